@@ -1,0 +1,85 @@
+"""What a device is to the rest of the house: a budget, a way to enforce it, and readings.
+
+A `Device` is asked for a `Meter` whenever something runs: `enforced()` for a probe, `training()` for a
+real run. What differs between cards, the host and the simulated card stands behind these two protocols;
+the probe and the loop know no device by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from autobatch.footprint.program import Trace
+    from autobatch.records import DeviceRecord
+
+
+class MemoryStats(NamedTuple):
+    """Readings of the allocator, in bytes; ``None`` where the device cannot give the figure."""
+
+    allocated_bytes: int
+    """Held by live tensors now."""
+    reserved_bytes: int | None
+    """Held by the allocator now, cached blocks included."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    retries: int | None
+    """Allocations that succeeded only after cached segments were given back."""
+
+
+class Meter(Protocol):
+    """Readings of one session on a device."""
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were made out of the device's sight (a batch, say) as held on it.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit in the budget.
+        """
+
+    def mark(self, phase: str) -> None:
+        """Say what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
+
+    def stats(self) -> MemoryStats:
+        """Read the allocator; waits for the device to finish what it was given."""
+
+    def trace(self) -> Trace | None:
+        """The allocation events since the session began; ``None`` where none are recorded."""
+
+
+class Device(Protocol):
+    """A place to train, with a memory budget."""
+
+    @property
+    def kind(self) -> str:
+        """``cuda``, ``cpu`` or ``sim``."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the tensors live."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the allocator may hold."""
+
+    def describe(self) -> DeviceRecord:
+        """Name, total, budget and who else holds memory; reads the machine anew."""
+
+    def enforced(self) -> AbstractContextManager[Meter]:
+        """Inside, a step that outgrows the budget raises ``torch.OutOfMemoryError``; starts from nothing cached."""
+
+    def training(self) -> AbstractContextManager[Meter]:
+        """What a real run runs under; without cost where the device enforces its limit by itself."""
+
+    def refuses(self, stats: MemoryStats) -> str | None:
+        """Why a step that ran does not count as fitting (retries, reserved over the budget); ``None``: it fits."""
+
+    def release(self) -> None:
+        """Give back what is cached; call it outside of any ``except`` block."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""

@@ -1,0 +1,125 @@
+"""What every part reports: the JSON of the command line is these structures, name for name.
+
+A figure that a device cannot give is ``None``, never 0 or -1. Sizes are bytes, times seconds, counts samples.
+Nothing here imports torch, so a report can be read anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+LimitedBy = Literal["memory", "target_batch", "dataset", "max_micro_batch"]
+UpperBoundBy = Literal["run", "replay", "cap"]
+Precision = Literal["fp32", "bf16", "fp16"]
+LearningRateRule = Literal["none", "linear", "sqrt"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all records: immutable, keyword-only, serialised under the field names."""
+
+
+class MemoryHolder(Record):
+    """A process that holds memory of the device."""
+
+    pid: int | None
+    """Process id as the driver sees it (the host's, inside a container); ``None`` where it cannot be told."""
+    name: str | None
+    used_bytes: int | None
+
+
+class DeviceRecord(Record):
+    """The device and what there is to spend on it."""
+
+    kind: str
+    """``cuda``, ``cpu`` or ``sim``."""
+    name: str
+    total_bytes: int
+    budget_bytes: int
+    """What the allocator may hold."""
+    budget_source: str
+    """How the budget came about, in words."""
+    other_processes_bytes: int | None = None
+    holders: list[MemoryHolder] = []
+    notes: list[str] = []
+    """What a person should know of these figures, a line each."""
+
+
+class Attempt(Record):
+    """One micro-batch that really ran."""
+
+    micro_batch: int
+    fits: bool
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    seconds: float
+    reason: str | None = None
+    """Why it does not fit: the first line of the error, or the rule that it broke."""
+    phase: str | None = None
+    """Where in the step it failed: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
+
+
+class Probe(Record):
+    """The largest micro-batch that fits, and how it was found."""
+
+    micro_batch: int
+    limited_by: LimitedBy
+    upper_bound_by: UpperBoundBy
+    predicted_micro_batch: int | None
+    oom_count: int
+    attempts: list[Attempt]
+    source: str = "search"
+    """``search``, or ``profile`` when a saved answer was confirmed."""
+
+
+class Plan(Record):
+    """Exactly ``target_batch`` samples an optimizer step, split over the ranks and over micro-batches.
+
+    ``micro_batches`` are the sizes that one rank runs, in order; they differ by at most one and their sum
+    over the ranks is the target batch.
+    """
+
+    target_batch: int
+    effective_batch: int
+    world_size: int
+    micro_batch: int
+    accumulation_steps: int
+    micro_batches: list[int]
+    base_batch: int | None
+    learning_rate: float
+    learning_rate_rule: LearningRateRule
+    learning_rate_factor: float = 1.0
+    learning_rate_source: str = ""
+    precision: Precision = "fp32"
+    last_window: Literal["carry", "flush", "drop"] = "carry"
+    knobs: dict[str, str | int | float | bool | None] = {}
+    """What the tuner chose besides, by the knob's name."""
+
+
+class Tuning(Record):
+    """What the tuner measured and chose."""
+
+    trials: int
+    best: dict[str, str | int | float | bool | None]
+    baseline_samples_per_s: float
+    best_samples_per_s: float
+    study: str
+
+
+class Training(Record):
+    """What the training loop did."""
+
+    optimizer_steps: int
+    samples: int
+    samples_per_s: float
+    first_loss: float | None
+    final_loss: float | None
+    oom_recoveries: int
+    resumed_from: str | None
+    checkpoint: str | None
+    seconds: float = 0.0
+    skipped_windows: int = 0
+    validation: dict[str, float] = {}
+    micro_batch: int | None = None
+    """The micro-batch at the end: smaller than the plan's after a recovery."""
