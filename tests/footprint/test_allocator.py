@@ -1,0 +1,297 @@
+"""The caching allocator against worked examples, invariants, and a slow model written on its own."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autobatch.footprint.allocator import (
+    AllocatorConfig,
+    CachingAllocator,
+    Ledger,
+    OutOfBudget,
+    cuda_oom_text,
+)
+from autobatch.units import GiB, KiB, MiB
+
+# What a step asks for: many small tensors, some middling, a few that get a segment of their own.
+SIZES = st.one_of(
+    st.integers(0, 4 * KiB),
+    st.integers(0, 2 * MiB),
+    st.integers(MiB, 12 * MiB),
+    st.integers(9 * MiB, 40 * MiB),
+    st.sampled_from([512, 513, MiB, MiB + 1, 10 * MiB - 512, 10 * MiB, 20 * MiB]),
+)
+# An allocation (a size), or the free of the n-th live block; -1 releases the cache.
+STEPS = st.lists(st.one_of(SIZES, st.tuples(st.integers(0, 40)), st.just((-1,))), max_size=60)
+LIMITS = st.sampled_from([None, 4 * MiB, 64 * MiB, 67 * MiB + 5, 200 * MiB])
+
+
+class SlowModel:
+    """The rules of footprint.md §2 with lists and linear search only."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.segments: list[dict] = []  # in the order they were made, that is of their addresses
+        self.retries = 0
+
+    def reserved(self) -> int:
+        return sum(s["size"] for s in self.segments)
+
+    def allocated(self) -> int:
+        return sum(size for s in self.segments for _, size, held in s["blocks"] if held)
+
+    def malloc(self, size: int) -> tuple[dict, int] | None:
+        want = (size + 511) // 512 * 512
+        small = want <= 2**20
+        found = [
+            (block[1], index, position)
+            for index, segment in enumerate(self.segments)
+            if segment["small"] == small
+            for position, block in enumerate(segment["blocks"])
+            if not block[2] and block[1] >= want
+        ]
+        if found:
+            _, index, position = min(found)
+            return self._carve(self.segments[index], position, want)
+        new = 2 * 2**20 if small else 20 * 2**20 if want < 10 * 2**20 else -(-want // 2**21) * 2**21
+        if self.limit is not None and self.reserved() + new > self.limit:
+            self.release()
+            self.retries += 1
+            if self.reserved() + new > self.limit:
+                return None
+        self.segments.append({"small": small, "size": new, "blocks": [[0, new, False]]})
+        return self._carve(self.segments[-1], 0, want)
+
+    def _carve(self, segment: dict, position: int, want: int) -> tuple[dict, int]:
+        start, size, _ = segment["blocks"][position]
+        rest = size - want
+        if rest >= 512 if segment["small"] else rest > 2**20:
+            segment["blocks"][position : position + 1] = [[start, want, True], [start + want, rest, False]]
+        else:
+            segment["blocks"][position][2] = True
+        return segment, start
+
+    def free(self, where: tuple[dict, int]) -> None:
+        segment, start = where
+        merged: list[list] = []
+        for block in segment["blocks"]:
+            if block[0] == start:
+                block[2] = False
+            if merged and not merged[-1][2] and not block[2]:
+                merged[-1][1] += block[1]
+            else:
+                merged.append(list(block))
+        segment["blocks"] = merged
+
+    def release(self) -> None:
+        self.segments = [s for s in self.segments if len(s["blocks"]) > 1 or s["blocks"][0][2]]
+
+
+def run(allocator, steps, check=lambda: None):
+    live = []
+    for step in steps:
+        if step == (-1,):
+            allocator.release()
+        elif isinstance(step, tuple):
+            if live:
+                allocator.free(live.pop(step[0] % len(live)))
+        else:
+            with suppress(OutOfBudget):
+                live.append(allocator.malloc(step))
+        check()
+    return live
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, LIMITS)
+def test_agrees_with_the_slow_model_event_by_event(steps, limit):
+    fast, slow = CachingAllocator(limit), SlowModel(limit)
+    live = []
+    for step in steps:
+        if step == (-1,):
+            fast.release()
+            slow.release()
+        elif isinstance(step, tuple):
+            if live:
+                a, b = live.pop(step[0] % len(live))
+                fast.free(a)
+                slow.free(b)
+        elif step > 0:
+            expected = slow.malloc(step)
+            if expected is None:
+                with pytest.raises(OutOfBudget):
+                    fast.malloc(step)
+            else:
+                live.append((fast.malloc(step), expected))
+        assert (fast.allocated_bytes, fast.reserved_bytes) == (slow.allocated(), slow.reserved())
+        assert fast.retries == slow.retries
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, LIMITS, st.booleans())
+def test_invariants(steps, limit, expandable):
+    allocator = CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
+    peaks = [0, 0]
+
+    def check():
+        peaks[0] = max(peaks[0], allocator.allocated_bytes)
+        peaks[1] = max(peaks[1], allocator.reserved_bytes)
+        assert 0 <= allocator.allocated_bytes <= allocator.reserved_bytes
+        assert limit is None or allocator.peak_reserved_bytes <= limit
+        assert allocator.peak_allocated_bytes == peaks[0]
+        assert allocator.peak_reserved_bytes >= peaks[1]
+
+    live = [block for block in run(allocator, steps, check) if block is not None]
+    spans = sorted((block.address, block.address + block.size) for block in live)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert sum(end - start for start, end in spans) == allocator.allocated_bytes
+
+    for block in live:
+        allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    allocator.release()
+    assert allocator.reserved_bytes == 0
+    for _ in range(2):
+        allocator.reset_peak()
+        assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (0, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, LIMITS, st.booleans())
+def test_a_refusal_changes_no_live_block(steps, limit, expandable):
+    allocator = CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
+    live = [block for block in run(allocator, steps) if block is not None]
+    before = [(block.address, block.size) for block in live]
+    held = allocator.allocated_bytes
+    if limit is not None:
+        with pytest.raises(OutOfBudget):
+            allocator.malloc(limit + 1)
+    assert [(block.address, block.size) for block in live] == before
+    assert allocator.allocated_bytes == held
+
+
+@pytest.mark.parametrize(
+    ("size", "block", "segment"),
+    [
+        (1, 512, 2 * MiB),
+        (512, 512, 2 * MiB),
+        (513, 1024, 2 * MiB),
+        (MiB, MiB, 2 * MiB),
+        (MiB + 1, MiB + 512, 20 * MiB),
+        (10 * MiB - 1, 10 * MiB, 10 * MiB),
+        (10 * MiB - 512, 10 * MiB - 512, 20 * MiB),
+        # The tail of an own segment is at most 2 MiB; it is cut off only above 1 MiB.
+        (11 * MiB, 12 * MiB, 12 * MiB),
+        (11 * MiB - 512, 11 * MiB - 512, 12 * MiB),
+        (21 * MiB, 22 * MiB, 22 * MiB),
+        (20 * MiB, 20 * MiB, 20 * MiB),
+    ],
+)
+def test_first_block_and_segment(size, block, segment):
+    allocator = CachingAllocator()
+    assert allocator.malloc(size).size == block
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (block, segment)
+
+
+def test_nothing_is_held_for_no_bytes():
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(0))
+    assert (allocator.allocated_bytes, allocator.reserved_bytes, allocator.peak_reserved_bytes) == (0, 0, 0)
+
+
+def test_best_fit_takes_the_smallest_then_the_lowest():
+    allocator = CachingAllocator()
+    a, _, c, _, e, _ = [allocator.malloc(n * MiB) for n in (3, 2, 2, 2, 2, 2)]  # one 20 MiB segment
+    for block in (e, a, c):
+        allocator.free(block)
+    assert allocator.malloc(2 * MiB).address == c.address
+    assert allocator.malloc(2 * MiB).address == e.address
+    assert allocator.malloc(2 * MiB).address == a.address
+
+
+def test_cached_segments_are_given_back_before_the_error():
+    allocator = CachingAllocator(40 * MiB)
+    first = allocator.malloc(30 * MiB)
+    allocator.free(first)
+    assert allocator.malloc(36 * MiB).size == 36 * MiB
+    assert (allocator.reserved_bytes, allocator.retries) == (36 * MiB, 1)
+    with pytest.raises(OutOfBudget) as refusal:
+        allocator.malloc(5 * MiB)
+    error = refusal.value
+    assert (error.requested, error.attempted) == (5 * MiB, 20 * MiB)
+    assert (error.allocated, error.reserved) == (36 * MiB, 36 * MiB)
+    assert (error.limit, error.free) == (40 * MiB, 4 * MiB)
+    assert allocator.retries == 2
+
+
+def test_a_split_segment_cannot_be_given_back():
+    allocator = CachingAllocator(40 * MiB)
+    keep = allocator.malloc(2 * MiB)
+    allocator.free(allocator.malloc(15 * MiB))
+    with pytest.raises(OutOfBudget):
+        allocator.malloc(22 * MiB)
+    allocator.free(keep)
+    assert allocator.malloc(22 * MiB).size == 22 * MiB
+
+
+def test_expandable_segments_map_whole_pages_and_unmap_them():
+    allocator = CachingAllocator(100 * MiB, AllocatorConfig(expandable_segments=True))
+    first = allocator.malloc(11 * MiB)  # one 20 MiB page, cut to size
+    second = allocator.malloc(30 * MiB)  # 9 left of it, 21 more: two pages
+    assert (first.size, second.size, allocator.reserved_bytes) == (11 * MiB, 30 * MiB, 60 * MiB)
+    assert second.address == first.address + 11 * MiB
+    allocator.free(second)
+    allocator.release()  # pages 2 and 3 have no live byte, page 1 does
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (11 * MiB, 20 * MiB)
+    tiny = allocator.malloc(1)  # the small pool has pages of 2 MiB
+    assert (tiny.size, allocator.reserved_bytes) == (512, 22 * MiB)
+
+
+def test_expandable_segments_do_not_strand_a_gap():
+    """The same requests need 60 MiB in one growing segment, and 82 MiB in segments that cannot grow."""
+    reserved = []
+    for expandable in (False, True):
+        allocator = CachingAllocator(None, AllocatorConfig(expandable_segments=expandable))
+        allocator.free(allocator.malloc(40 * MiB))
+        allocator.malloc(42 * MiB)
+        reserved.append(allocator.peak_reserved_bytes)
+    assert reserved == [82 * MiB, 60 * MiB]
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(0, 5000))
+def test_ledger_counts_live_bytes(sizes, limit):
+    ledger = Ledger(limit)
+    held = []
+    for size in sizes:
+        if sum(held) + size > limit:
+            with pytest.raises(OutOfBudget) as refusal:
+                ledger.malloc(size)
+            assert (refusal.value.requested, refusal.value.free) == (size, limit - sum(held))
+        else:
+            held.append(ledger.malloc(size))
+        assert ledger.allocated_bytes == ledger.peak_allocated_bytes == sum(held)
+    assert ledger.reserved_bytes is ledger.peak_reserved_bytes is ledger.retries is None
+    for handle in held:
+        ledger.free(handle)
+    assert ledger.allocated_bytes == 0
+    ledger.reset_peak()
+    assert ledger.peak_allocated_bytes == 0
+
+
+def test_oom_text_reads_like_cudas():
+    error = OutOfBudget(
+        requested=2 * GiB - 3, attempted=2 * GiB, allocated=5 * GiB, reserved=6 * GiB, limit=7 * GiB
+    )
+    text = cuda_oom_text(error, total_bytes=8 * GiB, context_bytes=512 * MiB)
+    assert text.startswith(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which"
+        " 1.50 GiB is free. Including non-PyTorch memory, this process has 6.50 GiB memory in use."
+        " 7.00 GiB allowed; Of the allocated memory 5.00 GiB is allocated by PyTorch, and 1024.00 MiB is reserved by PyTorch but"
+        " unallocated. If reserved but unallocated memory is large try setting"
+    )
+    assert "allowed;" not in cuda_oom_text(error, total_bytes=7 * GiB)
