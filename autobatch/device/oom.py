@@ -1,0 +1,176 @@
+"""The one classifier of out-of-memory errors: type first, text second, over the chain of causes.
+
+Nothing else in the house reads the text of an error to learn whether memory ran out. The texts stand in one
+table, each with where it was seen. Text counts only on the exception types that torch, CUDA and Triton raise,
+and only in wordings that are theirs: a user's own "out of memory slots" is a bug of theirs, not a batch that
+is too big.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import re
+import textwrap
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from autobatch.errors import AutobatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Verdict(enum.Enum):
+    """What an error says about memory."""
+
+    DEVICE = "device"
+    """Out of memory on the device; a smaller micro-batch can go on in this process."""
+    HOST = "host"
+    """Out of memory on the host; a smaller micro-batch can go on in this process."""
+    FATAL = "fatal"
+    """Out of memory, and the context or the communicator is not to be trusted: this process must end."""
+    SUSPECT = "suspect"
+    """Seen under memory pressure, and for real bugs too: try smaller once, then raise this very error."""
+    NONE = "none"
+    """Not about memory."""
+
+
+class _Pattern(NamedTuple):
+    verdict: Verdict
+    text: str
+    """A regular expression, searched for in the whole message: DataLoader and DataParallel put the text of
+    a worker's error behind a heading of their own."""
+
+
+_PATTERNS = (
+    # Driver-level: cudaMalloc outside of the caching allocator failed; AcceleratorError on recent torch.
+    _Pattern(Verdict.FATAL, r"\b(?:CUDA|HIP)(?: driver)? error: out of memory(?![ \t]*\w)"),
+    _Pattern(
+        Verdict.FATAL, r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b"
+    ),
+    # Level Zero, under the XPU allocator: the XPU's counterpart of the driver-level error.
+    _Pattern(Verdict.FATAL, r"\bUR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
+    # NCCL allocates past torch's cache and poisons the communicator: nccl#1235, slime#1086, returnn#1626.
+    _Pattern(Verdict.FATAL, r"\bFailed to CUDA (?:host )?(?:m|c)?alloc\b"),
+    _Pattern(Verdict.FATAL, r"\bCuda failure (?:\d+ )?'out of memory'"),
+    # The caching allocators' own text, where the type was lost on the way (workers, wrapped errors).
+    _Pattern(Verdict.DEVICE, r"\b(?:CUDA|HIP|XPU) out of memory\. Tried to allocate\b"),
+    _Pattern(Verdict.DEVICE, r"\bMPS backend out of memory\b"),
+    # backend:cudaMallocAsync words it differently (ComfyUI threads are full of it).
+    _Pattern(Verdict.DEVICE, r"\bAllocation on device \d+ would exceed allowed memory\b"),
+    # On MIG slices and Jetson the allocator's report asks NVML and dies of that: pytorch#112377, #122068,
+    # #185240, #197312.
+    _Pattern(Verdict.DEVICE, r"\bNVML_SUCCESS == \S.{0,80} INTERNAL ASSERT FAILED\b"),
+    _Pattern(
+        Verdict.DEVICE,
+        # Handles and workspaces that the libraries allocate themselves: deepmd-kit#5443 and the like.
+        r"\b(?:CU|HIP)(?:BLAS|SOLVER|SPARSE|DNN)_STATUS_ALLOC_FAILED\b|\b(?:CU|HIP)FFT_ALLOC_FAILED\b"
+        r"|\bCUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED\b|\bmiopenStatusAllocFailed\b",
+    ),
+    _Pattern(Verdict.DEVICE, r"\bTriton Error \[(?:CUDA|HIP|XPU)\]:.{0,40}\bout of memory(?![ \t]*\w)"),
+    # alloc_cpu.cpp: the first on POSIX, the second on Windows; then c10's and libstdc++'s plain ones.
+    _Pattern(Verdict.HOST, r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)\b"),
+    _Pattern(Verdict.HOST, r"\A(?:std::bad_alloc|bad allocation)\Z"),
+    _Pattern(Verdict.HOST, r"\bCUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED\b"),
+    _Pattern(Verdict.HOST, r"\bunable to mmap \d+ bytes from file .*Cannot allocate memory"),
+    _Pattern(Verdict.HOST, r"\bcan't start new thread\b"),  # CPython: no memory for one more stack
+    # Handles made when the card is full, or with a broken installation.
+    _Pattern(Verdict.SUSPECT, r"\b(?:CUBLAS|HIPBLAS|CUDNN)_STATUS_NOT_INITIALIZED\b"),
+    # No plan fits in the workspace that is left, or none exists for this shape at all: pytorch#108645.
+    _Pattern(Verdict.SUSPECT, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR)\b"),
+    _Pattern(Verdict.SUSPECT, r"\bunable to find an engine to execute this computation\b"),
+    # oneDNN under an address-space limit; "… primitive descriptor" is a shape that it does not know.
+    _Pattern(Verdict.SUSPECT, r"\bcould not create a primitive\b(?! descriptor)"),
+    # SIGKILL is the kernel's OOM killer or anybody's kill -9, SIGBUS a full /dev/shm or a broken file: the
+    # text cannot tell. Other signals (segmentation fault, abort) are bugs.
+    _Pattern(Verdict.SUSPECT, r"\bDataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Bus error)"),
+)
+
+# After these the context answers nothing any more, whatever else stands in the chain.
+_DEAD_CONTEXT = re.compile(
+    r"\b(?:CUDA|HIP)(?: driver)? error: (?:an illegal memory access|device-side assert|misaligned address"
+    r"|unspecified launch failure|an illegal instruction)"
+)
+# Of several verdicts in a chain the first of these counts.
+_BY_WEIGHT = (Verdict.FATAL, Verdict.DEVICE, Verdict.HOST, Verdict.SUSPECT)
+_COMPILED = tuple((row.verdict, re.compile(row.text)) for row in _PATTERNS)
+_WINDOWS_COMMIT_LIMIT = 1455  # ERROR_COMMITMENT_LIMIT: "The paging file is too small"
+_LINE_WIDTH = 240
+
+
+def classify(error: BaseException) -> Verdict:
+    """Say what an error and its causes mean for memory.
+
+    The chain is walked as a traceback would print it (``__cause__``, else ``__context__`` unless
+    suppressed). An `AutobatchError` is `Verdict.NONE` and ends the walk: it was raised on purpose, and has
+    its own meaning. So does what is no `Exception`: a Ctrl-C while memory runs out is a Ctrl-C.
+    """
+    found = set()
+    for link in _chain(error):
+        if _is_foreign(link) and _DEAD_CONTEXT.search(_text(link)):
+            return Verdict.NONE
+        found.add(_classify_one(link))
+    return next((verdict for verdict in _BY_WEIGHT if verdict in found), Verdict.NONE)
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether memory ran out for certain: on the device, on the host, or beyond repair in this process."""
+    return classify(error) in (Verdict.DEVICE, Verdict.HOST, Verdict.FATAL)
+
+
+def first_line(error: BaseException) -> str:
+    """Put an error in one line for people, at most 240 characters.
+
+    Of a chain it shows the link that made it an out-of-memory error, else the error itself; with the type's
+    name in front unless the text is torch's own.
+    """
+    verdict = classify(error)
+    link = error
+    if verdict is not Verdict.NONE:
+        link = next(one for one in _chain(error) if _classify_one(one) is verdict)
+    name = type(link).__name__
+    lines = _text(link).strip().splitlines()
+    if not lines:
+        return name
+    own = isinstance(link, RuntimeError | AutobatchError)
+    return textwrap.shorten(lines[0] if own else f"{name}: {lines[0]}", _LINE_WIDTH, placeholder=" …")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while isinstance(link, Exception) and not isinstance(link, AutobatchError) and id(link) not in seen:
+        yield link
+        seen.add(id(link))
+        if link.__cause__ is not None:
+            link = link.__cause__
+        else:
+            link = None if link.__suppress_context__ else link.__context__
+
+
+def _classify_one(error: BaseException) -> Verdict:
+    if isinstance(error, torch.OutOfMemoryError):
+        return Verdict.DEVICE
+    if isinstance(error, MemoryError):
+        return Verdict.HOST
+    if isinstance(error, OSError):
+        commit_limit = getattr(error, "winerror", None) == _WINDOWS_COMMIT_LIMIT
+        return Verdict.HOST if commit_limit or error.errno == errno.ENOMEM else Verdict.NONE
+    if not _is_foreign(error):
+        return Verdict.NONE
+    text = _text(error)
+    return next((verdict for verdict, pattern in _COMPILED if pattern.search(text)), Verdict.NONE)
+
+
+def _is_foreign(error: BaseException) -> bool:
+    """Whether torch, CUDA or Triton may have raised it; Triton's own classes are no RuntimeErrors."""
+    return isinstance(error, RuntimeError) or type(error).__module__.partition(".")[0] == "triton"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a user's __str__ may be broken, and that must not hide the error itself
+        return ""
