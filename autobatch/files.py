@@ -1,0 +1,57 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: bytes) -> Path:
+    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a half.
+
+    A temporary file in the same directory is written, flushed to the disk and renamed over ``path``; missing
+    parent directories are made. A file that is replaced keeps its mode.
+
+    Args:
+        path: where the file shall stand.
+        content: all of its bytes.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        OSError: the directory or the file cannot be written; what stood at ``path`` is untouched.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(_new_file_mode(path))
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+    return path
+
+
+def _new_file_mode(path: Path) -> int:
+    """Keep the mode of the file that is replaced; mkstemp's 0600 would hide a shared report."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mode & 0o777
+    return 0o644
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename itself durable, where the system lets a directory be opened."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
