@@ -1,0 +1,137 @@
+"""One attempt: does a micro-batch fit?
+
+An attempt is real training on copies of the model's tensors: one window in which the optimizer's state
+appears, then two windows of two micro-batches each in the steady state, with clipping and loss scale, on the
+costliest samples. No device is known by name here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from autobatch.device.base import Device, Meter
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.errors import InputError
+from autobatch.footprint.program import Trace
+from autobatch.records import Attempt, Precision
+from autobatch.samples import Costliest
+from autobatch.state import lent, preserved_random_state
+from autobatch.step import Trainee, assemble, run_window, tensors_of, to_device
+from autobatch.workload import Workload
+
+WINDOWS = (1, 2, 2)
+"""Micro-batches a window of an attempt: state appears, then the steady state twice (Adam's state comes with
+the first step, ``.grad`` is resident while the second micro-batch runs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What attempts and trials run on; built once, lent to each."""
+
+    workload: Workload
+    model: nn.Module
+    device: Device
+    costliest: Costliest
+    precision: Precision
+    max_grad_norm: float | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+
+class Outcome(NamedTuple):
+    """An attempt, and its allocation events where the device records them."""
+
+    attempt: Attempt
+    trace: Trace | None
+
+
+def attempt(bench: Bench, micro_batch: int) -> Outcome:
+    """Train a few windows at a micro-batch, inside the budget, and put everything back.
+
+    Raises:
+        InputError: the loss is not finite.
+        Exception: whatever the workload raises that is no out-of-memory error, untouched.
+    """
+    failure: tuple[Verdict, str] | None = None
+    phase = "setup"
+    start = bench.clock()
+    with preserved_random_state(), bench.device.enforced() as meter:
+
+        def mark(name: str) -> None:
+            nonlocal phase
+            phase = name
+            meter.mark(name)
+
+        try:
+            mark("setup")
+            train_on_copies(bench, micro_batch, meter, mark)
+        except Exception as error:
+            verdict = classify(error)
+            if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and micro_batch == 1):
+                raise
+            failure = (verdict, first_line(error))
+        # The except block is left: nothing keeps the failed step's tensors alive any more.
+        stats = meter.stats()
+        trace = meter.trace() if failure is None else None
+    bench.device.release()
+    reason = failure[1] if failure is not None else bench.device.refuses(stats)
+    return Outcome(
+        Attempt(
+            micro_batch=micro_batch,
+            fits=reason is None,
+            peak_allocated_bytes=stats.peak_allocated_bytes,
+            peak_reserved_bytes=stats.peak_reserved_bytes,
+            seconds=bench.clock() - start,
+            reason=reason,
+            phase=phase if failure is not None else None,
+        ),
+        trace,
+    )
+
+
+def train_on_copies(bench: Bench, micro_batch: int, meter: Meter, mark: Callable[[str], None]) -> None:
+    """Run the windows of an attempt; the model is lent, its own tensors come back."""
+    device = bench.device.torch_device
+    with lent(bench.model, device) as model:
+        meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+        model.train()
+        trainee = assemble(
+            bench.workload,
+            model,
+            device,
+            precision=bench.precision,
+            learning_rate=bench.workload.learning_rate,
+            max_grad_norm=bench.max_grad_norm,
+        )
+        for number, count in enumerate(WINDOWS):
+            _window(bench, trainee, micro_batch, count, meter, mark, first=number == 0)
+        del trainee
+
+
+def _window(
+    bench: Bench,
+    trainee: Trainee,
+    micro_batch: int,
+    count: int,
+    meter: Meter,
+    mark: Callable[[str], None],
+    *,
+    first: bool,
+) -> None:
+    def batches() -> Iterator[tuple[Any, int]]:
+        for _ in range(count):
+            batch = to_device(bench.costliest.batch(micro_batch), bench.device.torch_device)
+            meter.adopt(tensors_of(batch))
+            yield batch, micro_batch
+
+    result = run_window(trainee, batches(), micro_batch * count, mark=mark)
+    if first and result.count and not math.isfinite(result.loss):
+        raise InputError(
+            f"the workload's loss is {result.loss} on its first micro-batch of {micro_batch}: it must "
+            "be finite; look at the data, the loss and the learning rate"
+        )

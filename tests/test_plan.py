@@ -1,0 +1,87 @@
+"""The batch arithmetic against brute force, and the learning-rate rules against golden numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autobatch.errors import InputError
+from autobatch.plan import learning_rate_factor, make_plan, micro_batches, rank_share, split_evenly
+
+
+@given(st.integers(1, 5000), st.integers(1, 700))
+def test_micro_batches_are_exact_even_and_fewest(target: int, limit: int) -> None:
+    sizes = micro_batches(target, limit)
+    assert sum(sizes) == target
+    assert max(sizes) <= limit
+    assert max(sizes) - min(sizes) <= 1
+    # One step fewer cannot hold the target: the oracle is the pigeonhole principle.
+    assert (len(sizes) - 1) * limit < target
+
+
+def test_fewest_steps_against_brute_force() -> None:
+    for target in range(1, 60):
+        for limit in range(1, 60):
+            fewest = next(k for k in range(1, target + 1) if k * limit >= target)
+            assert len(micro_batches(target, limit)) == fewest
+
+
+@given(st.integers(1, 3000), st.integers(1, 64), st.integers(1, 300))
+def test_every_rank_together_make_the_target(target: int, world_size: int, limit: int) -> None:
+    if target < world_size:
+        with pytest.raises(InputError, match=f"{target} over {world_size}"):
+            make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=1.0, world_size=world_size)
+        return
+    shares = [rank_share(target, world_size, rank) for rank in range(world_size)]
+    assert sum(sum(micro_batches(share, limit)) for share in shares) == target
+    plan = make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=1.0, world_size=world_size)
+    assert plan.effective_batch == target
+    assert sum(plan.micro_batches) == max(shares)
+    assert plan.accumulation_steps == len(plan.micro_batches)
+    assert plan.micro_batch == max(plan.micro_batches) <= limit
+
+
+def test_the_split_is_even_rather_than_full() -> None:
+    assert micro_batches(24, 7) == [6, 6, 6, 6]
+    assert micro_batches(1024, 93) == [86] * 4 + [85] * 8
+    assert split_evenly(10, 4) == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("rule", "target", "base", "factor"),
+    [
+        ("none", 1024, 256, 1.0),
+        ("none", 1024, None, 1.0),
+        ("linear", 1024, 256, 4.0),
+        ("linear", 64, 256, 0.25),
+        ("sqrt", 1024, 256, 2.0),
+        ("sqrt", 512, 256, math.sqrt(2)),
+        ("linear", 256, 256, 1.0),
+        ("sqrt", 256, 256, 1.0),
+    ],
+)
+def test_learning_rate_rules(rule: str, target: int, base: int | None, factor: float) -> None:
+    assert learning_rate_factor(rule, target_batch=target, base_batch=base) == factor  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_a_rule_needs_a_base_batch(rule: str) -> None:
+    with pytest.raises(InputError, match="--base-batch"):
+        learning_rate_factor(rule, target_batch=8, base_batch=None)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), st.sampled_from(["linear", "sqrt"]))
+def test_a_rule_there_and_back_is_the_identity(target: int, base: int, rule: str) -> None:
+    there = learning_rate_factor(rule, target_batch=target, base_batch=base)  # type: ignore[arg-type]
+    back = learning_rate_factor(rule, target_batch=base, base_batch=target)  # type: ignore[arg-type]
+    assert there * back == pytest.approx(1.0, rel=1e-15)
+
+
+@pytest.mark.parametrize("field", ["target_batch", "micro_batch_limit", "world_size", "base_batch"])
+def test_numbers_below_one_are_refused(field: str) -> None:
+    numbers = {"target_batch": 8, "micro_batch_limit": 4, "world_size": 1, "base_batch": 8, field: 0}
+    with pytest.raises(InputError, match="is 0: it must be 1 or more"):
+        make_plan(learning_rate=1.0, **numbers)
