@@ -1,8 +1,8 @@
 """CUDA's caching allocator, modelled.
 
 `CachingAllocator` follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 through rounding, pools, segments,
-best fit, splitting, merging, the per-process cap, and the release of cached segments before an error; `Ledger`
-(no cache at all) is its plain counterpart. Nothing here knows torch, so a trace replays in milliseconds.
+best fit, splitting, merging, the per-process cap, and the release of cached segments before an error;
+`Ledger` is its plain counterpart. Nothing here knows torch, so a trace replays in milliseconds.
 
 Not modelled: several streams, private pools (CUDA graphs), ``max_split_size_mb`` and the other options that
 are off by default. Addresses only ever grow, where the driver would use those of freed segments again.

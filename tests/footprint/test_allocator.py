@@ -291,7 +291,8 @@ def test_oom_text_reads_like_cudas():
     assert text.startswith(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which"
         " 1.50 GiB is free. Including non-PyTorch memory, this process has 6.50 GiB memory in use."
-        " 7.00 GiB allowed; Of the allocated memory 5.00 GiB is allocated by PyTorch, and 1024.00 MiB is reserved by PyTorch but"
+        " 7.00 GiB allowed; Of the allocated memory 5.00 GiB is allocated by PyTorch, and 1024.00 MiB"
+        " is reserved by PyTorch but"
         " unallocated. If reserved but unallocated memory is large try setting"
     )
     assert "allowed;" not in cuda_oom_text(error, total_bytes=7 * GiB)

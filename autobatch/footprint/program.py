@@ -1,0 +1,198 @@
+"""A step as a program of allocations: recorded, fitted over the micro-batch, replayed, searched.
+
+    Trace ──fit──► Program ──at(m)──► Trace ──replay──► Replay
+                      └────────── largest ────────────► m
+
+The events of a training step are the same at every micro-batch; only their sizes differ, and each size is
+affine in the micro-batch (quadratic for losses over all pairs). So two small traces tell every larger one
+exactly. A line through the two *peaks* does not: the peak is a maximum over phases, and what is reserved
+depends on fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, Self
+
+from autobatch.errors import AutobatchError
+from autobatch.footprint.budget import Allocator
+from autobatch.footprint.trace import FREE, Replay, Trace, replay
+
+__all__ = ["FREE", "Polynomial", "Program", "Replay", "Trace", "Untraceable", "largest", "replay"]
+
+_NEIGHBOURS = 16
+"""How far behind the answer `largest` looks for a micro-batch that fits all the same."""
+
+
+class Untraceable(AutobatchError, ValueError):  # noqa: N818 - says what a step is, not what went wrong
+    """The step has no footprint that can be told from traces; the message says why."""
+
+
+class Polynomial(NamedTuple):
+    """``(square · m² + slope · m + constant) / denominator`` bytes at micro-batch m."""
+
+    constant: int
+    slope: int = 0
+    square: int = 0
+    denominator: int = 1
+
+    def at(self, m: int) -> int:
+        """The size in bytes.
+
+        Raises:
+            Untraceable: the size would be negative, so the rule does not hold there.
+        """
+        size = (self.constant + (self.slope + self.square * m) * m) // self.denominator
+        if size < 0:
+            raise Untraceable(f"an allocation would have {size} bytes at micro-batch {m}")
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A trace whose sizes are polynomials in the micro-batch. Made by `fit`."""
+
+    events: tuple[tuple[int, Polynomial | None], ...]
+    """``(block, size)`` for an allocation, ``(block, None)`` for a free."""
+    marks: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def fit(cls, points: Sequence[tuple[int, Trace]]) -> Self:
+        """The program behind traces at different micro-batches.
+
+        Args:
+            points: ``(micro-batch, trace)``; two give affine sizes, three or more quadratic ones. What is
+            over
+                the number that a polynomial needs is a check.
+
+        Raises:
+            Untraceable: the traces differ in more than sizes, or the sizes follow no such polynomial.
+            ValueError: fewer than two different micro-batches.
+        """
+        sizes_of = [m for m, _ in points]
+        if len(set(sizes_of)) != len(points) or len(points) < 2:
+            raise ValueError(f"a fit needs two or more different micro-batches, not {sizes_of}")
+        traces = [trace.canonical() for _, trace in points]
+        _same_structure(sizes_of, traces)
+        events: list[tuple[int, Polynomial | None]] = []
+        known: dict[tuple[int, ...], Polynomial] = {}
+        for column in zip(*(trace.events for trace in traces), strict=True):
+            block, size = column[0]
+            if size == FREE:
+                events.append((block, None))
+                continue
+            sizes = tuple(event[1] for event in column)
+            if sizes not in known:
+                known[sizes] = _interpolate(sizes_of, sizes)
+            events.append((block, known[sizes]))
+        return cls(tuple(events), traces[0].marks)
+
+    def at(self, m: int) -> Trace:
+        """The trace at micro-batch ``m``.
+
+        Raises:
+            Untraceable: a size would be negative there.
+        """
+        return Trace(
+            tuple((block, FREE if size is None else size.at(m)) for block, size in self.events), self.marks
+        )
+
+    def agrees_with(self, m: int, trace: Trace) -> bool:
+        """Whether ``trace`` is what the program says for micro-batch ``m``."""
+        try:
+            return self.at(m) == trace.canonical()
+        except Untraceable:
+            return False
+
+
+def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:
+    first = traces[0]
+    for m, trace in zip(micro_batches[1:], traces[1:], strict=True):
+        shapes = [[(block, size == FREE) for block, size in one.events] for one in (first, trace)]
+        if shapes[0] != shapes[1] or first.marks != trace.marks:
+            at = next((i for i, pair in enumerate(zip(*shapes, strict=False)) if pair[0] != pair[1]), None)
+            where = min(map(len, shapes)) if at is None else at
+            raise Untraceable(
+                f"the step allocates in another order at micro-batch {m} ({len(trace.events)} events) than at "
+                f"{micro_batches[0]} ({len(first.events)}): they part at event {where}, in "
+                f"{trace.phase_at(where) or 'no phase'}"
+            )
+
+
+def _interpolate(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
+    """The polynomial through the first points (three at most), in Newton's form; the others must lie on it."""
+    x, y = points[:3], sizes[:3]
+    first = Fraction(y[1] - y[0], x[1] - x[0])
+    second = Fraction(0)
+    if len(x) == 3:
+        second = (Fraction(y[2] - y[1], x[2] - x[1]) - first) / (x[2] - x[0])
+    parts = (y[0] - first * x[0] + second * x[0] * x[1], first - second * (x[0] + x[1]), second)
+    # A polynomial of degree d takes whole values everywhere only over a divisor of d!.
+    denominator = 2 if second else 1
+    if any((part * denominator).denominator != 1 for part in parts) or (
+        second and (parts[1] + parts[2]).denominator != 1
+    ):
+        raise Untraceable(f"an allocation has {[*sizes]} bytes at micro-batches {[*points]}: no whole rule")
+    constant, slope, square = (int(part * denominator) for part in parts)
+    rule = Polynomial(constant, slope, square, denominator)
+    if any(rule.at(m) != size for m, size in zip(points, sizes, strict=True)):
+        raise Untraceable(f"an allocation has {[*sizes]} bytes at micro-batches {[*points]}: no polynomial")
+    return rule
+
+
+def largest(
+    program: Program,
+    make_allocator: Callable[[], Allocator],
+    cap: int,
+    refuses: Callable[[Replay], str | None] | None = None,
+) -> int | None:
+    """The largest micro-batch whose replay fits; ``None`` if none is found.
+
+    What is reserved is not monotone in the micro-batch, so "largest" has a limit: the answer m fits, and none
+    of the next 16 sizes up to ``cap`` does (m+1 in particular). Where fitting is monotone, as for a `Ledger`
+    over a program whose sizes grow, m is the largest of all.
+
+    Args:
+        program: the step.
+        make_allocator: a new allocator with the budget as its limit, for every replay.
+        cap: the largest micro-batch asked for, at least 1.
+        refuses: says why a replay that got through does not count all the same.
+
+    Raises:
+        Untraceable: the program gives no trace at a size that was tried.
+    """
+    known: dict[int, bool] = {}
+
+    def fits(m: int) -> bool:
+        if m not in known:
+            outcome = replay(program.at(m), make_allocator())
+            known[m] = outcome.fits and (refuses is None or refuses(outcome) is None)
+        return known[m]
+
+    low = 0
+    while True:
+        low = _last_fitting(fits, low, cap)
+        later = [m for m in _upto(low + 2, low + _NEIGHBOURS, cap) if fits(m)]
+        if not later:
+            return low or None
+        low = later[-1]
+
+
+def _upto(start: int, stop: int, cap: int) -> Iterable[int]:
+    return range(start, min(stop, cap) + 1)
+
+
+def _last_fitting(fits: Callable[[int], bool], low: int, cap: int) -> int:
+    """Some m >= ``low`` that fits (or is 0) while m + 1 does not or is past ``cap``; ``low`` fits or is 0."""
+    stride = 1
+    high = low + 1
+    while high <= cap and fits(high):
+        low = high
+        stride *= 2
+        high = min(low + stride, cap) if low < cap else cap + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

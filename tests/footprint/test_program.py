@@ -1,0 +1,164 @@
+"""Traces, the programs fitted to them, and the search, against brute force."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autobatch.footprint.allocator import CachingAllocator, Ledger
+from autobatch.footprint.program import FREE, Program, Trace, Untraceable, largest, replay
+from autobatch.units import KiB, MiB
+
+
+@st.composite
+def recipes(draw, *, square: bool = False):
+    """Steps of a random program: ``(slope, constant, square)`` allocates, an int frees a live block."""
+    sizes = st.tuples(
+        st.integers(0, 300 * KiB), st.integers(0, 3 * MiB), st.integers(0, 500 if square else 0)
+    )
+    return draw(st.lists(st.one_of(sizes, sizes, st.integers(0, 30)), min_size=1, max_size=30))
+
+
+def trace_of(recipe, m: int, *, shuffle: random.Random | None = None) -> Trace:
+    """Execute a recipe; with ``shuffle``, runs of frees come in another order and ids are used again."""
+    events: list[tuple[int, int]] = []
+    live: list[int] = []
+    ids = iter(range(1000, 10**6))
+    frees: list[tuple[int, int]] = []
+    free_ids: list[int] = []
+
+    def flush():
+        if shuffle is not None:
+            shuffle.shuffle(frees)
+        events.extend(frees)
+        free_ids.extend(block for block, _ in frees)
+        frees.clear()
+
+    for step in recipe:
+        if isinstance(step, int):
+            if live:
+                frees.append((live.pop(step % len(live)), FREE))
+            continue
+        flush()
+        reuse = shuffle is not None and free_ids and shuffle.random() < 0.5
+        block = free_ids.pop() if reuse else next(ids)
+        live.append(block)
+        events.append((block, step[0] * m + step[1] + step[2] * m * m))
+    flush()
+    return Trace(tuple(events), ((0, "forward"),))
+
+
+@given(recipes(), st.randoms(use_true_random=False))
+def test_two_points_tell_every_other_micro_batch(recipe, rng):
+    program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3, shuffle=rng))])
+    for m in (1, 2, 3, 8, 129, 10_007):
+        assert program.at(m) == trace_of(recipe, m).canonical()
+        assert program.agrees_with(m, trace_of(recipe, m, shuffle=rng))
+    bigger = [(block, size + (size > 0)) for block, size in trace_of(recipe, 8).events]
+    grows = any(size > 0 for _, size in bigger)
+    assert program.agrees_with(8, Trace(tuple(bigger), ((0, "forward"),))) is not grows
+
+
+@given(recipes(square=True))
+def test_three_points_tell_a_quadratic(recipe):
+    program = Program.fit([(m, trace_of(recipe, m)) for m in (2, 3, 5)])
+    for m in (1, 7, 64, 1001):
+        assert program.at(m) == trace_of(recipe, m).canonical()
+
+
+@given(recipes(), st.randoms(use_true_random=False))
+def test_sorting_frees_changes_no_replay(recipe, rng):
+    plain, other = trace_of(recipe, 9), trace_of(recipe, 9, shuffle=rng)
+    outcomes = [replay(t, CachingAllocator(24 * MiB)) for t in (plain, other, plain.canonical())]
+    assert len({o._replace(refusal=None, failed_at=None, peak_at=0) for o in outcomes}) == 1
+
+
+def trace(*sizes: int) -> Trace:
+    return Trace(tuple(enumerate(sizes)))
+
+
+def test_pairs_of_samples_have_a_half_in_their_rule():
+    """m(m-1)/2 distances of 4 bytes: whole everywhere, with a fraction in the coefficients."""
+    program = Program.fit([(m, trace(6 * m * (m - 1) // 2)) for m in (2, 3, 4)])
+    assert program.at(101).events == ((0, 6 * 101 * 50),)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(2, trace(10)), (3, trace(10, 10))],
+        [(2, Trace(((0, 8), (0, FREE), (1, 8)))), (3, Trace(((0, 8), (1, 8), (0, FREE))))],
+        [(2, Trace(((0, 8),), ((0, "forward"),))), (3, Trace(((0, 8),), ((1, "forward"),)))],
+        [(2, trace(10)), (4, trace(13))],  # 1.5 bytes a sample
+        [(2, trace(10)), (3, trace(20)), (4, trace(30)), (5, trace(41))],  # the fourth is a check
+    ],
+)
+def test_says_why_there_is_no_program(points):
+    with pytest.raises(Untraceable, match=r"bytes|events|part"):
+        Program.fit(points)
+
+
+def test_a_fit_needs_two_different_sizes():
+    with pytest.raises(ValueError, match="two or more"):
+        Program.fit([(2, trace(1)), (2, trace(1))])
+
+
+def test_no_size_is_ever_negative():
+    program = Program.fit([(3, trace(10)), (4, trace(20))])
+    with pytest.raises(Untraceable, match="-10 bytes at micro-batch 1"):
+        program.at(1)
+    assert not program.agrees_with(1, trace(0))
+
+
+def test_replay_names_the_phase_of_the_peak_and_of_the_failure():
+    events = ((0, 100), (1, 50), (1, FREE), (2, 70), (3, 10))
+    one = Trace(events, ((0, "setup"), (1, "forward"), (3, "backward"), (4, "optimizer")))
+    whole = replay(one, Ledger(180))
+    assert (whole.fits, whole.peak_allocated_bytes, whole.peak_phase) == (True, 180, "optimizer")
+    assert (whole.allocated_bytes, whole.peak_reserved_bytes, whole.retries) == (180, None, None)
+    cut = replay(one, Ledger(169))
+    assert (cut.fits, cut.failed_at, cut.failed_phase, cut.refusal.requested) == (False, 3, "backward", 70)
+    assert (cut.peak_at, cut.peak_phase) == (1, "forward")
+
+
+def test_frees_of_unknown_blocks_are_left_out():
+    one = Trace(((7, FREE), (8, 5), (8, FREE), (8, 6)), ((1, "forward"),))
+    assert one.canonical() == Trace(((0, 5), (0, FREE), (1, 6)), ((0, "forward"),))
+    assert replay(one, Ledger()).peak_allocated_bytes == 6
+
+
+@settings(max_examples=80, deadline=None)
+@given(recipes(), st.integers(1, 60 * MiB), st.integers(1, 90), st.booleans())
+def test_largest_against_brute_force(recipe, limit, cap, caching):
+    program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3))])
+
+    def allocator():
+        return CachingAllocator(limit) if caching else Ledger(limit)
+
+    truth = [replay(program.at(m), allocator()).fits for m in range(1, cap + 1)]
+    answer = largest(program, allocator, cap)
+    if answer is None:
+        assert not any(truth[:16])
+    else:
+        assert truth[answer - 1]
+        assert not any(truth[answer : answer + 16])
+    if sorted(truth, reverse=True) == truth:
+        assert (answer or 0) == sum(truth)
+
+
+def test_largest_looks_past_a_dip_and_heeds_a_refusal():
+    program = Program.fit([(1, trace(100)), (2, trace(200))])
+    assert largest(program, lambda: Ledger(1000), 50) == 10
+    assert largest(program, lambda: Ledger(1000), 7) == 7
+    assert largest(program, lambda: Ledger(99), 7) is None
+    dips = {4, 5, 6, 9}
+    refused = largest(
+        program,
+        lambda: Ledger(1000),
+        50,
+        lambda outcome: "a dip" if outcome.peak_allocated_bytes // 100 in dips else None,
+    )
+    assert refused == 10
