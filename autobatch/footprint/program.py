@@ -115,14 +115,14 @@ def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> No
             at = next((i for i, pair in enumerate(zip(*shapes, strict=False)) if pair[0] != pair[1]), None)
             where = min(map(len, shapes)) if at is None else at
             raise Untraceable(
-                f"the step allocates in another order at micro-batch {m} ({len(trace.events)} events) than at "
-                f"{micro_batches[0]} ({len(first.events)}): they part at event {where}, in "
+                f"the step allocates in another order at micro-batch {m} ({len(trace.events)} events) than"
+                f" at {micro_batches[0]} ({len(first.events)}): they part at event {where}, in "
                 f"{trace.phase_at(where) or 'no phase'}"
             )
 
 
 def _interpolate(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
-    """The polynomial through the first points (three at most), in Newton's form; the others must lie on it."""
+    """The polynomial through the first points (at most three); the others must lie on it."""
     x, y = points[:3], sizes[:3]
     first = Fraction(y[1] - y[0], x[1] - x[0])
     second = Fraction(0)
