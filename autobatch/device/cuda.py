@@ -1,0 +1,343 @@
+"""A CUDA card: its budget from NVML, enforced by the caching allocator's own cap, read from its statistics.
+
+Importing this module touches no card. `CudaDevice` makes the CUDA context when it is built, so that what is
+free is read after the context has taken its share. The cap (``set_per_process_memory_fraction``) is held
+against reserved bytes and answers a step that outgrows it with ``torch.OutOfMemoryError``, however much the
+card has left: a probe cannot hurt a neighbour. The arithmetic stands in pure functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from autobatch.device import nvml
+from autobatch.device.base import MemoryStats
+from autobatch.errors import DoesNotFitError, InputError
+from autobatch.records import DeviceRecord, MemoryHolder, Record
+from autobatch.units import MiB, format_bytes, parse_budget
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from autobatch.footprint.program import Trace
+
+_HEADROOM_SHARE = 0.05
+_HEADROOM_LEAST_BYTES = 512 * MiB
+
+
+class VisibleCard(Record, frozen=True, kw_only=True):
+    """A card that torch can use, for people."""
+
+    index: int
+    """As in ``cuda:N``."""
+    name: str
+    uuid: str | None
+    total_bytes: int
+    free_bytes: int | None
+    capability: str
+    """Compute capability, such as ``9.0``."""
+
+
+class CudaMeter:
+    """Readings of one session on a card: peaks and retries count from when the session began."""
+
+    def __init__(self, index: int) -> None:
+        self.phase = "setup"
+        """What `mark` said last."""
+        self._index = index
+        torch.cuda.reset_peak_memory_stats(index)
+        self._retries_before = self._retries()
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do nothing: the batch really lies on the card, and its allocator has counted it."""
+
+    def mark(self, phase: str) -> None:
+        """Say what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
+        self.phase = phase
+
+    def stats(self) -> MemoryStats:
+        """Read the allocator, in bytes; waits for the card first."""
+        torch.cuda.synchronize(self._index)
+        figures = torch.cuda.memory_stats(self._index)
+        return MemoryStats(
+            allocated_bytes=figures["allocated_bytes.all.current"],
+            reserved_bytes=figures["reserved_bytes.all.current"],
+            peak_allocated_bytes=figures["allocated_bytes.all.peak"],
+            peak_reserved_bytes=figures["reserved_bytes.all.peak"],
+            retries=self._retries() - self._retries_before,
+        )
+
+    def trace(self) -> Trace | None:
+        """Return ``None``: recording its history slows the allocator down, and no prediction needs it."""
+        return None
+
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats(self._index)["num_alloc_retries"])
+
+
+class CudaDevice:
+    """One CUDA card and what may be spent on it.
+
+    Args:
+        index: The card as torch numbers it, after ``CUDA_VISIBLE_DEVICES``.
+        memory_budget: Bytes the allocator may hold, taken at its word: a size such as ``"6GiB"`` or a share
+            of the card such as ``"80%"``. ``None``: what is free, less a headroom.
+
+    Raises:
+        InputError: there is no such card, or the budget is no size or over the card's memory.
+        DoesNotFitError: the card has less free than the headroom.
+
+    Note:
+        The driver's share, the CUDA context and what libraries allocate past torch (NCCL) are not in the
+        budget; the headroom is for them.
+    """
+
+    def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
+        _require_card(index)
+        first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
+        self._index = index
+        self._properties = torch.cuda.get_device_properties(index)
+        self._uuid = str(getattr(self._properties, "uuid", "")) or None
+        before = _nvml_card(self._uuid)
+        torch.cuda.synchronize(index)  # makes the context
+        after = _nvml_card(self._uuid)
+        self._context_bytes = _growth(before, after) if first else None
+        free_bytes, source, self._notes = self._free(after)
+        self._budget_bytes, self._budget_source = resolve_budget(
+            memory_budget,
+            total_bytes=self._properties.total_memory,
+            free_bytes=free_bytes,
+            held_bytes=torch.cuda.memory_reserved(index),
+            free_source=source,
+        )
+
+    @property
+    def kind(self) -> str:
+        """``cuda``."""
+        return "cuda"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``cuda:N``."""
+        return torch.device("cuda", self._index)
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the allocator may hold: reserved bytes, cached blocks included."""
+        return self._budget_bytes
+
+    def describe(self) -> DeviceRecord:
+        """Name, total, budget and who else holds memory; reads the driver anew."""
+        card = _nvml_card(self._uuid)
+        notes = list(self._notes)
+        others = None
+        holders: list[MemoryHolder] = []
+        if isinstance(card, nvml.NvmlCard) and not self._properties.is_integrated:
+            held = torch.cuda.memory_reserved(self._index) + (self._context_bytes or 0)
+            others = others_bytes(card, held_bytes=held)
+            found = nvml.read_holders(card.uuid)
+            if not isinstance(found, nvml.NvmlAbsent):
+                holders = [holder for holder in found if holder.pid != os.getpid()]
+            if others is not None and self._context_bytes is None:
+                notes.append("what other processes hold includes this process's own CUDA context")
+        return DeviceRecord(
+            kind=self.kind,
+            name=self._properties.name,
+            total_bytes=self._properties.total_memory,
+            budget_bytes=self._budget_bytes,
+            budget_source=self._budget_source,
+            other_processes_bytes=others,
+            holders=holders,
+            notes=notes,
+        )
+
+    @contextlib.contextmanager
+    def enforced(self) -> Iterator[CudaMeter]:
+        """Cap the allocator at the budget, start from nothing cached, and put the former cap back after."""
+        self.release()
+        with self.training() as meter:
+            yield meter
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[CudaMeter]:
+        """Cap the allocator at the budget, and put the former cap back after; what is cached stays."""
+        before = self._capped_at()
+        self._cap(self._budget_bytes)
+        try:
+            yield CudaMeter(self._index)
+        finally:
+            self._cap(before)
+
+    def refuses(self, stats: MemoryStats) -> str | None:
+        """Why a step that ran does not count as fitting; ``None``: it fits."""
+        return why_refused(stats, self._budget_bytes)
+
+    def release(self) -> None:
+        """Give cached segments back to the driver; call it outside of any ``except`` block."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait until the card has done what it was given."""
+        torch.cuda.synchronize(self._index)
+
+    def _cap(self, size_bytes: int) -> None:
+        fraction = memory_fraction(size_bytes, self._properties.total_memory)
+        torch.cuda.set_per_process_memory_fraction(fraction, self._index)
+
+    def _capped_at(self) -> int:
+        """Read the cap that stands, in bytes; the whole card (no cap) on releases that cannot say."""
+        read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        fraction = 1.0 if read is None else read(self._index)
+        return round(fraction * self._properties.total_memory)
+
+    def _free(self, card: nvml.NvmlCard | nvml.NvmlAbsent) -> tuple[int, str, list[str]]:
+        """What is free now, in bytes, who says so, and what a person should know of it."""
+        if self._properties.is_integrated:
+            # The driver's own figure is the free memory of the host, which counts its page cache as taken.
+            from autobatch.device.cpu import host_memory
+
+            host = host_memory()
+            return host.available_bytes, f"host memory, {host.source}", ["the card shares the host's memory"]
+        if isinstance(card, nvml.NvmlCard) and card.free_bytes is not None:
+            return card.free_bytes, "NVML", []
+        reason = card.reason if isinstance(card, nvml.NvmlAbsent) else "the card does not tell what is free"
+        free_bytes, _ = torch.cuda.mem_get_info(self._index)
+        return free_bytes, "the CUDA driver", [f"no figures from NVML: {reason}"]
+
+
+def visible_cards() -> list[VisibleCard]:
+    """List the cards that torch can use, in its order; none where there is no card or no CUDA build."""
+    if not torch.cuda.is_available():
+        return []
+    cards = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        uuid = str(getattr(properties, "uuid", "")) or None
+        card = _nvml_card(uuid)
+        cards.append(
+            VisibleCard(
+                index=index,
+                name=properties.name,
+                uuid=uuid,
+                total_bytes=properties.total_memory,
+                free_bytes=card.free_bytes if isinstance(card, nvml.NvmlCard) else None,
+                capability=f"{properties.major}.{properties.minor}",
+            )
+        )
+    return cards
+
+
+def resolve_budget(
+    asked: str | int | None, *, total_bytes: int, free_bytes: int, held_bytes: int, free_source: str
+) -> tuple[int, str]:
+    """Say what the allocator may hold, in bytes, and in words how that came about.
+
+    Args:
+        asked: The user's budget, taken at its word; ``None`` for what is free less a headroom.
+        total_bytes: The card's memory.
+        free_bytes: What no process holds.
+        held_bytes: What this process's allocator holds already, and may go on holding.
+        free_source: Who says what is free.
+
+    Raises:
+        InputError: what was asked is no size, or over the total.
+        DoesNotFitError: nothing is left after the headroom.
+    """
+    if asked is not None:
+        budget_bytes = parse_budget(asked, whole_bytes=total_bytes)
+        if budget_bytes > total_bytes:
+            raise InputError(
+                f"the memory budget is {format_bytes(budget_bytes)} ({asked}), and the card has "
+                f"{format_bytes(total_bytes)} ({total_bytes} bytes): ask for no more than that"
+            )
+        return budget_bytes, f"as asked: {asked}"
+    headroom_bytes = max(int(total_bytes * _HEADROOM_SHARE), _HEADROOM_LEAST_BYTES)
+    budget_bytes = min(free_bytes + held_bytes, total_bytes) - headroom_bytes
+    words = (
+        f"{format_bytes(free_bytes)} free ({free_source}) + {format_bytes(held_bytes)} held by this process "
+        f"- {format_bytes(headroom_bytes)} headroom (5 % of the card, at least 512 MiB)"
+    )
+    if budget_bytes <= 0:
+        raise DoesNotFitError(
+            f"nothing is left to spend on a card of {format_bytes(total_bytes)}: {words}; "
+            "end what else runs there, or set --memory-budget, which takes no headroom off"
+        )
+    return budget_bytes, words
+
+
+def memory_fraction(budget_bytes: int, total_bytes: int) -> float:
+    """Return the smallest share of the card, at most 1.0, that still allows the whole budget.
+
+    The allocator multiplies and cuts off: one byte lower, a budget of whole segments would lose a segment.
+    """
+    fraction = min(budget_bytes / total_bytes, 1.0)
+    while fraction < 1.0 and int(fraction * total_bytes) < budget_bytes:
+        fraction = math.nextafter(fraction, 1.0)
+    return fraction
+
+
+def why_refused(stats: MemoryStats, budget_bytes: int) -> str | None:
+    """Say which rule a step broke that ran to its end; ``None``: none.
+
+    A retry means that memory was found only after giving the cache back to the driver: it would be the same
+    at every step, at a multiple of the time.
+    """
+    if stats.retries:
+        return f"the allocator gave its cache back {stats.retries} times to find room"
+    if stats.peak_reserved_bytes is not None and stats.peak_reserved_bytes > budget_bytes:
+        return (
+            f"the allocator held {format_bytes(stats.peak_reserved_bytes)}, over the budget of "
+            f"{format_bytes(budget_bytes)}"
+        )
+    return None
+
+
+def others_bytes(card: nvml.NvmlCard, *, held_bytes: int) -> int | None:
+    """Return what other processes hold of a card, in bytes; ``None`` where NVML has no figures.
+
+    Args:
+        card: The reading; its total less its free counts the driver's own share, which belongs to nobody.
+        held_bytes: What this process holds: its allocator's segments and its context.
+    """
+    if card.total_bytes is None or card.free_bytes is None:
+        return None
+    return max(0, card.total_bytes - card.free_bytes - (card.driver_reserved_bytes or 0) - held_bytes)
+
+
+def _require_card(index: int) -> None:
+    if not torch.cuda.is_available():
+        raise InputError(
+            f"cuda:{index} was asked for, and torch {torch.__version__} finds no CUDA card: "
+            "see `autobatch doctor`, or use --device cpu"
+        )
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise InputError(f"cuda:{index} was asked for, and torch finds {count}: cuda:0 to cuda:{count - 1}")
+
+
+def _nvml_card(uuid: str | None) -> nvml.NvmlCard | nvml.NvmlAbsent:
+    """Find a card in NVML by torch's UUID, which lacks the prefix that tells a MIG slice from a card."""
+    if uuid is None:
+        return nvml.NvmlAbsent(reason="torch does not tell the UUID of the card")
+    card = nvml.read_card(f"MIG-{uuid}")
+    if isinstance(card, nvml.NvmlAbsent):
+        card = nvml.read_card(f"GPU-{uuid}")
+    if isinstance(card, nvml.NvmlCard) and card.mig_mode:
+        return nvml.NvmlAbsent(reason="the card is cut by MIG, and its figures are not those of the slice")
+    return card
+
+
+def _growth(before: nvml.NvmlCard | nvml.NvmlAbsent, after: nvml.NvmlCard | nvml.NvmlAbsent) -> int | None:
+    """What the context took, in bytes; ``None`` where that cannot be told."""
+    if isinstance(before, nvml.NvmlAbsent) or isinstance(after, nvml.NvmlAbsent):
+        return None
+    if before.free_bytes is None or after.free_bytes is None:
+        return None
+    return max(0, before.free_bytes - after.free_bytes) or None  # 0: the context was there before

@@ -1,0 +1,398 @@
+"""The CUDA device: its arithmetic, its sessions against a stand-in for ``torch.cuda``, and a real card."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autobatch.device import cuda, nvml
+from autobatch.device.base import MemoryStats
+from autobatch.device.cuda import CudaDevice, memory_fraction, others_bytes, resolve_budget, why_refused
+from autobatch.device.nvml import NvmlAbsent, NvmlCard
+from autobatch.device.oom import Verdict, classify
+from autobatch.errors import DoesNotFitError, InputError
+from autobatch.records import MemoryHolder
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def stats(*, retries: int | None = 0, reserved: int | None = 0) -> MemoryStats:
+    return MemoryStats(
+        allocated_bytes=0,
+        reserved_bytes=reserved,
+        peak_allocated_bytes=0,
+        peak_reserved_bytes=reserved,
+        retries=retries,
+    )
+
+
+def card(
+    free: int | None = 20 * GIB, *, total: int = 24 * GIB, reserved: int | None = None, mig: bool = False
+) -> NvmlCard:
+    return NvmlCard(
+        uuid="GPU-a1",
+        name="Alpha",
+        total_bytes=None if free is None else total,
+        free_bytes=free,
+        used_bytes=None,
+        driver_reserved_bytes=reserved,
+        pci_bus_id=None,
+        mig_mode=mig,
+        mig_uuids=[],
+        driver_version=None,
+    )
+
+
+# Arithmetic.
+
+
+def test_budget_is_free_and_held_less_a_headroom() -> None:
+    # 5 % of 24 GiB is 1.2 GiB; of 4 GiB it would be 205 MiB, so 512 MiB are kept.
+    large, words = resolve_budget(
+        None, total_bytes=24 * GIB, free_bytes=20 * GIB, held_bytes=GIB, free_source="NVML"
+    )
+    assert large == 21 * GIB - int(1.2 * GIB)
+    small, _ = resolve_budget(None, total_bytes=4 * GIB, free_bytes=3 * GIB, held_bytes=0, free_source="NVML")
+    assert small == 3 * GIB - 512 * MIB
+    assert words == (
+        "20.0 GiB free (NVML) + 1.00 GiB held by this process "
+        "- 1.20 GiB headroom (5 % of the card, at least 512 MiB)"
+    )
+
+
+def test_budget_is_never_over_the_total() -> None:
+    budget, _ = resolve_budget(
+        None, total_bytes=8 * GIB, free_bytes=8 * GIB, held_bytes=4 * GIB, free_source="x"
+    )
+    assert budget == 8 * GIB - 512 * MIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "budget"),
+    [("6GiB", 6 * GIB), (6 * GIB, 6 * GIB), ("50%", 4 * GIB), ("100%", 8 * GIB), (8 * GIB, 8 * GIB), (1, 1)],
+)
+def test_asked_budget_is_taken_at_its_word(asked: str | int, budget: int) -> None:
+    found, words = resolve_budget(asked, total_bytes=8 * GIB, free_bytes=0, held_bytes=0, free_source="x")
+    assert (found, words) == (budget, f"as asked: {asked}")
+
+
+def test_asked_budget_over_the_total_names_both_numbers() -> None:
+    with pytest.raises(InputError, match=r"12\.0 GiB \(12GiB\).*8\.00 GiB"):
+        resolve_budget("12GiB", total_bytes=8 * GIB, free_bytes=8 * GIB, held_bytes=0, free_source="x")
+    with pytest.raises(InputError):
+        resolve_budget(8 * GIB + 1, total_bytes=8 * GIB, free_bytes=8 * GIB, held_bytes=0, free_source="x")
+
+
+def test_nothing_left_after_the_headroom() -> None:
+    with pytest.raises(DoesNotFitError, match=r"400 MiB free .*--memory-budget"):
+        resolve_budget(None, total_bytes=8 * GIB, free_bytes=400 * MIB, held_bytes=0, free_source="NVML")
+
+
+@pytest.mark.parametrize("total", [8 * GIB, 15_843_721_216, 25_282_281_472, 85_174_976_512, 150_109_880_320])
+def test_fraction_allows_the_budget_and_not_a_segment_more(total: int) -> None:
+    for budget in (1, 2 * MIB, 3 * 20 * MIB, total // 3, total // 2, total - 2 * MIB, total - 1):
+        fraction = memory_fraction(budget, total)
+        assert 0 < fraction < 1
+        # What the allocator computes from it: static_cast<size_t>(fraction * double(total)).
+        assert budget <= int(fraction * float(total)) <= budget + 1
+    assert memory_fraction(total, total) == 1.0
+    assert memory_fraction(total + 1, total) == 1.0
+
+
+def test_refusals() -> None:
+    assert why_refused(stats(reserved=GIB), GIB) is None
+    assert why_refused(stats(reserved=None, retries=None), GIB) is None
+    assert "gave its cache back 2 times" in (why_refused(stats(retries=2), GIB) or "")
+    over = why_refused(stats(reserved=2 * GIB), GIB)
+    assert over == "the allocator held 2.00 GiB, over the budget of 1.00 GiB"
+
+
+def test_what_others_hold() -> None:
+    assert others_bytes(card(20 * GIB), held_bytes=GIB) == 3 * GIB
+    assert others_bytes(card(20 * GIB, reserved=512 * MIB), held_bytes=GIB) == 3 * GIB - 512 * MIB
+    assert others_bytes(card(20 * GIB), held_bytes=5 * GIB) == 0
+    assert others_bytes(card(None), held_bytes=0) is None
+
+
+# Sessions, against a stand-in for torch.cuda that has no notion of tensors.
+
+
+class FakeCuda:
+    """One card of 24 GiB; what the allocator did is set by the test."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.initialized = False
+        self.allowed = 24 * GIB
+        self.integrated = 0
+        self.figures = {
+            "allocated_bytes.all.current": 1,
+            "allocated_bytes.all.peak": 3,
+            "reserved_bytes.all.current": 2 * GIB,
+            "reserved_bytes.all.peak": 4 * GIB,
+            "num_alloc_retries": 7,
+        }
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            name="Alpha", total_memory=24 * GIB, is_integrated=self.integrated, uuid="a1", major=8, minor=9
+        )
+
+    def synchronize(self, index: int) -> None:
+        self.initialized = True
+
+    def memory_reserved(self, index: int) -> int:
+        return self.figures["reserved_bytes.all.current"]
+
+    def memory_stats(self, index: int) -> dict[str, int]:
+        return self.figures
+
+    def reset_peak_memory_stats(self, index: int) -> None:
+        self.calls.append("reset")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty")
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return 10 * GIB, 24 * GIB
+
+    def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
+        assert isinstance(fraction, float)
+        self.allowed = int(fraction * 24 * GIB)
+        self.calls.append(f"allow {self.allowed}")
+
+    def get_per_process_memory_fraction(self, index: int) -> float:
+        return self.allowed / (24 * GIB)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    for name in vars(FakeCuda):
+        if not name.startswith("_"):
+            monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(nvml, "read_holders", lambda uuid: [])
+    tell(
+        monkeypatch,
+        lambda uuid: card() if uuid == "GPU-a1" else NvmlAbsent(reason="no card of that name here"),
+    )
+    return fake
+
+
+def tell(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], NvmlCard | NvmlAbsent]) -> None:
+    monkeypatch.setattr(nvml, "read_card", read)
+
+
+def test_budget_comes_from_the_card_of_that_uuid(fake: FakeCuda) -> None:
+    device = CudaDevice(index=0, memory_budget=None)
+    assert device.budget_bytes == 22 * GIB - int(1.2 * GIB)
+    record = device.describe()
+    assert (record.kind, record.name, record.total_bytes) == ("cuda", "Alpha", 24 * GIB)
+    assert record.budget_source.startswith("20.0 GiB free (NVML) + 2.00 GiB held by this process")
+    assert (device.torch_device, device.kind) == (torch.device("cuda:0"), "cuda")
+
+
+def test_session_caps_and_puts_the_former_cap_back(fake: FakeCuda) -> None:
+    former = 17 * GIB + 12_345
+    fake.allowed = former
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    with device.enforced() as meter:
+        assert fake.calls == ["empty", f"allow {6 * GIB}", "reset"]
+        meter.mark("forward")
+        assert meter.phase == "forward"
+    assert fake.allowed == former
+    assert fake.calls.count("empty") == 1
+
+
+def test_former_cap_comes_back_after_an_error(fake: FakeCuda) -> None:
+    device = CudaDevice(index=0, memory_budget="6GiB")
+
+    def step() -> None:
+        with device.training():
+            assert fake.allowed == 6 * GIB
+            raise RuntimeError("in the step")
+
+    with pytest.raises(RuntimeError, match="in the step"):
+        step()
+    assert fake.allowed == 24 * GIB
+
+
+def test_cap_is_lifted_where_torch_cannot_say_what_stood(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    with CudaDevice(index=0, memory_budget="6GiB").training():
+        assert fake.allowed == 6 * GIB
+    assert fake.allowed == 24 * GIB
+
+
+def test_meter_counts_retries_of_its_own_session(fake: FakeCuda) -> None:
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    with device.training() as meter:
+        meter.adopt([torch.zeros(1)])
+        assert meter.trace() is None
+        read = meter.stats()
+        assert read == MemoryStats(1, 2 * GIB, 3, 4 * GIB, 0)
+        assert device.refuses(read) is None
+        fake.figures["num_alloc_retries"] = 9
+        assert device.refuses(meter.stats()) == "the allocator gave its cache back 2 times to find room"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (NvmlAbsent(reason="the NVIDIA driver is not loaded"), "the NVIDIA driver is not loaded"),
+        (card(None), "does not tell what is free"),
+        (card(mig=True), "cut by MIG"),
+    ],
+)
+def test_driver_serves_where_nvml_does_not(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, answer: NvmlCard | NvmlAbsent, words: str
+) -> None:
+    tell(monkeypatch, lambda uuid: answer if uuid == "GPU-a1" else NvmlAbsent(reason="no such slice"))
+    device = CudaDevice(index=0, memory_budget=None)
+    assert device.budget_bytes == 12 * GIB - int(1.2 * GIB)
+    record = device.describe()
+    assert record.other_processes_bytes is None
+    assert len(record.notes) == 1
+    assert words in record.notes[0]
+    assert "(the CUDA driver)" in record.budget_source
+
+
+def test_slice_is_found_before_its_card(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"MIG-a1": card(9 * GIB, total=10 * GIB), "GPU-a1": card(70 * GIB, mig=True)}
+    tell(monkeypatch, known.__getitem__)
+    assert "9.00 GiB free (NVML)" in CudaDevice(index=0, memory_budget=None).describe().budget_source
+
+
+def test_unified_memory_is_counted_by_the_host(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = SimpleNamespace(total_bytes=32 * GIB, available_bytes=12 * GIB, source="/proc/meminfo")
+    monkeypatch.setitem(sys.modules, "autobatch.device.cpu", SimpleNamespace(host_memory=lambda: host))
+    fake.integrated = 1
+    device = CudaDevice(index=0, memory_budget=None)
+    assert device.budget_bytes == 14 * GIB - int(1.2 * GIB)
+    assert device.describe().notes == ["the card shares the host's memory"]
+
+
+def test_others_are_counted_without_this_process(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.figures["reserved_bytes.all.current"] = 0
+
+    def read(uuid: str) -> NvmlCard:
+        context = 512 * MIB if fake.initialized else 0
+        return card(24 * GIB - 3 * GIB - context - fake.figures["reserved_bytes.all.current"])
+
+    tell(monkeypatch, read)
+    holders = [MemoryHolder(pid=pid, name=None, used_bytes=3 * GIB) for pid in (os.getpid(), 1)]
+    monkeypatch.setattr(nvml, "read_holders", lambda uuid: holders)
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    fake.figures["reserved_bytes.all.current"] = 2 * GIB
+    record = device.describe()
+    assert (record.other_processes_bytes, record.notes) == (3 * GIB, [])
+    assert record.holders == holders[1:]
+
+    # Built when the context is there already, it cannot tell the context from what others hold, and says so.
+    late = CudaDevice(index=0, memory_budget="6GiB").describe()
+    assert late.other_processes_bytes == 3 * GIB + 512 * MIB
+    assert late.notes == ["what other processes hold includes this process's own CUDA context"]
+
+
+def test_visible_cards(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = cuda.visible_cards()
+    assert (found.index, found.uuid, found.capability, found.free_bytes) == (0, "a1", "8.9", 20 * GIB)
+    tell(monkeypatch, lambda uuid: NvmlAbsent(reason="none"))
+    assert cuda.visible_cards()[0].free_bytes is None
+
+
+def test_card_that_is_not_there(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"cuda:3 was asked for, and torch finds 1: cuda:0 to cuda:0"):
+        CudaDevice(index=3, memory_budget=None)
+    with pytest.raises(InputError):
+        CudaDevice(index=-1, memory_budget=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="--device cpu"):
+        CudaDevice(index=0, memory_budget=None)
+    assert cuda.visible_cards() == []
+
+
+def test_import_touches_no_card() -> None:
+    code = "import autobatch.device.cuda, torch; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+# A real card.
+
+
+@pytest.fixture
+def real() -> CudaDevice:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA card")
+    device = CudaDevice(index=0, memory_budget="1000MiB")
+    device.release()
+    return device
+
+
+@pytest.mark.gpu
+def test_real_step_inside_the_cap_fits(real: CudaDevice) -> None:
+    with real.enforced() as meter:
+        held = torch.empty(512 * MIB, dtype=torch.uint8, device=real.torch_device)
+        read = meter.stats()
+    assert held.numel() <= read.peak_allocated_bytes <= (read.peak_reserved_bytes or 0) <= real.budget_bytes
+    assert read.retries == 0
+    assert real.refuses(read) is None
+
+
+@pytest.mark.gpu
+def test_real_step_over_the_cap_is_out_of_memory_and_the_cap_goes(real: CudaDevice) -> None:
+    before = torch.cuda.get_per_process_memory_fraction(0)
+    found: BaseException | None = None
+    with real.enforced() as meter:
+        try:
+            torch.empty(2 * GIB, dtype=torch.uint8, device=real.torch_device)
+        except torch.OutOfMemoryError as error:
+            found = error.with_traceback(None)
+        read = meter.stats()
+    assert found is not None
+    assert classify(found) is Verdict.DEVICE
+    assert (read.peak_reserved_bytes or 0) <= real.budget_bytes
+    assert torch.cuda.get_per_process_memory_fraction(0) == before
+    free, _ = torch.cuda.mem_get_info(0)
+    if free < 3 * GIB:
+        pytest.skip(f"needs 3 GiB free on the card to show that the cap is gone, found {free} bytes")
+    assert torch.empty(2 * GIB, dtype=torch.uint8, device=real.torch_device).numel() == 2 * GIB
+
+
+@pytest.mark.gpu
+def test_real_allocator_may_hold_the_whole_budget(real: CudaDevice) -> None:
+    # Whole segments, 2 MiB or 20 MiB pages alike: one byte less in the cap would refuse the last of them.
+    with real.enforced() as meter:
+        already = meter.stats().reserved_bytes or 0
+        pieces = (real.budget_bytes - already) // (40 * MIB)
+        held = [torch.empty(40 * MIB, dtype=torch.uint8, device=real.torch_device) for _ in range(pieces)]
+        read = meter.stats()
+    assert len(held) == pieces
+    assert (read.peak_reserved_bytes or 0) <= real.budget_bytes
+    assert read.retries == 0
+
+
+@pytest.mark.gpu
+def test_real_card_is_described(real: CudaDevice) -> None:
+    record = CudaDevice(index=0, memory_budget=None).describe()
+    free, _ = torch.cuda.mem_get_info(0)
+    assert record.total_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert 0 < record.budget_bytes <= free + torch.cuda.memory_reserved(0)
+    assert cuda.visible_cards()[0].name == record.name
