@@ -1,0 +1,111 @@
+"""The figures of tuning."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from autobatch.report.data import TrialRow
+from autobatch.report.picture import Mark, Picture, Table, every
+from autobatch.report.svg import color, draw, plain_axes
+from autobatch.report.verdict import count, decimal, many
+
+TABLE_ROWS = 200
+
+
+def trials_figure(trials: Sequence[TrialRow]) -> Picture | None:
+    """Draw the throughput of each trial and the best so far; ``None`` where nothing was tried."""
+    if not trials:
+        return None
+    measured = [(t.number, t.samples_per_s) for t in trials if t.feasible and t.samples_per_s is not None]
+    refused = [trial.number for trial in trials if not trial.feasible]
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = plain_axes(figure, xlabel="trial", title="samples/s")
+        x = [number for number, _ in measured]
+        best = list(itertools.accumulate((speed for _, speed in measured), max))
+        if len(x) > 1:
+            axes.step(x, best, where="post", color=color("soft"), linewidth=3)
+        axes.plot(x, [speed for _, speed in measured], "o", color=color("accent"), markersize=6)
+        axes.plot(
+            refused, [0.04] * len(refused), "x", color=color("bad"), markersize=8, markeredgewidth=2,
+            transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
+        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.margins(x=0.04, y=0.2)
+
+    title = "Throughput by trial"
+    words = f"{many(len(measured), 'trial')} measured, {len(refused)} not feasible."
+    legend = [Mark(role="accent", label="a trial", shape="dot"), Mark(role="soft", label="best so far")]
+    legend += [Mark(role="bad", label="not feasible", shape="cross")] if refused else []
+    svg = draw("trials", title, words, paint, heights=(280, 240))
+    return Picture(
+        slug="trials",
+        title=title,
+        description=words,
+        svg=svg,
+        legend=legend,
+        table=_trials_table(trials),
+        note=words,
+    )
+
+
+def importance_figure(importance: dict[str, float]) -> Picture | None:
+    """Draw how much each knob mattered, the most first; ``None`` where nothing is known."""
+    if not importance:
+        return None
+    ranked = sorted(importance.items(), key=lambda item: (-item[1], item[0]))
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = plain_axes(figure, title="share of the differences in throughput")
+        axes.grid(visible=False)
+        places = range(len(ranked))
+        axes.barh(places, [share for _, share in ranked], height=0.55, color=color("accent"), linewidth=0)
+        axes.set_yticks(places, [name for name, _ in ranked])
+        axes.set_ylim(len(ranked) - 0.5, -0.5)
+        axes.set_xlim(0, 1.15 * max(share for _, share in ranked) or 1)
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
+        for place, (_, share) in enumerate(ranked):
+            axes.annotate(
+                f"{share:.0%}", (share, place), xytext=(6, 0), textcoords="offset points", va="center"
+            )
+
+    title = "What mattered"
+    words = f"{ranked[0][0]} mattered the most, {ranked[0][1]:.0%} of the differences in throughput."
+    table = Table(
+        caption="Share of the differences in throughput that each knob explains",
+        head=["Knob", "Share"],
+        rows=[[name, f"{share:.1%}"] for name, share in ranked],
+    )
+    tall = 46 + 32 * len(ranked)
+    svg = draw("importance", title, words, paint, heights=(tall, tall))
+    return Picture(
+        slug="importance", title=title, description=words, svg=svg, legend=[], table=table, note=words
+    )
+
+
+def _trials_table(trials: Sequence[TrialRow]) -> Table:
+    knobs = sorted({name for trial in trials for name in trial.parameters})
+    chosen = every(len(trials), TABLE_ROWS)
+    rows = [
+        [
+            str(trial.number),
+            decimal(trial.samples_per_s) if trial.samples_per_s is not None else "",
+            "yes" if trial.feasible else "no",
+            *(str(trial.parameters.get(knob, "")) for knob in knobs),
+            trial.note or "",
+        ]
+        for trial in (trials[at] for at in chosen)
+    ]
+    return Table(
+        caption="Every trial"
+        if len(chosen) == len(trials)
+        else f"{count(len(chosen))} of {count(len(trials))} trials",
+        head=["Trial", "Samples/s", "Feasible", *knobs, "Note"],
+        rows=rows,
+    )

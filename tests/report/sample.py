@@ -1,0 +1,146 @@
+"""A made-up run, with every part that a report can have."""
+
+import math
+
+from autobatch.planning import make_plan
+from autobatch.records import Attempt, DeviceRecord, MemoryHolder, Probe, StepRecord, Training, Tuning
+from autobatch.report.data import MemoryCurve, PredictedPoint, ReportData, TrialRow
+from autobatch.units import GiB, MiB
+
+FIXED, EACH = 1200 * MiB, 51 * MiB
+
+
+def needs(micro_batch):
+    return FIXED + EACH * micro_batch
+
+
+def an_attempt(micro_batch, budget):
+    fits = needs(micro_batch) <= budget
+    return Attempt(
+        micro_batch=micro_batch,
+        fits=fits,
+        peak_allocated_bytes=int(needs(micro_batch) * 0.94) if fits else None,
+        peak_reserved_bytes=needs(micro_batch) if fits else None,
+        seconds=0.2 + micro_batch / 400,
+        reason=None if fits else "CUDA out of memory. Tried to allocate 512.00 MiB",
+        phase=None if fits else "backward",
+    )
+
+
+def a_device(**changes):
+    fields = {
+        "kind": "cuda",
+        "name": "NVIDIA GeForce RTX 4090",
+        "total_bytes": 24201 * MiB,
+        "budget_bytes": 6 * GiB,
+        "budget_source": "--memory-budget 6GiB, taken at its word",
+        "other_processes_bytes": 3 * GiB + 311 * MiB,
+        "holders": [
+            MemoryHolder(pid=4312, name="/usr/bin/python3 -m notebook", used_bytes=3 * GiB),
+            MemoryHolder(pid=None, name=None, used_bytes=311 * MiB),
+        ],
+        "notes": ["NVML found the card by its UUID", "2 processes of other users cannot be named from here"],
+    }
+    return DeviceRecord(**(fields | changes))
+
+
+def a_probe(budget=6 * GiB):
+    sizes = [1, 8, 64, 93, 94, 97]
+    return Probe(
+        micro_batch=93,
+        limited_by="memory",
+        upper_bound_by="run",
+        predicted_micro_batch=97,
+        oom_count=2,
+        attempts=[an_attempt(size, needs(93)) for size in sizes],
+    )
+
+
+def a_step(step, **changes):
+    fields = {
+        "step": step,
+        "applied": True,
+        "samples": 1024 * step,
+        "loss": 0.35 + 2.1 * math.exp(-step / 22) + 0.06 * math.sin(step * 1.7),
+        "count": 1024.0,
+        "learning_rate": 3e-4 * min(step / 12, 1) * (0.5 + 0.5 * math.cos(math.pi * step / 120)),
+        "grad_norm": 1.5,
+        "micro_batch": 86 if step < 41 else 64,
+        "accumulation_steps": 12 if step < 41 else 16,
+        "seconds": 0.56 + 0.02 * math.sin(step / 3) + (0.4 if step == 41 else 0.0),
+        "peak_allocated_bytes": 5 * GiB,
+        "peak_reserved_bytes": 5 * GiB,
+        "oom_recoveries": int(step >= 41),
+        "recovered": "CUDA out of memory. Tried to allocate 96.00 MiB" if step == 41 else None,
+    }
+    return StepRecord(**(fields | changes))
+
+
+def a_memory_curve():
+    positions = [float(at) for at in range(121)]
+    forward = [max(0.0, min(at, 60) - max(0, at - 60)) / 60 for at in range(121)]
+    return MemoryCurve(
+        positions=positions,
+        categories={
+            "parameters": [400 * MiB] * 121,
+            "optimizer state": [800 * MiB] * 121,
+            "gradients": [int(400 * MiB * max(0, at - 60) / 60) for at in range(121)],
+            "activations": [int(3900 * MiB * share) for share in forward],
+        },
+        phases={"forward": 0.0, "backward": 60.0, "optimizer": 116.0},
+    )
+
+
+def some_trials():
+    trials = [
+        TrialRow(
+            number=at,
+            samples_per_s=1500 + 90 * math.log1p(at) * (1 if at % 3 else 0.4),
+            parameters={"compile": at % 2 == 0, "workers": at % 4, "channels_last": at % 5 == 0},
+        )
+        for at in range(12)
+    ]
+    refused = TrialRow(number=12, samples_per_s=None, feasible=False, note="over the budget by 4 %")
+    return [*trials, refused]
+
+
+def a_run(**changes):
+    fields = {
+        "device": a_device(),
+        "probe": a_probe(),
+        "plan": make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=3e-4, precision="bf16"),
+        "tuning": Tuning(
+            trials=13,
+            best={"compile": True, "workers": 3},
+            baseline_samples_per_s=1500.0,
+            best_samples_per_s=1728.4,
+            study="resnet-18-4f1c",
+        ),
+        "trials": some_trials(),
+        "importance": {"compile": 0.61, "workers": 0.3, "channels_last": 0.09},
+        "training": Training(
+            optimizer_steps=120,
+            samples=122880,
+            samples_per_s=1824.3,
+            first_loss=2.4212,
+            final_loss=0.3618,
+            oom_recoveries=1,
+            resumed_from=None,
+            checkpoint="runs/resnet-18/2026-11-21/checkpoints/step-120.pt",
+            seconds=67.4,
+            validation={"accuracy": 0.9312},
+            micro_batch=64,
+        ),
+        "metrics": [a_step(step) for step in range(1, 121)],
+        "checkpoints": [40, 80, 120],
+        "predicted": [
+            PredictedPoint(micro_batch=size, peak_reserved_bytes=int(needs(size) * 0.965))
+            for size in range(1, 110, 12)
+        ],
+        "memory_curve": a_memory_curve(),
+        "versions": {"autobatch": "0.1.0", "python": "3.12.4", "torch": "2.13.0+cu130", "driver": "580.95"},
+        "command": "autobatch fit train.py:workload --target-batch 1024 --memory-budget 6GiB --steps 120",
+        "title": "train.py:workload",
+        "created": "2026-11-21 14:05 UTC",
+    }
+    return ReportData(**(fields | changes))
