@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class MemoryStats(NamedTuple):
     """Readings of the allocator, in bytes; ``None`` where the device cannot give the figure."""
 
-    allocated_bytes: int
+    allocated_bytes: int | None
     """Held by live tensors now."""
     reserved_bytes: int | None
     """Held by the allocator now, cached blocks included."""
-    peak_allocated_bytes: int
+    peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     retries: int | None
     """Allocations that succeeded only after cached segments were given back."""

@@ -37,14 +37,29 @@ class OutOfBudget(Exception):  # noqa: N818 - an event that callers translate, n
 class Allocator(Protocol):
     """Hands out bytes of a budget. Sizes in bytes; ``None`` where a figure does not exist."""
 
-    limit: int | None
-    """The budget; ``None``: unlimited."""
-    allocated_bytes: int
-    peak_allocated_bytes: int
-    reserved_bytes: int | None
-    peak_reserved_bytes: int | None
-    retries: int | None
-    """How often cached segments were given back before a request was tried again."""
+    @property
+    def limit(self) -> int | None:
+        """The budget; ``None``: unlimited."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Held by live blocks."""
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The most that was held by live blocks."""
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Held by the allocator, cached blocks included."""
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """The most that was held by the allocator."""
+
+    @property
+    def retries(self) -> int | None:
+        """How often cached segments were given back before a request was tried again."""
 
     def malloc(self, size: int) -> Any:
         """Take ``size`` bytes; the answer is what `free` wants.

@@ -1,0 +1,154 @@
+"""The host's processor as a device: its budget is memory, counted by a dispatch mode while a probe runs.
+
+A step that outgrows the budget raises ``torch.OutOfMemoryError`` from the operator that did, so nothing is
+killed; training then runs at full speed with nothing counted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from autobatch.device.base import MemoryStats, Meter
+from autobatch.device.host import HostMemory, cpu_name, host_memory
+from autobatch.device.tracker import StorageTracker
+from autobatch.errors import DoesNotFitError, InputError
+from autobatch.footprint.budget import Ledger, OutOfBudget
+from autobatch.footprint.trace import Trace
+from autobatch.records import DeviceRecord
+from autobatch.units import MiB, format_bytes, parse_budget
+
+HEADROOM_SHARE = 0.1
+HEADROOM_LEAST_BYTES = 512 * MiB
+"""Left free where no budget is given: the larger of a share of the total and this, for the interpreter, the
+workers that load data, and what operators use besides tensors."""
+
+
+class SilentMeter:
+    """A meter of a session in which nothing is counted."""
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do nothing."""
+
+    def mark(self, phase: str) -> None:
+        """Do nothing."""
+
+    def stats(self) -> MemoryStats:
+        """Answer that no figure is known."""
+        return MemoryStats(None, None, None, None, None)
+
+    def trace(self) -> Trace | None:
+        """Answer that nothing was recorded."""
+        return None
+
+
+class CpuDevice:
+    """The processor, with a budget of host memory for tensors.
+
+    Args:
+        memory_budget: taken at its word: a size, or a share such as ``"80%"`` of the total. ``None``: what is
+            available, less a headroom.
+        memory: what the host offers; read from the system by default.
+
+    Raises:
+        InputError: the budget is no size, is over the total, or is needed because the system tells nothing.
+        DoesNotFitError: what is available does not even cover the headroom.
+    """
+
+    def __init__(self, *, memory_budget: str | int | None = None, memory: HostMemory | None = None) -> None:
+        self._memory = host_memory() if memory is None else memory
+        self._budget_bytes, self._budget_source = _budget(memory_budget, self._memory)
+        self._name = cpu_name()
+
+    @property
+    def kind(self) -> str:
+        """``cpu``."""
+        return "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``cpu``."""
+        return torch.device("cpu")
+
+    @property
+    def budget_bytes(self) -> int:
+        """What live tensors may hold."""
+        return self._budget_bytes
+
+    def new_allocator(self) -> Ledger:
+        """An empty allocator with the budget, to replay in."""
+        return Ledger(self._budget_bytes)
+
+    def describe(self) -> DeviceRecord:
+        """Name, total and budget; what others hold shows in what is available."""
+        total = self._memory.total_bytes
+        return DeviceRecord(
+            kind=self.kind,
+            name=self._name,
+            total_bytes=self._budget_bytes if total is None else total,
+            budget_bytes=self._budget_bytes,
+            budget_source=self._budget_source,
+            notes=["the budget is for tensors; the interpreter and what it loaded come on top"],
+        )
+
+    @contextmanager
+    def enforced(self) -> Iterator[Meter]:
+        """Inside, a step that outgrows the budget raises ``torch.OutOfMemoryError``."""
+        with StorageTracker(self.new_allocator(), text=refusal_text) as tracker:
+            yield tracker
+
+    @contextmanager
+    def training(self) -> Iterator[Meter]:
+        """Count nothing: full speed."""
+        yield SilentMeter()
+
+    def refuses(self, stats: MemoryStats) -> str | None:
+        """Nothing: a step that got through the ledger fits."""
+        return None
+
+    def release(self) -> None:
+        """Collect the garbage that still holds tensors; nothing is cached besides."""
+        gc.collect()
+
+    def synchronize(self) -> None:
+        """Do nothing: operators on the processor are done when they return."""
+
+
+def refusal_text(error: OutOfBudget) -> str:
+    """Say what was asked, what is held, and the budget."""
+    return (
+        f"CPU out of memory: {format_bytes(error.attempted)} asked for, {format_bytes(error.allocated)} held"
+        f" by tensors, and the memory budget is {format_bytes(error.limit)}"
+    )
+
+
+def _budget(asked: str | int | None, memory: HostMemory) -> tuple[int, str]:
+    total, available = memory.total_bytes, memory.available_bytes
+    if asked is not None:
+        if total is None:
+            if "%" in str(asked):
+                raise InputError(
+                    f"memory_budget={asked!r} is a share, but {memory.source}: write a size such as 6GiB"
+                )
+            return parse_budget(asked, whole_bytes=0), f"as asked: {asked}"
+        budget = parse_budget(asked, whole_bytes=total)
+        if budget > total:
+            raise InputError(
+                f"the memory budget is {format_bytes(budget)} ({asked}), and this machine has "
+                f"{format_bytes(total)} ({total} bytes): ask for no more than that"
+            )
+        return budget, f"as asked: {asked}"
+    if total is None or available is None:
+        raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
+    headroom = max(round(total * HEADROOM_SHARE), HEADROOM_LEAST_BYTES)
+    if available <= headroom:
+        raise DoesNotFitError(
+            f"{format_bytes(available)} of memory are available ({memory.source}), not more than the headroom"
+            f" of {format_bytes(headroom)}: end what else runs, or set --memory-budget, which takes none off"
+        )
+    return available - headroom, (
+        f"{format_bytes(available)} available ({memory.source}) less a headroom of {format_bytes(headroom)}"
+    )

@@ -1,0 +1,86 @@
+"""How much an operator is about to make, told before it runs.
+
+Most operators make about as much as they are given, so a guess from their arguments says cheaply that there
+is room. Only where the guess finds none does the operator run on the meta device, which tells exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+
+_PRODUCTS: dict[Any, Callable[..., int]] = {
+    aten.mm.default: lambda a, b, *_: a.shape[0] * b.shape[1],
+    aten.bmm.default: lambda a, b, *_: a.shape[0] * a.shape[1] * b.shape[2],
+    aten.addmm.default: lambda _, a, b, *__: a.shape[0] * b.shape[1],
+    aten.baddbmm.default: lambda _, a, b, *__: a.shape[0] * a.shape[1] * b.shape[2],
+    aten.embedding.default: lambda weight, ids, *_: ids.numel() * weight.shape[-1],
+    aten.convolution.default: lambda x, weight, *_: x.numel() * weight.shape[0],
+}
+"""Elements, or more, that operators make out of much smaller arguments."""
+
+_WIDEST_BYTES = 8
+"""The widest usual element: what is guessed where the dtype of the output is not looked at."""
+
+
+def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, threshold: int) -> int:
+    """Bytes of the new storages that an operator will make; 0 where they are surely within ``threshold``.
+
+    Also 0 where it cannot be told: the operator has no meta kernel, or its outputs depend on the data.
+    """
+    if _guess(func, args) <= threshold:
+        return 0
+    try:
+        with torch.no_grad():
+            out = func(*_on_meta(args), **_on_meta(kwargs))
+    except Exception:
+        # Whatever is wrong shows with the real arguments as well, or only the meta kernel is missing.
+        return 0
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in _tensors(out))}.values())
+
+
+def _guess(func: Any, args: tuple[Any, ...]) -> int:
+    """An upper bound for most operators, from their arguments alone, in bytes."""
+    product = _PRODUCTS.get(func)
+    if product is not None:
+        return product(*args) * _WIDEST_BYTES
+    given = [arg for arg in args if isinstance(arg, Tensor)]
+    if len(given) == 1:
+        return 2 * given[0].nbytes
+    if given:
+        rows = zip_longest(*(reversed(tensor.shape) for tensor in given), fillvalue=1)
+        return max(
+            prod(map(max, rows)) * max(tensor.element_size() for tensor in given),
+            sum(tensor.nbytes for tensor in given),
+        )
+    first = args[0] if args else None
+    if isinstance(first, list | tuple):
+        if first and isinstance(first[0], Tensor):
+            return sum(tensor.nbytes for tensor in first if isinstance(tensor, Tensor))
+        if all(isinstance(each, int) for each in first):
+            return prod(first) * _WIDEST_BYTES
+    return 0
+
+
+def _on_meta(values: Any) -> Any:
+    def twin(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    moved = tree_map_only(Tensor, twin, values)
+    return tree_map_only(torch.device, lambda _: torch.device("meta"), moved)
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, list | tuple):
+        for each in out:
+            yield from _tensors(each)

@@ -1,0 +1,122 @@
+"""What memory the host offers this process: the lower of the machine's and its control groups' figures.
+
+Control groups: docs.kernel.org/admin-guide/cgroup-v2.html (``memory.max``, ``memory.current``) and
+cgroup-v1/memory.html (``memory.limit_in_bytes``, ``memory.usage_in_bytes``). Their usage counts the page
+cache; the part that the kernel takes back without harm (``inactive_file``) is available all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class HostMemory(NamedTuple):
+    """Memory in bytes; ``None`` where the system does not tell."""
+
+    total_bytes: int | None
+    available_bytes: int | None
+    source: str
+    """Where the figures are from, in words."""
+
+
+class _Files(NamedTuple):
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def host_memory(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
+    """Read what this process may use.
+
+    Args:
+        proc: where the kernel tells of the machine and of this process.
+        cgroups: where the control groups are mounted.
+    """
+    best = _machine(proc)
+    for folder, files in _groups(proc, cgroups):
+        limit = _number(folder / files.limit)
+        usage = _number(folder / files.usage)
+        # Version 1 writes "no limit" as a number over anything that exists.
+        if limit is None or usage is None or (best.total_bytes is not None and limit >= best.total_bytes):
+            continue
+        available = max(0, limit - usage + _field(folder / "memory.stat", files.reclaimable))
+        if best.available_bytes is not None:
+            available = min(available, best.available_bytes)
+        best = HostMemory(limit, available, f"the control group's {files.limit}")
+    return best
+
+
+def cpu_name(*, proc: Path = Path("/proc")) -> str:
+    """Model of the processor."""
+    for line in _lines(proc / "cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _machine(proc: Path) -> HostMemory:
+    total = _field(proc / "meminfo", "MemTotal:") * 1024
+    available = _field(proc / "meminfo", "MemAvailable:") * 1024
+    if total:
+        return HostMemory(total, available or None, "MemAvailable of the machine")
+    page = _system("SC_PAGE_SIZE")
+    pages, free = _system("SC_PHYS_PAGES"), _system("SC_AVPHYS_PAGES")
+    if page is None or pages is None:
+        return HostMemory(None, None, "this system does not tell its memory")
+    return HostMemory(page * pages, None if free is None else page * free, "sysconf")
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
+    """The memory control groups of this process, its own first: each above it may have a lower limit."""
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
+        if controllers == "":
+            root, files = cgroups, _V2
+        elif "memory" in controllers.split(","):
+            root, files = cgroups / "memory", _V1
+        else:
+            continue
+        folder = root / path.strip().lstrip("/")
+        # In a container the path may be the host's, with the group itself mounted as the root.
+        while folder != root and root in folder.parents:
+            yield folder, files
+            folder = folder.parent
+        yield root, files
+
+
+def _system(name: str) -> int | None:
+    try:
+        value = os.sysconf(name)
+    except (AttributeError, OSError, ValueError):
+        return None
+    return value if value > 0 else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+
+
+def _field(path: Path, name: str) -> int:
+    """The number behind a name, 0 where there is none."""
+    for line in _lines(path):
+        words = line.split()
+        if len(words) >= 2 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return 0

@@ -1,0 +1,176 @@
+"""A card that is not here: real CPU tensors through the model of CUDA's caching allocator, with that card's
+budget.
+
+Out-of-memory errors, recovery and fragmentation can be exercised with no card. The limit is always on, in
+training as well. What is not simulated: the card's operators. Kernels, autocast lists and workspaces are the
+CPU's, so a micro-batch found here is not the card's (`autobatch.footprint.predict` is for that).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from autobatch.device.base import MemoryStats, Meter
+from autobatch.device.tracker import StorageTracker
+from autobatch.errors import DoesNotFitError, InputError
+from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator, OutOfBudget, cuda_oom_text
+from autobatch.records import DeviceRecord
+from autobatch.units import MiB, format_bytes, parse_budget
+
+HEADROOM_SHARE = 0.05
+HEADROOM_LEAST_BYTES = 512 * MiB
+"""Left free where no budget is given, as on a card that is here: the larger of a share of it, and this."""
+USUAL_CONTEXT_BYTES = 512 * MiB
+"""For a card whose context was never seen: between 0.1 and 0.7 GiB in CUDA's out-of-memory texts."""
+
+
+class Card(Protocol):
+    """What is needed of a hardware profile."""
+
+    @property
+    def name(self) -> str:
+        """What the profile is called."""
+
+    @property
+    def title(self) -> str:
+        """What the card is called."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory as torch sees it."""
+
+    @property
+    def context_bytes(self) -> int | None:
+        """Held by the CUDA context; ``None``: not known."""
+
+
+def card_budget(profile: Card, memory_budget: str | int | None = None) -> tuple[int, str]:
+    """What the allocator may hold on a card with nobody else on it, in bytes, and how that came about.
+
+    Raises:
+        InputError: the budget is no size, or over the card's memory.
+        DoesNotFitError: the card is smaller than its context and the headroom.
+    """
+    total = profile.total_bytes
+    if memory_budget is not None:
+        budget = parse_budget(memory_budget, whole_bytes=total)
+        if budget > total:
+            raise InputError(
+                f"the memory budget is {format_bytes(budget)} ({memory_budget}), and {profile.title} has "
+                f"{format_bytes(total)} ({total} bytes): ask for no more than that"
+            )
+        return budget, f"as asked: {memory_budget}"
+    context = context_bytes(profile)
+    headroom = max(int(total * HEADROOM_SHARE), HEADROOM_LEAST_BYTES)
+    if total <= context + headroom:
+        raise DoesNotFitError(
+            f"{profile.title} has {format_bytes(total)}, not more than a context of {format_bytes(context)}"
+            f" and a headroom of {format_bytes(headroom)}: set --memory-budget, which takes neither off"
+        )
+    return total - context - headroom, (
+        f"{format_bytes(total)} in all less a context of {format_bytes(context)} and a headroom of "
+        f"{format_bytes(headroom)}"
+    )
+
+
+def context_bytes(profile: Card) -> int:
+    """What the CUDA context takes of a card."""
+    return USUAL_CONTEXT_BYTES if profile.context_bytes is None else profile.context_bytes
+
+
+class SimulatedDevice:
+    """A card of a hardware profile, simulated on the CPU.
+
+    Args:
+        profile: the card.
+        memory_budget: taken at its word: a size, or a share of the card. ``None``: all of it, less the
+        context
+            and a headroom.
+        expandable_segments: how the allocator grows (``expandable_segments:True``); no environment is read.
+
+    Raises:
+        InputError: the budget is no size, or over the card's memory.
+        DoesNotFitError: the card is smaller than its context and the headroom.
+    """
+
+    def __init__(
+        self, profile: Card, memory_budget: str | int | None = None, *, expandable_segments: bool = False
+    ) -> None:
+        self._profile = profile
+        self._budget_bytes, self._budget_source = card_budget(profile, memory_budget)
+        self._config = AllocatorConfig(expandable_segments=expandable_segments)
+        self._session: CachingAllocator | None = None
+
+    @property
+    def kind(self) -> str:
+        """``sim``."""
+        return "sim"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``cpu``, where the tensors really are."""
+        return torch.device("cpu")
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the allocator may hold: reserved bytes, cached blocks included."""
+        return self._budget_bytes
+
+    def new_allocator(self) -> CachingAllocator:
+        """An empty allocator with the budget, to replay in."""
+        return CachingAllocator(self._budget_bytes, self._config)
+
+    def describe(self) -> DeviceRecord:
+        """Name, total and budget of the card."""
+        return DeviceRecord(
+            kind=self.kind,
+            name=f"{self._profile.title} (simulated)",
+            total_bytes=self._profile.total_bytes,
+            budget_bytes=self._budget_bytes,
+            budget_source=self._budget_source,
+            other_processes_bytes=0,
+            notes=["simulated: CPU tensors in a model of CUDA's caching allocator; no speed is the card's"],
+        )
+
+    @contextmanager
+    def enforced(self) -> Iterator[Meter]:
+        """Inside, a step that outgrows the budget raises an error; starts from nothing cached."""
+        with self._tracked(record=True) as tracker:
+            yield tracker
+
+    @contextmanager
+    def training(self) -> Iterator[Meter]:
+        """The same, without a record of the events."""
+        with self._tracked(record=False) as tracker:
+            yield tracker
+
+    def refuses(self, stats: MemoryStats) -> str | None:
+        """Nothing: a step that got through, be it by giving cached segments back, fits."""
+        return None
+
+    def release(self) -> None:
+        """Collect garbage that still holds tensors; give back what the running session has cached."""
+        gc.collect()
+        if self._session is not None:
+            self._session.release()
+
+    def synchronize(self) -> None:
+        """Do nothing: operators on the processor are done when they return."""
+
+    def _text(self, error: OutOfBudget) -> str:
+        profile = self._profile
+        return cuda_oom_text(error, total_bytes=profile.total_bytes, context_bytes=context_bytes(profile))
+
+    @contextmanager
+    def _tracked(self, *, record: bool) -> Iterator[StorageTracker]:
+        outer, self._session = self._session, self.new_allocator()
+        try:
+            with StorageTracker(self._session, text=self._text, record=record) as tracker:
+                yield tracker
+        finally:
+            self._session = outer

@@ -1,0 +1,102 @@
+"""A card that is not here: CUDA's arithmetic and CUDA's words, with tensors of the CPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from autobatch.device.base import Device
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.errors import DoesNotFitError, InputError
+from autobatch.footprint.program import replay
+from autobatch.units import GiB, MiB
+
+
+class Card(NamedTuple):
+    """What is needed of a profile."""
+
+    name: str = "made-up"
+    title: str = "Made-up 9000"
+    total_bytes: int = 24 * GiB
+    context_bytes: int | None = 256 * MiB
+
+
+def test_budget_is_what_the_context_and_a_headroom_leave():
+    assert SimulatedDevice(Card()).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
+    assert SimulatedDevice(Card(total_bytes=4 * GiB)).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
+    unknown = SimulatedDevice(Card(total_bytes=4 * GiB, context_bytes=None))
+    assert unknown.budget_bytes == 4 * GiB - 512 * MiB - 512 * MiB
+
+
+def test_budget_asked_for_is_taken_at_its_word():
+    assert SimulatedDevice(Card(), "1GiB").budget_bytes == GiB
+    assert SimulatedDevice(Card(), "50%").budget_bytes == 12 * GiB
+    with pytest.raises(InputError, match=r"25\.0 GiB.*24\.0 GiB"):
+        SimulatedDevice(Card(), "25GiB")
+    with pytest.raises(DoesNotFitError, match="768 MiB"):
+        SimulatedDevice(Card(total_bytes=768 * MiB))
+
+
+def test_segments_are_what_is_held_against_the_budget():
+    device: Device = SimulatedDevice(Card(), 64 * MiB)
+    with device.enforced() as meter:
+        small = torch.zeros(1)
+        large = torch.zeros(2 * MiB // 4)
+        stats = meter.stats()
+        assert stats.allocated_bytes == 512 + large.nbytes
+        assert stats.reserved_bytes == stats.peak_reserved_bytes == 22 * MiB
+        assert small.item() == 0
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.zeros(50 * MiB // 4)  # 64 - 22 = 42 MiB are left
+        text = str(caught.value)
+        assert text.startswith(
+            "CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0 has a total capacity of 24.00 GiB"
+        )
+        assert "64.00 MiB allowed" in text
+    trace = meter.trace()
+    assert replay(trace, device.new_allocator()).peak_reserved_bytes == 22 * MiB
+
+
+def test_cached_segments_are_used_again_given_back_and_released():
+    device = SimulatedDevice(Card(), 64 * MiB)
+    with device.training() as meter:
+        for _ in range(3):
+            torch.zeros(40 * MiB // 4)
+        assert (meter.stats().allocated_bytes, meter.stats().reserved_bytes) == (0, 40 * MiB)
+        torch.zeros(60 * MiB // 4)
+        stats = meter.stats()
+        assert (stats.reserved_bytes, stats.retries) == (60 * MiB, 1)
+        assert device.refuses(stats) is None
+        device.release()
+        assert meter.stats().reserved_bytes == 0
+        assert meter.trace() is None
+    with device.enforced() as meter:
+        assert meter.stats().peak_reserved_bytes == 0
+    device.release()
+
+
+def test_the_limit_is_on_in_training():
+    device = SimulatedDevice(Card(), 64 * MiB)
+    with device.training(), pytest.raises(torch.OutOfMemoryError):
+        torch.zeros(65 * MiB, dtype=torch.uint8)
+
+
+def test_expandable_segments():
+    reserved = []
+    for expandable in (False, True):
+        device = SimulatedDevice(Card(), 128 * MiB, expandable_segments=expandable)
+        with device.enforced() as meter:
+            torch.zeros(40 * MiB, dtype=torch.uint8)
+            torch.zeros(42 * MiB, dtype=torch.uint8)
+            reserved.append(meter.stats().peak_reserved_bytes)
+    assert reserved == [82 * MiB, 60 * MiB]
+
+
+def test_describes_itself():
+    device = SimulatedDevice(Card(), "1GiB")
+    record = device.describe()
+    assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")
+    assert (record.total_bytes, record.budget_bytes) == (24 * GiB, GiB)
+    assert (device.kind, device.torch_device) == ("sim", torch.device("cpu"))

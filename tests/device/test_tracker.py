@@ -1,0 +1,351 @@
+"""The storage tracker against storages counted by hand, and errors that must leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer imports it, in frames that then outlive the test
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autobatch.device.tracker import StorageTracker
+from autobatch.footprint.allocator import CachingAllocator, Ledger
+from autobatch.footprint.program import Program, replay
+from autobatch.units import KiB, MiB
+
+F32 = 4
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_collection():
+    """Frees must come from reference counts alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def tracker(limit: int | None = None, **options) -> StorageTracker:
+    return StorageTracker(Ledger(limit), **options)
+
+
+def held(meter: StorageTracker) -> int:
+    return meter.stats().allocated_bytes
+
+
+def mlp(width: int = 64, depth: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def test_counts_a_small_step_by_hand():
+    """Linear(8 -> 16), ReLU, Linear(16 -> 1), mean, on 32 samples: every storage that is alive is listed."""
+    torch.manual_seed(0)
+    with tracker() as meter:
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        parameters = (8 * 16 + 16 + 16 * 1 + 1) * F32
+        assert held(meter) == parameters
+        x = torch.randn(32, 8)
+        data = 32 * 8 * F32
+        assert held(meter) == parameters + data
+        hidden = model[0](x)
+        assert held(meter) == parameters + data + 32 * 16 * F32
+        active = model[1](hidden)
+        del hidden  # nobody saves it: ReLU keeps its result
+        assert held(meter) == parameters + data + 32 * 16 * F32
+        loss = model[2](active).mean()
+        # The second linear keeps its input, the mean only a shape; the loss is one number.
+        assert held(meter) == parameters + data + 32 * 16 * F32 + F32
+        loss.backward()
+        del loss, active
+        assert held(meter) == 2 * parameters + data
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
+        # The momentum buffers went with the optimizer.
+        assert held(meter) == 2 * parameters + data
+        model.zero_grad()
+        del x
+        assert held(meter) == parameters
+        del model
+        assert held(meter) == 0
+
+
+def test_adams_state_is_counted_and_stays():
+    model = mlp()
+    parameters = sum(p.nbytes for p in model.parameters())
+    with tracker() as meter:
+        meter.adopt(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(3, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # Two moments, and a step count for each of the eight parameters.
+        assert held(meter) == 3 * parameters + 8 * F32
+
+
+def test_views_and_in_place_add_nothing_and_aliases_keep_alive():
+    with tracker() as meter:
+        x = torch.zeros(1000)
+        y = x.view(10, 100)[3:].t()
+        x += 1
+        torch._foreach_mul_([x], 2.0)
+        z = x.detach()
+        assert held(meter) == 4000
+        del x, z
+        assert held(meter) == 4000
+        del y
+        assert held(meter) == 0
+        assert [size for _, size in meter.trace().events] == [4000, -1]
+
+
+def test_adopts_once_what_was_made_elsewhere():
+    x, y = torch.ones(100), torch.ones(50)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 5), (4, 5), check_invariants=True)
+    with tracker() as meter:
+        meter.adopt([x, x[5:], x.detach(), nn.Parameter(x)])
+        assert held(meter) == 400
+        y.add_(1)  # works on it, but does not make it ours
+        assert held(meter) == 400
+        meter.adopt([sparse])
+        assert held(meter) == 400 + 2 * 8 + 10 * F32
+        assert torch.tensor([1.0, 2.0]).sum() == 3
+        two = torch.tensor([1.0, 2.0])
+        assert held(meter) == 400 + 2 * 8 + 10 * F32 + 2 * F32
+        del two
+    with tracker(399) as meter, pytest.raises(torch.OutOfMemoryError):
+        meter.adopt([x])
+
+
+def test_resized_storages():
+    with tracker() as meter:
+        x = torch.empty(0)
+        x.resize_(256)
+        assert held(meter) == KiB
+        x.resize_(100)  # torch keeps the storage
+        assert held(meter) == KiB
+        storage = x.untyped_storage()
+        storage.resize_(4 * KiB)
+        meter.mark("forward")
+        assert held(meter) == 4 * KiB
+        storage.resize_(0)
+        x.resize_(0)
+        assert held(meter) == 0
+        del storage, x
+        assert held(meter) == 0
+        out = torch.empty(0)
+        torch.add(torch.ones(512), 1, out=out)
+        assert held(meter) == 2 * KiB
+
+
+def test_several_outputs_that_do_not_all_fit_leave_nothing():
+    with tracker(10_000) as meter:
+        x = torch.randn(1000)
+        for _ in range(3):
+            failed = False
+            try:
+                x.sort()  # 4000 B of values and 8000 B of indices
+            except torch.OutOfMemoryError:
+                failed = True
+            assert failed
+            assert held(meter) == 4000
+
+
+def test_the_error_holds_on_to_nothing_that_did_not_fit():
+    with tracker(10_000) as meter:
+        x = torch.zeros(1000)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.unique(torch.arange(2000.0))
+        assert caught.value.__context__ is None
+        del caught
+        assert held(meter) == x.nbytes
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(10**12),
+        lambda: torch.empty(10**6, 10**6),
+        lambda: torch.randn(10**6, 1) @ torch.randn(1, 10**6),
+        lambda: torch.randn(10**6, 1) + torch.randn(1, 10**6),
+        lambda: torch.randn(10**6, 1).expand(10**6, 10**6).clone(),
+        lambda: nn.functional.one_hot(torch.zeros(10**6, dtype=torch.long), 10**6),
+        lambda: nn.functional.embedding(torch.zeros(10**7, dtype=torch.long), torch.zeros(2, 10**5)),
+    ],
+)
+def test_what_is_sure_not_to_fit_is_refused_before_it_takes_the_memory(make):
+    with tracker(200 * MiB) as meter, pytest.raises(torch.OutOfMemoryError):
+        make()
+    assert meter.stats().peak_allocated_bytes <= 200 * MiB
+
+
+def test_gradients_that_add_up_are_counted_as_in_place():
+    """Without a mode autograd adds into ``.grad``; the tracker must not see a third copy."""
+    model = nn.Linear(1000, 100, bias=False)
+    weight = 1000 * 100 * F32
+    with tracker() as meter:
+        meter.adopt(model.parameters())
+        x = torch.ones(1, 1000)
+        for _ in range(3):
+            model(x).sum().backward()
+        # Weight, its gradient, the new gradient; the rest is under 10 kB.
+        assert 3 * weight < meter.stats().peak_allocated_bytes < 3 * weight + 10_000
+        assert torch.equal(model.weight.grad, torch.full((100, 1000), 3.0))
+        assert held(meter) == 2 * weight + x.nbytes
+
+
+def test_an_addition_whose_summand_lives_on_is_counted():
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            twice = grad + grad
+            kept.append((grad, twice))
+            return twice
+
+    kept: list[tuple[Tensor, Tensor]] = []
+    with tracker() as meter:
+        x = torch.ones(1000, requires_grad=True)
+        meter.adopt([x])
+        Keeps.apply(x).sum().backward()
+        grad, twice = kept[0]
+        storages = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (x, x.grad, grad, twice)
+        }
+        assert held(meter) == sum(storages.values())
+
+
+class Step:
+    """A step that can run its forward again in its backward; cheap to run, large in memory."""
+
+    def __init__(self, *, recompute: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU(), nn.Sigmoid(), nn.Linear(64, 8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
+        self.recompute = recompute
+
+    def __call__(self, meter: StorageTracker, batch: int) -> None:
+        meter.mark("forward")
+        x = torch.ones(batch, 64)
+        x = checkpoint(self.model, x, use_reentrant=False) if self.recompute else self.model(x)
+        loss = x.square().mean()
+        meter.mark("backward")
+        loss.backward()
+        meter.mark("optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> list[Tensor]:
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        return [*self.model.parameters(), *state]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+def test_errors_from_every_phase_leave_the_books_at_the_baseline(recompute, caching):
+    """Limits from hopeless to ample, in one session each."""
+    step = Step(recompute=recompute)
+    with tracker() as meter:
+        step(meter, 8)
+        step(meter, 4096)
+        peak = meter.stats().peak_allocated_bytes
+    phases = []
+    for share in range(1, 19):
+        limit = peak * share // 16 + (4 * MiB if caching else 0)
+        with StorageTracker(CachingAllocator(limit) if caching else Ledger(limit)) as meter:
+            meter.adopt(step.tensors())
+            base = held(meter)
+            phase = None
+            try:
+                step(meter, 4096)
+            except torch.OutOfMemoryError:
+                phase = meter._marks[-1][1]
+            step.optimizer.zero_grad()
+            assert held(meter) == base, share
+            step(meter, 1)  # and training goes on
+            assert held(meter) == base
+            phases.append(phase)
+    # Whole segments leave few limits between too little for the forward and enough for all.
+    assert caching or set(phases) == {"forward", "backward", None}
+    assert phases[0] is not None
+    assert phases[-1] is None
+    assert phases == sorted(phases, key=["forward", "backward", None].index)
+
+
+def test_forty_errors_in_one_session():
+    step = Step()
+    with tracker(4 * MiB) as meter:
+        meter.adopt(step.tensors())
+        step(meter, 8)
+        base = held(meter)
+        for _ in range(40):
+            failed = False
+            try:
+                step(meter, 16384)
+            except torch.OutOfMemoryError:
+                failed = True
+            step.optimizer.zero_grad()
+            assert failed
+            assert held(meter) == base
+
+
+def test_errors_in_setup_and_in_the_optimizer():
+    with tracker(64 * KiB) as meter:
+        with pytest.raises(torch.OutOfMemoryError):
+            mlp(128)
+        assert held(meter) == 0
+    step = Step()
+    before = {name: p.clone() for name, p in step.model.named_parameters()}
+    size = sum(p.nbytes for p in step.model.parameters())
+    with tracker(3 * size + 8 * KiB) as meter:  # weights, gradients, one moment; not two
+        meter.adopt(step.model.parameters())
+        failed = False
+        try:
+            step(meter, 4)
+        except torch.OutOfMemoryError:
+            failed = True
+        assert failed
+        assert meter._marks[-1][1] == "optimizer"
+    for name, parameter in step.model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_the_mode_changes_no_result():
+    results = []
+    for counted in (False, True):
+        step = Step()
+        with tracker() if counted else torch.enable_grad() as meter:
+            for _ in range(3):
+                step(meter if counted else StorageTracker(Ledger()), 16)
+        results.append([p.detach().clone() for p in step.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_traces_of_two_micro_batches_tell_a_third():
+    def record(batch: int):
+        step = Step()
+        with tracker() as meter:
+            meter.adopt(step.model.parameters())
+            for _ in range(2):
+                step(meter, batch)
+        return meter.trace(), meter.stats().peak_allocated_bytes
+
+    program = Program.fit([(m, record(m)[0]) for m in (2, 3)])
+    trace, peak = record(77)
+    assert program.agrees_with(77, trace)
+    assert replay(program.at(77), Ledger()).peak_allocated_bytes == peak
+    assert [phase for _, phase in trace.marks] == ["forward", "backward", "optimizer"] * 2
+
+
+def test_after_the_session_nothing_is_watched():
+    with tracker() as meter:
+        x = torch.ones(100)
+        meter.mark("setup")
+    del x
+    assert meter.trace().events == ((0, 400),)
+    assert StorageTracker(Ledger(), record=False).trace() is None
