@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,6 +19,7 @@ from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.errors import InputError
 from autobatch.footprint.program import Trace
+from autobatch.knobs import Value
 from autobatch.records import Attempt, Precision
 from autobatch.samples import Costliest
 from autobatch.state import lent, preserved_random_state
@@ -40,6 +41,8 @@ class Bench:
     costliest: Costliest
     precision: Precision
     max_grad_norm: float | None = None
+    knobs: Mapping[str, Value] = field(default_factory=dict)
+    """What the tuner chose, by the knob's name."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -107,6 +110,7 @@ def train_on_copies(bench: Bench, micro_batch: int, meter: Meter, mark: Callable
             precision=bench.precision,
             learning_rate=bench.workload.learning_rate,
             max_grad_norm=bench.max_grad_norm,
+            knobs=bench.knobs,
         )
         for number, count in enumerate(WINDOWS):
             _window(bench, trainee, micro_batch, count, meter, mark, first=number == 0)

@@ -69,7 +69,7 @@ def remember(fit: SavedFit, home: Path) -> Path:
         InputError: the directory cannot be written.
     """
     content = msgspec.json.format(msgspec.json.encode(fit, order="deterministic"))
-    return save_or_explain(_path(fit.key, home), content + b"\n", what="fit")
+    return save_or_explain(fit_path(fit.key, home), content + b"\n", what="fit")
 
 
 def recall(key: Mapping[str, KeyValue], home: Path) -> SavedFit | Stale | None:
@@ -83,7 +83,7 @@ def recall(key: Mapping[str, KeyValue], home: Path) -> SavedFit | Stale | None:
         The fit of exactly this key; else the fit of the same ``workload`` that differs in the fewest fields
         (the newest of those), as :class:`Stale`; else ``None``.
     """
-    exact = _read(_path(key, home))
+    exact = _read(fit_path(key, home))
     if exact is not None and _known(exact.key) == _known(key):
         return exact
     if key.get("workload") is None:
@@ -97,7 +97,8 @@ def recall(key: Mapping[str, KeyValue], home: Path) -> SavedFit | Stale | None:
     return min(newest_first, key=lambda stale: len(stale.changed), default=None)
 
 
-def _path(key: Mapping[str, KeyValue], home: Path) -> Path:
+def fit_path(key: Mapping[str, KeyValue], home: Path) -> Path:
+    """Where the fit of a key is kept."""
     canonical = msgspec.json.encode(_known(key), order="deterministic")
     return home / "fits" / f"{hashlib.sha256(canonical).hexdigest()}.json"
 

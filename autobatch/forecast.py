@@ -44,13 +44,13 @@ class ReplayForecast:
         self._program = self._fit()
 
     def largest(self, cap: int) -> int | None:
-        """See `autobatch.probe.Forecast`."""
+        """See `autobatch.search.Forecast`."""
         if self._program is None:
             return self._peaks.largest(cap, self._new_allocator().limit)
         return largest(self._program, self._new_allocator, cap) or 0
 
     def certifies(self, micro_batch: int) -> bool:
-        """See `autobatch.probe.Forecast`: only a program that a further run has agreed with may certify."""
+        """See `autobatch.search.Forecast`: only a program that a further run has agreed with may certify."""
         if self._program is None or not self._confirmed:
             return False
         return not replay(self._program.at(micro_batch + 1), self._new_allocator()).fits
@@ -63,7 +63,7 @@ class ReplayForecast:
                     program = Program.fit(sorted(self._points, key=lambda point: point[0])[-count:])
                 except Untraceable:
                     continue
-                if all(program.agrees_with(size, trace) for size, trace in self._points[-count:]):
+                if all(program.agrees_with(size, trace) for size, trace in self._points[-3:]):
                     return program
         return None
 

@@ -65,12 +65,15 @@ class Probe(Record):
 
     micro_batch: int
     limited_by: LimitedBy
-    upper_bound_by: UpperBoundBy
+    upper_bound_by: UpperBoundBy | None
+    """What shows that the next size does not fit; ``None`` where the search was stopped before that."""
     predicted_micro_batch: int | None
     oom_count: int
     attempts: list[Attempt]
     source: str = "search"
-    """``search``, or ``profile`` when a saved answer was confirmed."""
+    """``search``, or ``saved DATE`` where an earlier answer was confirmed by one run."""
+    stopped_by: str | None = None
+    """``time limit`` or ``interrupt``, where the best certified size so far is the answer."""
 
 
 class Plan(Record):
@@ -105,6 +108,33 @@ class Tuning(Record):
     baseline_samples_per_s: float
     best_samples_per_s: float
     study: str
+
+
+class StepRecord(Record):
+    """One window of the run: a line of ``metrics.jsonl``."""
+
+    step: int
+    """Windows seen, this one included."""
+    applied: bool
+    """False where the window took no optimizer step (overflow of the loss scale, nothing counted)."""
+    samples: int
+    """Samples seen by the whole run so far."""
+    loss: float | None
+    """Mean over the window; ``None`` where it counted nothing."""
+    count: float
+    """Items that the loss is a mean over."""
+    learning_rate: float
+    grad_norm: float | None
+    micro_batch: int
+    accumulation_steps: int
+    seconds: float
+    """Of this window alone."""
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    oom_recoveries: int
+    """So far."""
+    recovered: str | None = None
+    """What an out-of-memory error said, where this window was run again in smaller micro-batches."""
 
 
 class Training(Record):

@@ -87,8 +87,11 @@ def assemble(
     precision: Precision,
     learning_rate: float,
     max_grad_norm: float | None = None,
+    knobs: Mapping[str, object] | None = None,
 ) -> Trainee:
     """Put a model with its optimizer and its loss scale together; the model is on ``device`` already.
+
+    Of the tuner's ``knobs``, those that are settings of the optimizer are set here.
 
     Raises:
         InputError: the workload's optimizer is none, or trains nothing.
@@ -104,7 +107,10 @@ def assemble(
             raise InputError(
                 f"Workload(optimizer=…) returned a {type(one).__name__}, not a torch.optim.Optimizer"
             )
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if knobs and knobs.get("fused") is not None:
+        for group in groups:
+            group["fused"], group["foreach"] = bool(knobs["fused"]), None
     parameters = list({id(p): p for group in groups for p in group["params"] if p.requires_grad}.values())
     if not parameters:
         raise InputError("the workload's optimizer was given no parameter that requires a gradient")

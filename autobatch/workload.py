@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -145,6 +146,28 @@ def blamed_part(error: BaseException) -> str | None:
         if note.startswith(_BLAME):
             return str(note.removeprefix(_BLAME))
     return None
+
+
+def describe(error: BaseException) -> str:
+    """One line on an error of the user's code: the part, the exception, and their file and line."""
+    place = user_frame(error)
+    part = blamed_part(error)
+    whose = f"the workload's {part}" if part else "the workload"
+    text = (str(error).splitlines() or [""])[0]
+    return f"{whose} raised {type(error).__name__}: {text}" + (f" ({place})" if place else "")
+
+
+def user_frame(error: BaseException) -> str | None:
+    """``file:line`` of the innermost frame that is the user's: neither ours nor an installed package's."""
+    foreign = (str(Path(__file__).parent), str(Path(os.__file__).parent), "<")
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(foreign) and "-packages" not in file:
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 def _load_module(name: str) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InputError
-from autobatch.plan import learning_rate_factor, make_plan, micro_batches, rank_share, split_evenly
+from autobatch.planning import learning_rate_factor, make_plan, micro_batches, rank_share, split_evenly
 
 
 @given(st.integers(1, 5000), st.integers(1, 700))

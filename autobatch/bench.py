@@ -1,0 +1,197 @@
+"""Opening what a probe runs on: the device, the model, the costliest samples; and what the answer depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autobatch.attempt import Bench
+from autobatch.config import Options
+from autobatch.demo import MEMORY_BUDGET
+from autobatch.device.base import Device
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.cuda import CudaDevice
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.errors import InputError
+from autobatch.fits import KeyValue
+from autobatch.hardware import data_home, load_profile
+from autobatch.records import DeviceRecord, Precision, Record
+from autobatch.samples import Costliest
+from autobatch.state import preserved_random_state, seed_everything
+from autobatch.step import tensors_of
+from autobatch.workload import DEMO, Workload, load_workload, user_code
+
+
+class Facts(Record):
+    """What a plan needs to know of a bench, without the bench."""
+
+    device: DeviceRecord
+    key: dict[str, KeyValue]
+    """Everything that changes what fits."""
+    samples: int
+    """Samples of the training data."""
+    learning_rate: float
+    base_batch: int | None
+    precision: Precision
+    name: str
+    notes: list[str] = []
+
+
+def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[str, str]) -> Device:
+    """Find the device that ``auto``, ``cuda``, ``cuda:N``, ``cpu`` or ``sim:PROFILE`` names.
+
+    Raises:
+        InputError: there is no such device or profile, or the budget is more than it has.
+    """
+    kind, _, which = spec.partition(":")
+    if spec == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu" and not which:
+        return CpuDevice(memory_budget=memory_budget)
+    if kind == "cuda" and (not which or which.isdecimal()):
+        return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
+    if kind == "sim" and which:
+        profile = load_profile(which, user_dir=data_home(environ))
+        return SimulatedDevice(profile, memory_budget=memory_budget)
+    raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
+
+
+def find_workload(workload: Workload | str | None) -> Workload:
+    """The workload itself, or the one that a reference names; the demo where there is none.
+
+    Raises:
+        InputError: the reference leads nowhere.
+    """
+    return workload if isinstance(workload, Workload) else load_workload(workload or DEMO)
+
+
+def open_bench(
+    workload: Workload, options: Options, *, environ: Mapping[str, str] = os.environ, demo: bool = False
+) -> Bench:
+    """Build what attempts run on; the caller's random states are left alone.
+
+    Args:
+        workload: what the user handed over.
+        options: device, budget, precision, seed.
+        environ: where AUTOBATCH_HOME may stand.
+        demo: the embedded demo runs, which brings a budget of its own.
+
+    Raises:
+        InputError: the device, the budget or the model cannot be.
+    """
+    device = open_device(options.device, memory_budget=budget_of(options, demo=demo), environ=environ)
+    with preserved_random_state():
+        seed_everything(options.seed)
+        model = build_model(workload)
+        costliest = Costliest(workload)
+    return Bench(
+        workload=workload,
+        model=model,
+        device=device,
+        costliest=costliest,
+        precision=precision_of(options, device),
+        max_grad_norm=getattr(options, "max_grad_norm", None),
+    )
+
+
+def budget_of(options: Options, *, demo: bool) -> str | int | None:
+    """The budget that was asked for; the demo's own where none was."""
+    if options.memory_budget is not None or not demo:
+        return options.memory_budget
+    kind = options.device.partition(":")[0]
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return MEMORY_BUDGET.get(kind)
+
+
+def build_model(workload: Workload) -> nn.Module:
+    """Call the workload's ``model``.
+
+    Raises:
+        InputError: it returns no module.
+    """
+    with user_code("model"):
+        model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def precision_of(options: Options, device: Device) -> Precision:
+    """The precision that was asked for; for ``auto``, bf16 on cards built for it (8.0 and later), else fp32."""
+    if options.precision != "auto":
+        return options.precision
+    if device.kind == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (8, 0):
+        return "bf16"
+    return "fp32"
+
+
+def facts_of(bench: Bench) -> Facts:
+    """Describe a bench."""
+    workload = bench.workload
+    device = bench.device.describe()
+    return Facts(
+        device=device,
+        key=_key(bench, device),
+        samples=len(workload.train_data),  # type: ignore[arg-type]
+        learning_rate=workload.learning_rate,
+        base_batch=workload.base_batch,
+        precision=bench.precision,
+        name=workload.name,
+        notes=[*device.notes, *bench.costliest.notes],
+    )
+
+
+def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
+    sample = bench.costliest.batch(2)
+    loss = bench.workload.loss
+    make = bench.workload.optimizer
+    return {
+        "workload": bench.workload.name,
+        "model": _digest(
+            *(
+                f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
+                for name, p in bench.model.named_parameters()
+            ),
+            *(f"{name}:{type(module).__qualname__}" for name, module in bench.model.named_modules()),
+        ),
+        "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
+        "loss": f"{loss.__module__}.{getattr(loss, '__qualname__', type(loss).__qualname__)}",
+        "optimizer": _digest(_optimizer_line(bench, make)),
+        "precision": bench.precision,
+        "max_grad_norm": None if bench.max_grad_norm is None else str(bench.max_grad_norm),
+        "device": device.name,
+        "device_kind": device.kind,
+        "total_bytes": device.total_bytes,
+        "budget_bytes": device.budget_bytes,
+        "torch": str(torch.__version__),
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
+        "world_size": 1,
+    }
+
+
+def _optimizer_line(bench: Bench, make: object) -> str:
+    """Class and settings of the optimizer, read from one made for a stand-in parameter."""
+    stand_in = nn.Parameter(torch.zeros(1))
+    try:
+        made = bench.workload.optimizer([stand_in], bench.workload.learning_rate)
+    except Exception:
+        return str(getattr(make, "__qualname__", type(make).__qualname__))
+    several = made if isinstance(made, list | tuple) else [made]
+    return ";".join(
+        f"{type(one).__qualname__}:{sorted((k, str(v)) for k, v in one.defaults.items())}" for one in several
+    )
+
+
+def _digest(*lines: str) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def runs_folder() -> Path:
+    """Where runs are kept that name no folder of their own."""
+    return Path("runs")

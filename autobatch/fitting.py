@@ -1,0 +1,251 @@
+"""``fit``: probe, plan, tune, train, report; and going on with a run that was stopped."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from autobatch import __version__, demo
+from autobatch.attempt import Bench
+from autobatch.bench import facts_of, find_workload, open_bench
+from autobatch.config import FitOptions
+from autobatch.errors import InputError
+from autobatch.files import write_atomic
+from autobatch.pipeline import Environment, plan_only, tuned
+from autobatch.records import Plan
+from autobatch.results import Result
+from autobatch.state import seed_everything
+from autobatch.step import assemble
+from autobatch.training.checkpoint import Loaded, clean_leftovers, load_newest
+from autobatch.training.loop import Loop
+from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
+from autobatch.training.windows import Course
+from autobatch.workload import Workload, user_code
+
+RUNS = Path("runs")
+RESULT = "result.json"
+REPORT = "report.html"
+STUDY = "study.log"
+
+
+def run_fit_command(workload: Workload | str | None, options: FitOptions, environment: Environment) -> Result:
+    """``autobatch fit``.
+
+    Raises:
+        InputError: an option, the workload, or what stands in the run's folder cannot be.
+        AutobatchError: see `autobatch.training.run.train`.
+    """
+    found = find_workload(workload)
+    options = _with_length(options, is_demo=workload is None)
+    out = _folder(options, found.name)
+    resumed = _load(out, options) if options.resume else None
+    if resumed is None:
+        _set_aside(out)
+    # A live object cannot be sent to a child process; a reference can.
+    named = workload if isinstance(workload, str) or workload is None else found
+    result, bench = _prepare(named, found, options, environment, out, resumed)
+    assert result.plan is not None
+    loop_facts = {
+        "plan": msgspec.to_builtins(result.plan),
+        "key": facts_of(bench).key,
+        "seed": options.seed,
+        "versions": versions(),
+    }
+    settings = RunSettings(
+        out=out,
+        checkpoint_every=options.checkpoint_every,
+        keep_last=options.keep_last,
+        facts=loop_facts,
+        resume_hint=_resume_hint(environment.command, out),
+    )
+    with bench.device.training() as meter:
+        loop = _open_loop(bench, result.plan, options, meter)
+        if resumed is not None:
+            loop.load_state_dict(resumed.state, same_hardware=_same_hardware(resumed, loop_facts["key"]))
+        record = train(loop, settings, environment.progress, resumed)
+    result = msgspec.structs.replace(
+        result, training=record, out=out, command=environment.command, model=loop.trainee.model
+    )
+    return _write(result, out)
+
+
+def versions() -> dict[str, str]:
+    """What a run depends on, by name."""
+    return {"autobatch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _prepare(
+    named: Workload | str | None,
+    found: Workload,
+    options: FitOptions,
+    environment: Environment,
+    out: Path,
+    resumed: Loaded | None,
+) -> tuple[Result, Bench]:
+    """The plan of the run, from a checkpoint of this very hardware or from a probe; and its bench."""
+    is_demo = named is None
+    if resumed is not None:
+        for line in resumed.passed_over:
+            environment.progress.note(f"passed over: {line}")
+        bench = open_bench(found, options, environ=environment.environ, demo=is_demo)
+        facts = facts_of(bench)
+        planned = _stored_plan(resumed, options)
+        if _same_hardware(resumed, facts.key):
+            environment.progress.note(f"going on from {resumed.path}: same hardware, bit for bit")
+            environment.progress.opened(facts.device)
+            environment.progress.planned(planned)
+            return Result(device=facts.device, plan=planned), bench
+        environment.progress.note(
+            f"going on from {resumed.path} on other hardware: the batch, the learning rate and the order of "
+            "the data stay, the micro-batch is planned anew, and sums differ by rounding"
+        )
+        result, _ = plan_only(named, options, environment)
+        return result, bench
+    result, _ = plan_only(named, options, environment)
+    bench = open_bench(found, options, environ=environment.environ, demo=is_demo)
+    if options.trials:
+        result = tuned(result, bench, options, environment, storage=options.storage or str(out / STUDY))
+    return result, bench
+
+
+def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> Loop:
+    workload = bench.workload
+    seed_everything(options.seed)
+    meter.mark("setup")
+    model = bench.model.to(bench.device.torch_device)
+    meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+    trainee = assemble(
+        workload,
+        model,
+        bench.device.torch_device,
+        precision=planned.precision,
+        learning_rate=planned.learning_rate,
+        max_grad_norm=options.max_grad_norm,
+        knobs=planned.knobs,
+    )
+    course = Course(
+        samples=len(workload.train_data),  # type: ignore[arg-type]
+        target_batch=options.target_batch,
+        seed=options.seed,
+        steps=options.steps,
+        epochs=options.epochs,
+        last_window=options.last_window,
+    )
+    if course.total == 0:
+        raise InputError(
+            f"--last-window drop leaves no window: {course.samples} samples, target batch {course.target_batch}"
+        )
+    schedules = []
+    if workload.schedule is not None:
+        with user_code("schedule"):
+            schedules = [workload.schedule(optimizer, course.total) for optimizer in trainee.optimizers]
+    return Loop(
+        workload=workload,
+        trainee=trainee,
+        course=course,
+        device=bench.device,
+        meter=meter,
+        micro_batch=planned.micro_batch,
+        schedules=schedules,
+    )
+
+
+def _with_length(options: FitOptions, *, is_demo: bool) -> FitOptions:
+    """The options with a length of the run, where none was asked for."""
+    if options.steps is not None and options.epochs is not None:
+        raise InputError(
+            f"--steps {options.steps} and --epochs {options.epochs} exclude each other: give one"
+        )
+    if options.steps is None and options.epochs is None:
+        length = {"steps": demo.STEPS} if is_demo else {"epochs": 1}
+        return msgspec.structs.replace(options, **length)
+    return options
+
+
+def _folder(options: FitOptions, name: str) -> Path:
+    if options.out is not None:
+        return Path(options.out)
+    runs = RUNS / name
+    if options.resume:
+        known = (
+            sorted(path for path in runs.iterdir() if (path / CHECKPOINTS).is_dir()) if runs.is_dir() else []
+        )
+        if not known:
+            raise InputError(f"--resume found no run in {runs}: give --out DIR, or start without --resume")
+        return known[-1]
+    stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    out = runs / stamp
+    number = 1
+    while out.exists():
+        number += 1
+        out = runs / f"{stamp}-{number}"
+    return out
+
+
+def _load(out: Path, options: FitOptions) -> Loaded:
+    clean_leftovers(out / CHECKPOINTS)
+    loaded = load_newest(out / CHECKPOINTS)
+    if loaded is None:
+        raise InputError(f"--resume found no checkpoint in {out / CHECKPOINTS}: start without --resume")
+    return loaded
+
+
+def _stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
+    try:
+        planned = msgspec.convert(resumed.facts["plan"], Plan)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise InputError(f"{resumed.path} holds no plan that can be read: {error}") from None
+    if planned.target_batch != options.target_batch:
+        raise InputError(
+            f"--target-batch {options.target_batch} does not match the run in {resumed.path}, which has a target "
+            f"batch of {planned.target_batch}: give that, or start without --resume"
+        )
+    if resumed.facts.get("seed") != options.seed:
+        raise InputError(
+            f"--seed {options.seed} does not match the run in {resumed.path}, which has seed "
+            f"{resumed.facts.get('seed')}: the order of the data would change"
+        )
+    return planned
+
+
+def _same_hardware(resumed: Loaded, key: dict[str, Any]) -> bool:
+    """Whether what is bit-exact only on the same device and build may be taken over."""
+    stored = resumed.facts.get("key", {})
+    names = ("device", "device_kind", "torch", "precision", "total_bytes")
+    return all(stored.get(name) == key.get(name) for name in names)
+
+
+def _set_aside(out: Path) -> None:
+    """Move an earlier run of the same folder out of the way: nothing is lost, nothing is mixed."""
+    old = [
+        path
+        for path in (out / CHECKPOINTS, out / METRICS, out / RESULT, out / REPORT, out / STUDY)
+        if path.exists()
+    ]
+    if not old:
+        return
+    number = 1
+    while (out / f"previous-{number}").exists():
+        number += 1
+    folder = out / f"previous-{number}"
+    folder.mkdir(parents=True)
+    for path in old:
+        path.rename(folder / path.name)
+
+
+def _resume_hint(command: str, out: Path) -> str:
+    if not command:
+        return f"autobatch.fit(…, out={str(out)!r}, resume=True)"
+    words = command.replace(" --resume", "")
+    return f"{words} --resume" if "--out" in words else f"{words} --out {out} --resume"
+
+
+def _write(result: Result, out: Path) -> Result:
+    content = msgspec.json.format(msgspec.json.encode(result.to_json()))
+    write_atomic(out / RESULT, content + b"\n")
+    return result

@@ -1,0 +1,188 @@
+"""Attempts in a child process: what a probe breaks, it breaks there.
+
+The search stays here and asks the child for one attempt at a time. A child that is killed while the host runs
+out of memory is an answer (that size does not fit, and a new child serves the next one); a child that crashes
+or hangs is a clear error with what it wrote.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from autobatch.attempt import Outcome, attempt
+from autobatch.bench import Facts, facts_of, find_workload, open_bench
+from autobatch.config import Options
+from autobatch.errors import AutobatchError, UserCodeError
+from autobatch.records import Attempt
+from autobatch.workload import describe
+
+ANSWER_SECONDS = 600.0
+"""How long one attempt may take before the child counts as hung."""
+_OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
+
+
+class ProbeChild:
+    """A process that makes attempts on a workload.
+
+    Args:
+        reference: the workload, as ``module:function`` or ``path.py:function``; ``None``: the demo.
+        options: what the bench is opened with.
+        answer_seconds: how long the child may take for one answer.
+        oom_kills: reads how many processes the host has killed for want of memory.
+    """
+
+    def __init__(
+        self,
+        reference: str | None,
+        options: Options,
+        *,
+        answer_seconds: float = ANSWER_SECONDS,
+        oom_kills: Callable[[], int] | None = None,
+    ) -> None:
+        self._reference = reference
+        self._options = options
+        self._answer_seconds = answer_seconds
+        self._oom_kills = oom_kills or count_oom_kills
+        self.facts: Facts
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def run(self, micro_batch: int) -> Outcome:
+        """Make one attempt in the child; see `autobatch.attempt.attempt`.
+
+        Raises:
+            InputError: the workload raised in the child.
+            AutobatchError: the child crashed or hung.
+        """
+        kills = self._oom_kills()
+        started = time.perf_counter()
+        try:
+            self._connection.send(micro_batch)
+            outcome: Outcome = self._receive(f"an attempt at a micro-batch of {micro_batch}")
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            code = self._stop()
+            if code == -signal.SIGKILL and self._oom_kills() > kills:
+                self._start()
+                return Outcome(_killed(micro_batch, time.perf_counter() - started), None)
+            raise AutobatchError(self._epitaph(code, f"at a micro-batch of {micro_batch}")) from None
+        return outcome
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._errors = tempfile.NamedTemporaryFile(prefix="autobatch-probe-", suffix=".log")  # noqa: SIM115
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(theirs, self._reference, self._options, self._errors.name), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        try:
+            self.facts = self._receive("opening the workload")
+        except (EOFError, ConnectionResetError):
+            raise AutobatchError(self._epitaph(self._stop(), "before its first attempt")) from None
+        except BaseException:
+            self._stop()
+            raise
+
+    def _receive(self, what: str) -> Any:
+        """Wait for an answer; a Ctrl-C ends the waiting here, the child ignores it."""
+        deadline = time.monotonic() + self._answer_seconds
+        while not self._connection.poll(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                self._stop()
+                raise AutobatchError(
+                    f"the probe's process gave no answer in {self._answer_seconds:.0f} s during {what}, "
+                    f"and was ended; it wrote: {self._tail()}"
+                )
+        kind, content = self._connection.recv()
+        if kind == "error":
+            raise content
+        return content
+
+    def _stop(self) -> int | None:
+        with suppress(OSError):
+            self._connection.close()
+        self._process.join(timeout=2.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        return self._process.exitcode
+
+    def _epitaph(self, code: int | None, when: str) -> str:
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            how = signal.Signals(-code).name
+        return f"the probe's process ended {when} ({how}); it wrote: {self._tail()}"
+
+    def _tail(self) -> str:
+        with suppress(OSError):
+            lines = Path(self._errors.name).read_text(errors="replace").strip().splitlines()
+            return " | ".join(lines[-5:]) or "nothing"
+        return "nothing"
+
+
+def serve(connection: Connection, reference: str | None, options: Options, log: str) -> None:
+    """The child: open the workload, then answer one micro-batch after the other until the pipe closes."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        bench = open_bench(find_workload(reference), options, demo=reference is None)
+        connection.send(("facts", facts_of(bench)))
+        while True:
+            connection.send(("outcome", attempt(bench, connection.recv())))
+    except (EOFError, BrokenPipeError):
+        return
+    except Exception as error:
+        connection.send(("error", portable(error)))
+
+
+def portable(error: Exception) -> Exception:
+    """An error that can be raised in another process, with the traceback of this one as a note."""
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, AutobatchError):
+        carried: Exception = error.with_traceback(None)
+        carried.__cause__ = carried.__context__ = None
+    else:
+        carried = UserCodeError(describe(error))
+    carried.add_note(text)
+    return carried
+
+
+def count_oom_kills() -> int:
+    """How many processes of this control group were killed for want of memory (cgroup v2 memory.events)."""
+    try:
+        for line in _OOM_EVENTS.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def _killed(micro_batch: int, seconds: float) -> Attempt:
+    return Attempt(
+        micro_batch=micro_batch,
+        fits=False,
+        peak_allocated_bytes=None,
+        peak_reserved_bytes=None,
+        seconds=seconds,
+        reason="the host ran out of memory and ended the probe's process",
+    )

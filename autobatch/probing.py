@@ -1,0 +1,262 @@
+"""Probing a workload: what fitted before is confirmed by one run, else the search decides; then it is saved."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from autobatch.attempt import Bench, Outcome, attempt
+from autobatch.bench import Facts, facts_of, find_workload, open_bench
+from autobatch.config import Options, PlanOptions, SearchOptions
+from autobatch.errors import DoesNotFitError, InputError
+from autobatch.fits import SavedFit, Stale, fit_path, recall, remember
+from autobatch.footprint.allocator import Allocator, CachingAllocator, Ledger
+from autobatch.forecast import ReplayForecast
+from autobatch.hardware import data_home
+from autobatch.isolation import ProbeChild
+from autobatch.planning import make_plan, rank_share
+from autobatch.search import Found, search
+from autobatch.progress import Progress, Silent
+from autobatch.records import Attempt, DeviceRecord, LimitedBy, Plan, Probe
+from autobatch.units import format_bytes
+from autobatch.workload import Workload
+
+CLOSE_BUDGETS = 0.05
+"""Budgets that were not asked for by number follow what is free; within this share they count as the same."""
+
+
+class Prober(Protocol):
+    """Makes attempts, here or in a child process."""
+
+    facts: Facts
+
+    def run(self, micro_batch: int) -> Outcome:
+        """Make one attempt."""
+
+
+@dataclass
+class LocalProber:
+    """Attempts in this process."""
+
+    bench: Bench
+    facts: Facts
+
+    def run(self, micro_batch: int) -> Outcome:
+        """See `autobatch.attempt.attempt`."""
+        return attempt(self.bench, micro_batch)
+
+
+@contextmanager
+def open_prober(workload: Workload | str | None, options: Options, *, isolated: bool) -> Iterator[Prober]:
+    """Open what makes the attempts: a child process where a reference can be handed to one, else here."""
+    if isolated and not isinstance(workload, Workload):
+        with ProbeChild(workload, options) as child:
+            yield child
+        return
+    bench = open_bench(find_workload(workload), options, demo=workload is None)
+    yield LocalProber(bench, facts_of(bench))
+
+
+def run_probe(
+    prober: Prober,
+    options: Options,
+    *,
+    progress: Progress | None = None,
+    home: Path | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Probe, Path | None]:
+    """Confirm what fitted before, or search; save the answer.
+
+    Args:
+        prober: makes the attempts.
+        options: the caps, and the time limit.
+        progress: told of each attempt.
+        home: where answers are kept.
+        clock: seconds.
+
+    Returns:
+        The answer, and the file that remembers it.
+
+    Raises:
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    progress = progress or Silent()
+    home = home or data_home(os.environ)
+    facts = prober.facts
+    progress.opened(facts.device)
+    for line in facts.notes:
+        progress.note(line)
+    caps = caps_of(facts, options)
+    asked = getattr(options, "micro_batch", None)
+
+    def run(size: int) -> Outcome:
+        outcome = prober.run(size)
+        progress.attempted(outcome.attempt)
+        return outcome
+
+    if asked is not None:
+        result = _single(run(asked).attempt, facts)
+    else:
+        result = _confirm(run, facts, caps, options, home, progress) or _search(
+            run, facts, caps, options, clock
+        )
+    progress.probed(result)
+    return result, _remember(result, facts, min(caps.values()), home, progress)
+
+
+def caps_of(facts: Facts, options: Options) -> dict[LimitedBy, int]:
+    """What the micro-batch cannot exceed besides memory, in samples."""
+    caps: dict[LimitedBy, int] = {}
+    if isinstance(options, PlanOptions):
+        caps["target_batch"] = rank_share(options.target_batch, 1, 0)
+    if isinstance(options, SearchOptions) and options.max_micro_batch is not None:
+        caps["max_micro_batch"] = options.max_micro_batch
+    caps["dataset"] = facts.samples
+    return caps
+
+
+def plan_from(facts: Facts, limit: int, options: PlanOptions) -> Plan:
+    """Plan the batch for a limit on the micro-batch.
+
+    Raises:
+        InputError: a rule for the learning rate lacks the batch that it was tuned for.
+    """
+    return make_plan(
+        target_batch=options.target_batch,
+        micro_batch_limit=limit,
+        learning_rate=facts.learning_rate,
+        base_batch=options.base_batch or facts.base_batch,
+        rule=options.lr_rule,
+        precision=facts.precision,
+    )
+
+
+def new_allocator(device: DeviceRecord) -> Allocator:
+    """An empty model of a device's allocator, with its budget."""
+    if device.kind == "cpu":
+        return Ledger(device.budget_bytes)
+    return CachingAllocator(device.budget_bytes)
+
+
+def _search(
+    run: Callable[[int], Outcome],
+    facts: Facts,
+    caps: dict[LimitedBy, int],
+    options: Options,
+    clock: Callable[[], float],
+) -> Probe:
+    start = clock()
+    limit = getattr(options, "time_limit", None) or math.inf
+    found = search(
+        run,
+        cap=min(caps.values()),
+        forecast=ReplayForecast(lambda: new_allocator(facts.device)),
+        expired=lambda: clock() - start > limit,
+    )
+    if not found.micro_batch:
+        raise _does_not_fit(found, facts)
+    return Probe(
+        micro_batch=found.micro_batch,
+        limited_by=_limit(found.micro_batch, caps),
+        upper_bound_by=found.upper_bound_by,
+        predicted_micro_batch=found.predicted,
+        oom_count=sum(not attempt.fits for attempt in found.attempts),
+        attempts=found.attempts,
+        stopped_by=found.stopped_by,
+    )
+
+
+def _limit(micro_batch: int, caps: dict[LimitedBy, int]) -> LimitedBy:
+    return next((name for name, cap in caps.items() if cap == micro_batch == min(caps.values())), "memory")
+
+
+def _single(attempted: Attempt, facts: Facts) -> Probe:
+    """The answer to "does this one fit?"."""
+    if not attempted.fits:
+        raise DoesNotFitError(
+            f"a micro-batch of {attempted.micro_batch} does not fit in {format_bytes(facts.device.budget_bytes)}: "
+            f"{attempted.reason}"
+        )
+    return Probe(
+        micro_batch=attempted.micro_batch,
+        limited_by="max_micro_batch",
+        upper_bound_by="cap",
+        predicted_micro_batch=None,
+        oom_count=0,
+        attempts=[attempted],
+    )
+
+
+def _confirm(
+    run: Callable[[int], Outcome],
+    facts: Facts,
+    caps: dict[LimitedBy, int],
+    options: Options,
+    home: Path,
+    progress: Progress,
+) -> Probe | None:
+    """Run what fitted before once; ``None`` where nothing is known or it fits no more."""
+    saved = recall(facts.key, home)
+    if isinstance(saved, Stale):
+        changed = saved.changed
+        if options.memory_budget is None and [one.field for one in changed] == ["budget_bytes"]:
+            old, new = changed[0].old, changed[0].new
+            if isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new:
+                saved = saved.fit
+    if isinstance(saved, Stale):
+        progress.note(f"{saved}: probing anew")
+        return None
+    cap = min(caps.values())
+    if saved is None or (saved.limited_by != "memory" and saved.micro_batch < cap):
+        return None
+    size = min(saved.micro_batch, cap)
+    attempted = run(size).attempt
+    if not attempted.fits:
+        progress.note(f"the saved micro-batch of {size} does not fit any more: probing anew")
+        return None
+    return Probe(
+        micro_batch=size,
+        limited_by=_limit(size, caps),
+        upper_bound_by="cap" if size == cap else saved.upper_bound_by,
+        predicted_micro_batch=saved.micro_batch,
+        oom_count=0,
+        attempts=[attempted],
+        source=f"saved {saved.date}",
+    )
+
+
+def _remember(result: Probe, facts: Facts, cap: int, home: Path, progress: Progress) -> Path | None:
+    """Save the answer of a search that came to its end; where it is saved, or was before."""
+    if result.upper_bound_by is None:
+        return None
+    fit = SavedFit(
+        key=facts.key,
+        micro_batch=result.micro_batch,
+        limited_by=result.limited_by,
+        upper_bound_by=result.upper_bound_by,
+        cap=cap,
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    )
+    if result.source != "search":
+        return fit_path(facts.key, home)
+    try:
+        return remember(fit, home)
+    except InputError as error:
+        progress.note(f"what fitted is not remembered: {error}")
+        return None
+
+
+def _does_not_fit(found: Found, facts: Facts) -> DoesNotFitError:
+    last = found.attempts[-1]
+    return DoesNotFitError(
+        f"a micro-batch of 1 does not fit in the budget of {format_bytes(facts.device.budget_bytes)}: "
+        f"{last.reason} (in {last.phase}); a larger --memory-budget, bf16, activation checkpointing or an "
+        "optimizer with less state would help"
+    )

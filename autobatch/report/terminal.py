@@ -1,0 +1,237 @@
+"""The terminal: what is going on, and at the end what came of it.
+
+On a terminal a live line shows progress; piped, the same facts are plain lines, few enough to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self, TextIO
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from autobatch import __version__
+from autobatch.units import format_bytes
+
+if TYPE_CHECKING:
+    from autobatch.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Training, Tuning
+    from autobatch.results import Result
+
+PLAIN_LINES = 10
+"""Lines that a piped training run writes."""
+
+
+class Terminal:
+    """Tells a person what happens; a `autobatch.progress.Progress`.
+
+    Args:
+        stream: where to write.
+        quiet: only the result.
+    """
+
+    def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
+        self._console = Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
+        self._live = self._console.is_terminal and not quiet
+        self._quiet = quiet
+        self._stack = ExitStack()
+        self._bar: Progress | None = None
+        self._status = self._console.status("") if self._live else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._idle()
+        self._stack.close()
+
+    def begin(self, workload: str | None) -> None:
+        """Say what is about to run."""
+        if workload is not None:
+            self._say(f"autobatch {__version__} · {workload}", style="bold")
+            return
+        self._say(f"autobatch {__version__} · the embedded demo: no workload was named", style="bold")
+        self._say(
+            "1,797 real handwritten digits; a small memory budget of the demo's own makes the batch accumulate\n"
+            "(--memory-budget overrides it). Yours: autobatch fit train.py:workload --target-batch 1024"
+        )
+
+    def note(self, text: str) -> None:
+        """See `autobatch.progress.Progress`."""
+        self._say(f"note: {text}", style="dim")
+
+    def opened(self, device: DeviceRecord) -> None:
+        """See `autobatch.progress.Progress`."""
+        table = Table.grid(padding=(0, 2))
+        table.add_row("device", f"{device.name} ({device.kind})")
+        table.add_row("total", format_bytes(device.total_bytes))
+        table.add_row("budget", f"{format_bytes(device.budget_bytes)}: {device.budget_source}")
+        if device.other_processes_bytes is not None:
+            table.add_row("others", format_bytes(device.other_processes_bytes))
+        for holder in device.holders:
+            who = f"process {holder.pid}" if holder.pid is not None else "a process"
+            table.add_row("", f"{who} {holder.name or ''}: {format_bytes(holder.used_bytes)}")
+        if self._live:
+            self._console.print(Panel(table, title="memory", title_align="left", border_style="dim"))
+        else:
+            for label, value in zip(*(column.cells for column in table.columns), strict=True):
+                self._say(f"{label:<8}{value}")
+        self._busy("probing …")
+
+    def attempted(self, attempt: Attempt) -> None:
+        """See `autobatch.progress.Progress`."""
+        peak = attempt.peak_reserved_bytes or attempt.peak_allocated_bytes
+        verdict = "fits" if attempt.fits else "does not fit"
+        self._say(
+            f"probe   {attempt.micro_batch:>7,}  {verdict:<12}  peak {format_bytes(peak):>9}"
+            f"  {attempt.seconds:6.2f} s"
+        )
+
+    def probed(self, probe: Probe) -> None:
+        """See `autobatch.progress.Progress`."""
+        bound = {
+            "run": "one more was run and does not fit",
+            "replay": "one more does not fit: replayed from runs",
+            "cap": f"capped by {probe.limited_by}",
+            None: f"search ended by {probe.stopped_by}",
+        }[probe.upper_bound_by]
+        source = "" if probe.source == "search" else f", {probe.source}, confirmed"
+        self._say(f"largest micro-batch {probe.micro_batch:,} ({bound}{source})", style="bold")
+
+    def planned(self, plan: Plan) -> None:
+        """See `autobatch.progress.Progress`."""
+        self._say(f"plan    {describe_plan(plan)}")
+
+    def measured(
+        self, number: int, of: int, values: Mapping[str, object], samples_per_s: float, failure: str | None
+    ) -> None:
+        """See `autobatch.progress.Progress`."""
+        choice = " ".join(f"{name}={value}" for name, value in values.items()) or "default"
+        figure = f"does not fit: {failure}" if failure else f"{samples_per_s:,.0f} samples/s"
+        self._say(f"trial   {number}/{of}  {choice}  {figure}")
+        self._busy("tuning …")
+
+    def tuned(self, tuning: Tuning) -> None:
+        """See `autobatch.progress.Progress`."""
+        self._say(f"tuned   {describe_tuning(tuning)}", style="bold")
+
+    def stepped(self, step: StepRecord, of: int) -> None:
+        """See `autobatch.progress.Progress`."""
+        if step.recovered is not None:
+            self._say(
+                f"step {step.step}: out of memory, run again at a micro-batch of {step.micro_batch}: "
+                f"{step.recovered}",
+                style="yellow",
+            )
+        loss = "–" if step.loss is None else f"{step.loss:.4f}"
+        if not self._live:
+            stride = max(1, of // PLAIN_LINES)
+            if step.step % stride == 0 or step.step == of:
+                rate = step.micro_batch and sum_samples(step) / step.seconds
+                self._say(f"step    {step.step:>6,}/{of:,}  loss {loss}  {rate:,.0f} samples/s")
+            return
+        self._idle()
+        if self._bar is None:
+            self._bar = self._stack.enter_context(
+                Progress(
+                    TextColumn("train"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TextColumn("{task.fields[loss]}"),
+                    TimeRemainingColumn(),
+                    console=self._console,
+                )
+            )
+            self._bar.add_task("train", total=of, loss="")
+        self._bar.update(self._bar.task_ids[0], completed=step.step, loss=f"loss {loss}")
+
+    def finish(self, result: Result) -> None:
+        """Say what came of it; always, quiet or not."""
+        self._idle()
+        self._stack.close()
+        for label, value in summary(result):
+            self._console.print(Text(f"{label:<11}{value}"), soft_wrap=True)
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        if not self._quiet:
+            self._console.print(Text(text, style=style or ""))
+
+    def _busy(self, what: str) -> None:
+        if self._status is not None:
+            self._status.update(what)
+            self._status.start()
+
+    def _idle(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def sum_samples(step: StepRecord) -> float:
+    """Samples of a window, from its split; exact but for the last, even, micro-batches."""
+    return step.micro_batch * step.accumulation_steps
+
+
+def describe_plan(plan: Plan) -> str:
+    """The split in words: ``1024 = 4 × 86 + 8 × 85, …``."""
+    sizes = plan.micro_batches
+    parts = [f"{sizes.count(size)} × {size}" for size in sorted(set(sizes), reverse=True)]
+    ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+    rate = f"learning rate {plan.learning_rate:.3g}"
+    if plan.learning_rate_rule != "none":
+        rate += f" ({plan.learning_rate_rule} rule, × {plan.learning_rate_factor:.3g})"
+    knobs = "".join(f", {name} {value}" for name, value in plan.knobs.items())
+    return f"{plan.target_batch:,} = {' + '.join(parts)}{ranks}, {plan.precision}{knobs}, {rate}"
+
+
+def describe_tuning(tuning: Tuning) -> str:
+    """The gain in words."""
+    if tuning.best_samples_per_s <= tuning.baseline_samples_per_s or not tuning.baseline_samples_per_s:
+        return f"the default stays, at {tuning.best_samples_per_s:,.0f} samples/s: nothing was faster"
+    gain = tuning.best_samples_per_s / tuning.baseline_samples_per_s
+    return (
+        f"{tuning.best_samples_per_s:,.0f} samples/s, {gain:.2f} × the default's "
+        f"{tuning.baseline_samples_per_s:,.0f}"
+    )
+
+
+def describe_training(training: Training) -> str:
+    """What was trained, in words."""
+    held_out = "".join(
+        f", held-out {name} {value:.2%}" if "acc" in name else f", held-out {name} {value:.4f}"
+        for name, value in training.validation.items()
+    )
+    loss = (
+        "" if training.final_loss is None else f", loss {training.first_loss:.4f} → {training.final_loss:.4f}"
+    )
+    recoveries = (
+        f", {training.oom_recoveries} recoveries from out of memory" if training.oom_recoveries else ""
+    )
+    return (
+        f"{training.optimizer_steps:,} steps, {training.samples:,} samples at "
+        f"{training.samples_per_s:,.0f}/s{loss}{held_out}{recoveries}"
+    )
+
+
+def summary(result: Result) -> list[tuple[str, str]]:
+    """The final lines: label and text; the last is the command that repeats the call."""
+    lines: list[tuple[str, str]] = []
+    if result.probe is not None:
+        lines.append(("largest", f"micro-batch {result.probe.micro_batch:,}, by {result.probe.limited_by}"))
+    if result.plan is not None:
+        lines.append(("plan", describe_plan(result.plan)))
+    if result.tuning is not None:
+        lines.append(("tuned", describe_tuning(result.tuning)))
+    if result.training is not None:
+        lines.append(("trained", describe_training(result.training)))
+        lines.append(("checkpoint", str(result.training.checkpoint)))
+    for label in ("report", "profile"):
+        path = getattr(result, label)
+        if path is not None:
+            lines.append((label, str(path)))
+    if result.command:
+        lines.append(("again", result.command))
+    return lines

@@ -1,0 +1,46 @@
+"""What a call returns, and the JSON that the command line prints of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autobatch import __version__
+from autobatch.records import DeviceRecord, Plan, Probe, Record, Training, Tuning
+
+SCHEMA = 1
+
+
+class Result(Record):
+    """The records of every part that ran; a part that did not run is ``None``."""
+
+    device: DeviceRecord
+    probe: Probe | None = None
+    plan: Plan | None = None
+    tuning: Tuning | None = None
+    training: Training | None = None
+    profile: Path | None = None
+    """The file that remembers what fitted."""
+    report: Path | None = None
+    out: Path | None = None
+    """The folder of the run."""
+    command: str | None = None
+    """What repeats the run."""
+    model: Any = None
+    """The trained ``torch.nn.Module``; not part of the JSON."""
+
+    def to_json(self, *parts: str) -> dict[str, Any]:
+        """The object of ``--json``.
+
+        Args:
+            parts: names of the parts to print; without any, all of them.
+        """
+        head: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
+        names = parts or tuple(name for name in self.__struct_fields__ if name != "model")
+        values = {name: getattr(self, name) for name in names}
+        return head | {
+            name: str(value) if isinstance(value, Path) else msgspec.to_builtins(value)
+            for name, value in values.items()
+        }

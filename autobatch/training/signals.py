@@ -1,0 +1,43 @@
+"""Signals that ask a run to stop: noted at once, obeyed at the end of the window."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class StopRequest:
+    """Which signal asked the run to stop; ``None``: none did."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Inside, the first signal is only noted; a second one ends the process at once, as without autobatch.
+
+    Off the main thread, where Python allows no handlers, nothing is caught.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def note(number: int, _: FrameType | None) -> None:
+        if request.signal_number is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        request.signal_number = number
+
+    before = {number: signal.signal(number, note) for number in STOPPING}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
