@@ -70,13 +70,13 @@ class Device(Protocol):
         """Name, total, budget and who else holds memory; reads the machine anew."""
 
     def enforced(self) -> AbstractContextManager[Meter]:
-        """Inside, a step that outgrows the budget raises ``torch.OutOfMemoryError``; starts from nothing cached."""
+        """Inside, a step over the budget raises ``torch.OutOfMemoryError``; starts from nothing cached."""
 
     def training(self) -> AbstractContextManager[Meter]:
         """What a real run runs under; without cost where the device enforces its limit by itself."""
 
     def refuses(self, stats: MemoryStats) -> str | None:
-        """Why a step that ran does not count as fitting (retries, reserved over the budget); ``None``: it fits."""
+        """Why a step that ran does not count as fitting (retries, say); ``None``: it fits."""
 
     def release(self) -> None:
         """Give back what is cached; call it outside of any ``except`` block."""
