@@ -32,13 +32,14 @@ def memory_figure(
     if not probe.attempts:
         return None
     line = sorted((point.micro_batch, point.peak_reserved_bytes) for point in predicted or [])
-    ran = [(attempt, _peak(attempt)) for attempt in probe.attempts]
+    kind = "allocated" if all(a.peak_reserved_bytes is None for a in probe.attempts) else "reserved"
+    ran = [(attempt, held_bytes(attempt)) for attempt in probe.attempts]
     fits = [(attempt.micro_batch, peak) for attempt, peak in ran if attempt.fits and peak is not None]
     fails = sorted({attempt.micro_batch for attempt, _ in ran if not attempt.fits})
     unit, name = bytes_unit(max([device.budget_bytes, *(peak for _, peak in [*fits, *line])]))
 
     def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, xlabel="micro-batch, samples", title=f"peak reserved memory, {name}")
+        axes = plain_axes(figure, xlabel="micro-batch, samples", title=f"peak {kind} memory, {name}")
         budget = device.budget_bytes / unit
         axes.axhline(budget, color=color("bad"), linestyle=(0, (5, 3)), linewidth=1.4)
         axes.annotate(
@@ -142,8 +143,8 @@ def plan_figure(plan: Plan) -> Picture:
     )  # fmt: skip
 
 
-def _peak(attempt: Attempt) -> int | None:
-    """What is held against the budget: reserved; allocated where a device has no allocator to ask."""
+def held_bytes(attempt: Attempt) -> int | None:
+    """What is held against the budget: reserved bytes; allocated ones where no allocator reserves."""
     return (
         attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
     )

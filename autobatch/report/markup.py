@@ -9,6 +9,8 @@ from html import escape
 from autobatch.report.picture import Mark, Picture, Table
 
 _VOID = frozenset({"meta", "br"})
+_LONG = 24
+"""Characters from which a cell is a sentence, and gets room for it."""
 _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( [KMGT]?i?B)?")
 
 
@@ -67,8 +69,8 @@ def table(data: Table) -> Markup:
 
 
 def _cell(at: int, text: str) -> Markup:
-    number = "number" if _NUMBER.fullmatch(text) else None
-    return element("th", text, scope="row", class_=number) if at == 0 else element("td", text, class_=number)
+    kind = "number" if _NUMBER.fullmatch(text) else "long" if at and len(text) > _LONG else None
+    return element("th", text, scope="row", class_=kind) if at == 0 else element("td", text, class_=kind)
 
 
 def figure(picture: Picture) -> Markup:

@@ -67,11 +67,10 @@ def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
             count(data.probe.micro_batch),
             f"limited by {data.probe.limited_by.replace('_', ' ')}",
         )
-    peaks = (
-        [a.peak_reserved_bytes for a in data.probe.attempts if a.fits and a.peak_reserved_bytes]
-        if data.probe
-        else []
-    )
+    attempts = data.probe.attempts if data.probe is not None else []
+    peaks = [
+        peak for attempt in attempts if attempt.fits and (peak := figures.held_bytes(attempt)) is not None
+    ]
     if peaks:
         yield "Peak memory", format_bytes(max(peaks)), f"of {format_bytes(data.device.budget_bytes)}"
     else:

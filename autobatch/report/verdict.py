@@ -54,7 +54,10 @@ def split_in_words(plan: Plan) -> str:
     (first, times), *rest = sizes.items() or [(plan.micro_batch, plan.accumulation_steps)]
     words = f"{many(times, 'micro-batch', 'micro-batches')} of {count(first)}"
     words += "".join(f" and {count(times)} of {count(size)}" for size, times in rest)
-    return words if plan.world_size == 1 else f"{words} on each of {count(plan.world_size)} ranks"
+    if plan.world_size == 1:
+        return words
+    less = ", or one sample less" if plan.target_batch % plan.world_size else ""
+    return f"{words} on each of {count(plan.world_size)} ranks{less}"
 
 
 def fits_in_words(probe: Probe) -> str:

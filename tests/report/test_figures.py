@@ -95,6 +95,7 @@ def test_unknown_peaks_and_nothing_that_fits():
         ],
     )
     picture = memory_figure(a_device(), probe)
+    assert "peak allocated memory, GiB</text>" in picture.svg
     assert [row[2:4] for row in picture.table.rows] == [
         ["unknown", "unknown"],
         ["1.00 MiB", "unknown"],

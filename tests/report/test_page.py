@@ -124,6 +124,8 @@ def test_sentences():
         target_batch=8, micro_batch_limit=4, learning_rate=0.1, world_size=2, base_batch=2, rule="sqrt"
     )
     assert split_in_words(plan) == "1 micro-batch of 4 on each of 2 ranks"
+    uneven = make_plan(target_batch=7, micro_batch_limit=2, learning_rate=0.1, world_size=2)
+    assert split_in_words(uneven) == "2 micro-batches of 2 on each of 2 ranks, or one sample less"
     assert rate_in_words(plan).startswith("0.2: the sqrt rule, times 2 (")
 
 
