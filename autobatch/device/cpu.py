@@ -33,6 +33,11 @@ class SilentMeter:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing."""
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
     def mark(self, phase: str) -> None:
         """Do nothing."""
 

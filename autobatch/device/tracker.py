@@ -10,7 +10,8 @@ mark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -68,6 +69,7 @@ class StorageTracker(TorchDispatchMode):
         self._foresees = allocator.limit is not None and storage_device == "cpu"
         self._kinds: dict[Any, _Kind] = {}
         self._marks: list[tuple[int, str]] = []
+        self._aside = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -87,6 +89,15 @@ class StorageTracker(TorchDispatchMode):
         """
         for tensor in tensors:
             self._book.count(tensor)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, nothing is counted: for work that belongs to the host, such as making a batch."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
 
     def mark(self, phase: str) -> None:
         """Say what comes next; storages that were resized without any operator are put right.
@@ -126,8 +137,10 @@ class StorageTracker(TorchDispatchMode):
         Raises:
             torch.OutOfMemoryError: it did not fit, or is sure not to.
         """
-        self._book.settle()
         kwargs = {} if kwargs is None else kwargs
+        if self._aside:
+            return func(*args, **kwargs)
+        self._book.settle()
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)

@@ -342,6 +342,15 @@ def test_traces_of_two_micro_batches_tell_a_third():
     assert [phase for _, phase in trace.marks] == ["forward", "backward", "optimizer"] * 2
 
 
+def test_what_is_made_aside_is_not_counted_until_it_is_adopted():
+    with tracker() as meter:
+        with meter.aside():
+            batch = torch.stack([torch.arange(10.0) % 3 for _ in range(10)])
+        assert held(meter) == 0
+        meter.adopt([batch])
+        assert meter.trace().events == ((0, 400),)
+
+
 def test_after_the_session_nothing_is_watched():
     with tracker() as meter:
         x = torch.ones(100)
