@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -43,37 +44,54 @@ def training_figure(metrics: Sequence[StepRecord], checkpoints: Sequence[int] = 
         return None
     recoveries = [record.step for record in records if record.recovered is not None]
 
-    def paint(figure: Figure, narrow: bool) -> None:
-        rows = _axes(figure, curves)
-        for axes, curve in zip(rows, curves, strict=True):
-            drawn = telling(curve.values, DRAWN_POINTS)
-            steps, values = [curve.steps[at] for at in drawn], [curve.values[at] for at in drawn]
-            axes.plot(steps, values, color=color("accent"), marker="o" if len(steps) == 1 else "")
-            _mark(axes, checkpoints, "muted", (0, (1, 3)))
-            _mark(axes, recoveries, "warn", "solid")
-        if recoveries:  # an empty line that is not clipped has no extent, and the layout needs one
-            x = _marked(recoveries)
-            rows[0].plot(
-                x, [0] * len(x), "^", color=color("warn"), markersize=8, clip_on=False,
-                transform=rows[0].get_xaxis_transform(),
-            )  # fmt: skip
-        if len(records) == 1:
-            rows[-1].set_xlim(records[0].step - 1, records[0].step + 1)
-        rows[-1].set_xlabel("optimizer step")
-        rows[-1].xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
-
     title = "Training"
     words = (
         f"{', '.join(curve.label for curve in curves)} over {many(len(records), 'optimizer step')}; "
         f"{many(len(recoveries), 'recovery', 'recoveries')} and {many(len(checkpoints), 'checkpoint')}."
     )
-    legend = [Mark(role="accent", label="measured at each optimizer step")]
-    legend += [Mark(role="warn", label="recovery from out of memory", shape="triangle")] if recoveries else []
-    legend += [Mark(role="muted", label="checkpoint", shape="dash")] if checkpoints else []
+    legend = _legend(recoveries=bool(recoveries), checkpoints=bool(checkpoints))
     tall = 130 + 100 * len(curves)
-    svg = draw("training", title, words, paint, heights=(tall, tall))
-    table = _table(records)
-    return Picture(slug="training", title=title, description=words, svg=svg, legend=legend, table=table)
+    painter = partial(_paint, curves, recoveries, checkpoints)
+    svg = draw("training", title, words, painter, heights=(tall, tall))
+    return Picture(
+        slug="training", title=title, description=words, svg=svg, legend=legend, table=_table(records)
+    )
+
+
+def _paint(
+    curves: Sequence[Curve],
+    recoveries: Sequence[int],
+    checkpoints: Sequence[int],
+    figure: Figure,
+    narrow: bool,
+) -> None:
+    rows = _axes(figure, curves)
+    for axes, curve in zip(rows, curves, strict=True):
+        drawn = telling(curve.values, DRAWN_POINTS)
+        steps, values = [curve.steps[at] for at in drawn], [curve.values[at] for at in drawn]
+        axes.plot(steps, values, color=color("accent"), marker="o" if len(steps) == 1 else "")
+        _mark(axes, checkpoints, "muted", (0, (1, 3)))
+        _mark(axes, recoveries, "warn", "solid")
+    if recoveries:  # an empty line that is not clipped has no extent, and the layout needs one
+        x = _marked(recoveries)
+        rows[0].plot(
+            x, [0] * len(x), "^", color=color("warn"), markersize=8, clip_on=False,
+            transform=rows[0].get_xaxis_transform(),
+        )  # fmt: skip
+    seen = {step for curve in curves for step in curve.steps}
+    if len(seen) == 1:
+        rows[-1].set_xlim(min(seen) - 1, min(seen) + 1)
+    rows[-1].set_xlabel("optimizer step")
+    rows[-1].xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
+
+
+def _legend(*, recoveries: bool, checkpoints: bool) -> list[Mark]:
+    marks = [Mark(role="accent", label="measured at each optimizer step")]
+    if recoveries:
+        marks.append(Mark(role="warn", label="recovery from out of memory", shape="triangle"))
+    if checkpoints:
+        marks.append(Mark(role="muted", label="checkpoint", shape="dash"))
+    return marks
 
 
 def _axes(figure: Figure, curves: Sequence[Curve]) -> list[Axes]:

@@ -9,7 +9,8 @@ from autobatch.files import write_atomic
 from autobatch.report.data import ReportData
 from autobatch.report.markup import Markup, element, join
 from autobatch.report.palette import style_sheet
-from autobatch.report.sections import Section, sections, tiles
+from autobatch.report.sections import Section, sections
+from autobatch.report.tiles import tiles
 from autobatch.report.verdict import verdict
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from autobatch.records import DeviceRecord
@@ -10,6 +9,7 @@ from autobatch.report import curves, figures, trials
 from autobatch.report.data import ReportData
 from autobatch.report.markup import Child, Markup, element, facts, figure, join, table
 from autobatch.report.picture import Picture, Table
+from autobatch.report.split import plan_figure
 from autobatch.report.timeline import memory_curve_figure
 from autobatch.report.verdict import (
     budget_in_words,
@@ -44,41 +44,6 @@ def sections(data: ReportData) -> list[Section]:
         Section("repeat", "Repeat this run", _repeat(data)),
     ]
     return [section for section in candidates if section.body]
-
-
-def tiles(data: ReportData) -> Markup:
-    """Build the few figures that matter most."""
-    made = [
-        element("div", element("dt", name), element("dd", value, element("small", below) if below else None))
-        for name, value, below in _tiles(data)
-    ]
-    return element("dl", made, class_="tiles")
-
-
-def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
-    if data.plan is not None:
-        steps = many(data.plan.accumulation_steps, "accumulation step")
-        yield "Batch", count(data.plan.effective_batch), f"exactly, in {steps}"
-        limit = f"largest that fits: {count(data.probe.micro_batch)}" if data.probe else ""
-        yield "Micro-batch", count(data.plan.micro_batch), limit
-    elif data.probe is not None:
-        yield (
-            "Micro-batch",
-            count(data.probe.micro_batch),
-            f"limited by {data.probe.limited_by.replace('_', ' ')}",
-        )
-    attempts = data.probe.attempts if data.probe is not None else []
-    peaks = [
-        peak for attempt in attempts if attempt.fits and (peak := figures.held_bytes(attempt)) is not None
-    ]
-    if peaks:
-        yield "Peak memory", format_bytes(max(peaks)), f"of {format_bytes(data.device.budget_bytes)}"
-    else:
-        yield "Budget", format_bytes(data.device.budget_bytes), data.device.name
-    if data.training is not None:
-        yield "Throughput", decimal(data.training.samples_per_s), "samples/s"
-    elif data.tuning is not None:
-        yield "Throughput", decimal(data.tuning.best_samples_per_s), "samples/s, measured by the tuner"
 
 
 def _pictures(*pictures: Picture | None) -> list[Markup]:
@@ -167,7 +132,7 @@ def _plan(data: ReportData) -> Markup:
         ("End of an epoch", plan.last_window),
         ("Chosen besides", chosen),
     ]
-    return join(element("p", words), _pictures(figures.plan_figure(plan)), facts(pairs))
+    return join(element("p", words), _pictures(plan_figure(plan)), facts(pairs))
 
 
 def _tuning(data: ReportData) -> Markup:

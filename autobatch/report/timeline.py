@@ -49,18 +49,21 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
         Mark(role=f"series-{number % 6 + 1}", label=label, shape="block")
         for number, label in enumerate(curve.categories)
     ]
+    svg = draw("memory-over-time", title, words, paint, heights=(320, 260))
+    return Picture(
+        slug="memory-over-time", title=title, description=words, svg=svg, legend=legend, table=_table(curve),
+        note=f"It peaks at {format_bytes(peak)}.",
+    )  # fmt: skip
+
+
+def _table(curve: MemoryCurve) -> Table:
     chosen = every(len(curve.positions), TABLE_ROWS)
     rows = [
         [decimal(curve.positions[at], 6), *(format_bytes(sizes[at]) for sizes in curve.categories.values())]
         for at in chosen
     ]
-    table = Table(
+    return Table(
         caption=f"Live memory by category, {count(len(chosen))} of {count(len(curve.positions))} points",
         head=[curve.axis.capitalize(), *curve.categories],
         rows=rows,
     )
-    svg = draw("memory-over-time", title, words, paint, heights=(320, 260))
-    return Picture(
-        slug="memory-over-time", title=title, description=words, svg=svg, legend=legend, table=table,
-        note=f"It peaks at {format_bytes(peak)}.",
-    )  # fmt: skip

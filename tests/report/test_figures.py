@@ -7,9 +7,10 @@ from autobatch.planning import make_plan
 from autobatch.records import Attempt
 from autobatch.report.curves import training_figure
 from autobatch.report.data import MemoryCurve, TrialRow
-from autobatch.report.figures import memory_figure, plan_figure
+from autobatch.report.figures import memory_figure
 from autobatch.report.palette import DARK, LIGHT, style_sheet
 from autobatch.report.picture import every, telling
+from autobatch.report.split import plan_figure
 from autobatch.report.timeline import memory_curve_figure
 from autobatch.report.trials import importance_figure, trials_figure
 from autobatch.units import MiB
@@ -101,6 +102,8 @@ def test_unknown_peaks_and_nothing_that_fits():
         ["1.00 MiB", "unknown"],
         ["unknown", "unknown"],
     ]
+    blind = msgspec.structs.replace(probe, attempts=probe.attempts[:1])
+    assert memory_figure(a_device(), blind).legend == []
     failed = msgspec.structs.replace(probe, attempts=probe.attempts[2:])
     assert [mark.label for mark in memory_figure(a_device(), failed).legend] == [
         "did not fit (what it needs is not known)"
