@@ -81,7 +81,8 @@ def attempt(bench: Bench, micro_batch: int) -> Outcome:
         # The except block is left: nothing keeps the failed step's tensors alive any more.
         stats = meter.stats()
         trace = meter.trace() if failure is None else None
-    bench.device.release()
+    if failure is not None:
+        bench.device.release()
     reason = failure[1] if failure is not None else bench.device.refuses(stats)
     return Outcome(
         Attempt(

@@ -106,27 +106,14 @@ def parse(
         | {key: getattr(checked, key) for key in known}
     )
 
-    def collect(
-        workload: tyro.conf.Positional[str | None] = None,
-        *,
-        options: Annotated[Any, tyro.conf.OmitArgPrefixes],
-    ) -> tuple[str | None, Any]:
-        """Collect what was given.
-
-        Args:
-            workload: module:function or path/to/file.py:function; without it, the configured one or the demo.
-            options: of the command.
-        """
-        return workload, options
-
-    collect.__annotations__["options"] = Annotated[kind, tyro.conf.OmitArgPrefixes]
-    collect.__doc__ = (kind.__doc__ or "") + "\n\nArgs:\n    workload: module:function or path.py:function."
-    collect.__kwdefaults__ = {"options": kind(**default)}
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             workload, options = tyro.cli(
-                collect, prog=f"autobatch {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,)
+                _collector(kind, kind(**default)),
+                prog=f"autobatch {name}",
+                args=arguments,
+                config=(tyro.conf.FlagCreatePairsOff,),
             )
     except SystemExit as stop:
         if stop.code in (0, None):
@@ -208,6 +195,25 @@ def _complain(error: Exception, *, verbose: bool = False) -> int:
     if verbose:
         traceback.print_exception(error)
     return int(getattr(error, "exit_code", 1))
+
+
+def _collector(kind: type[Options], default: Options) -> Callable[..., tuple[str | None, Options]]:
+    """A function whose arguments are those of a command, for tyro to read."""
+    import tyro
+
+    def collect(workload: Any = None, *, options: Any = default) -> tuple[str | None, Options]:
+        return workload, options
+
+    # Given as objects: tyro would look the names of string annotations up in this module.
+    collect.__annotations__ = {
+        "workload": tyro.conf.Positional[str | None],
+        "options": Annotated[kind, tyro.conf.OmitArgPrefixes],
+    }
+    collect.__doc__ = (
+        f"{kind.__doc__}\n\nArgs:\n    workload: module:function or path/to/file.py:function; without it, the "
+        "configured one, else the demo."
+    )
+    return collect
 
 
 def _refuse_unknown(arguments: list[str], kind: type[Options]) -> None:

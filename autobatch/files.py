@@ -36,7 +36,7 @@ def write_atomic(path: Path, content: bytes) -> Path:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     return path
 
 
@@ -47,7 +47,7 @@ def _new_file_mode(path: Path) -> int:
     return 0o644
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make the rename itself durable, where the system lets a directory be opened."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)

@@ -33,7 +33,7 @@ from autobatch.tuner import Budget, Measurement
 from autobatch.tuner import tune as search_knobs
 from autobatch.workload import Workload
 
-TRIAL_SECONDS = 0.5
+TRIAL_SECONDS = 0.3
 """Time that a trial measures for, about."""
 
 
@@ -197,9 +197,13 @@ def tuned(
     limit, samples = result.probe.micro_batch, sum(result.plan.micro_batches)
     knobs = applicable(_situation(bench, options, limit, samples))
     start = environment.clock()
+    refused: dict[tuple[tuple[str, Value], ...], str | None] = {}
 
     def run(values: Mapping[str, Value]) -> Measurement:
-        reason = outgrows(bench, limit=limit, samples=samples, values=values)
+        key = tuple(sorted(values.items()))
+        if key not in refused:
+            refused[key] = outgrows(bench, limit=limit, samples=samples, values=values)
+        reason = refused[key]
         if reason is None:
             cost = measure(bench, limit=limit, samples=samples, values=values, seconds=TRIAL_SECONDS)
             reason = cost.failure

@@ -92,7 +92,8 @@ def measure(bench: Bench, *, limit: int, samples: int, values: Mapping[str, Valu
             if classify(error) is Verdict.NONE:
                 raise
             failure = first_line(error)
-    bench.device.release()
+    if failure is not None:
+        bench.device.release()
     return Cost(sizes[0], statistics.median(micro) * len(sizes) + statistics.median(step), failure)
 
 

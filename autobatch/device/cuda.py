@@ -18,6 +18,7 @@ import torch
 
 from autobatch.device import nvml
 from autobatch.device.base import MemoryStats
+from autobatch.device.host import host_memory
 from autobatch.errors import DoesNotFitError, InputError
 from autobatch.records import DeviceRecord, MemoryHolder, Record
 from autobatch.units import MiB, format_bytes, parse_budget
@@ -201,10 +202,9 @@ class CudaDevice:
         """What is free now, in bytes, who says so, and what a person should know of it."""
         if self._properties.is_integrated:
             # The driver's own figure is the free memory of the host, which counts its page cache as taken.
-            from autobatch.device.cpu import host_memory
-
             host = host_memory()
-            return host.available_bytes, f"host memory, {host.source}", ["the card shares the host's memory"]
+            if host.available_bytes is not None:
+                return host.available_bytes, host.source, ["the card shares the host's memory"]
         if isinstance(card, nvml.NvmlCard) and card.free_bytes is not None:
             return card.free_bytes, "NVML", []
         reason = card.reason if isinstance(card, nvml.NvmlAbsent) else "the card does not tell what is free"

@@ -11,6 +11,7 @@
  *   latin         the name of card 0 is no UTF-8
  *   private       processes are listed, their memory is not available
  *   noprocesses:N the process readings answer N
+ *   loud          opening and closing are told on the error stream
  */
 #include <stdlib.h>
 #include <stdio.h>
@@ -40,8 +41,15 @@ static int code(const char *what) {
 }
 static int put(char *out, unsigned size, const char *text) { snprintf(out, size, "%s", text); return OK; }
 
-int nvmlInitWithFlags(unsigned flags) { (void)flags; return code("init"); }
-int nvmlShutdown(void) { return OK; }
+int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    if (is("loud")) fputs("open\n", stderr);
+    return code("init");
+}
+int nvmlShutdown(void) {
+    if (is("loud")) fputs("close\n", stderr);
+    return OK;
+}
 const char *nvmlErrorString(int value) { (void)value; return "stub error"; }
 int nvmlSystemGetDriverVersion(char *out, unsigned size) { return put(out, size, "580.65.06"); }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return OK; }

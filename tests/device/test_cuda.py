@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ import torch
 from autobatch.device import cuda, nvml
 from autobatch.device.base import MemoryStats
 from autobatch.device.cuda import CudaDevice, memory_fraction, others_bytes, resolve_budget, why_refused
+from autobatch.device.host import HostMemory
 from autobatch.device.nvml import NvmlAbsent, NvmlCard
 from autobatch.device.oom import Verdict, classify
 from autobatch.errors import DoesNotFitError, InputError
@@ -129,7 +128,8 @@ class FakeCuda:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.initialized = False
-        self.allowed = 24 * GIB
+        self.total = 24 * GIB
+        self.allowed = self.total
         self.integrated = 0
         self.figures = {
             "allocated_bytes.all.current": 1,
@@ -150,7 +150,7 @@ class FakeCuda:
 
     def get_device_properties(self, index: int) -> SimpleNamespace:
         return SimpleNamespace(
-            name="Alpha", total_memory=24 * GIB, is_integrated=self.integrated, uuid="a1", major=8, minor=9
+            name="Alpha", total_memory=self.total, is_integrated=self.integrated, uuid="a1", major=8, minor=9
         )
 
     def synchronize(self, index: int) -> None:
@@ -173,11 +173,11 @@ class FakeCuda:
 
     def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
         assert isinstance(fraction, float)
-        self.allowed = int(fraction * 24 * GIB)
+        self.allowed = int(fraction * float(self.total))
         self.calls.append(f"allow {self.allowed}")
 
     def get_per_process_memory_fraction(self, index: int) -> float:
-        return self.allowed / (24 * GIB)
+        return self.allowed / self.total
 
 
 @pytest.fixture
@@ -217,6 +217,17 @@ def test_session_caps_and_puts_the_former_cap_back(fake: FakeCuda) -> None:
         assert meter.phase == "forward"
     assert fake.allowed == former
     assert fake.calls.count("empty") == 1
+
+
+def test_former_cap_comes_back_to_the_byte(fake: FakeCuda) -> None:
+    fake.total = 25_282_281_472
+    device = CudaDevice(index=0, memory_budget="50%")
+    # Of these, a share that is read and set again as it stands would lose a byte.
+    for former in (1_580_363_928, 1_580_376_275, 1_580_388_622):
+        fake.allowed = former
+        with device.training():
+            assert fake.allowed == fake.total // 2
+        assert fake.allowed == former
 
 
 def test_former_cap_comes_back_after_an_error(fake: FakeCuda) -> None:
@@ -281,12 +292,16 @@ def test_slice_is_found_before_its_card(fake: FakeCuda, monkeypatch: pytest.Monk
 
 
 def test_unified_memory_is_counted_by_the_host(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = SimpleNamespace(total_bytes=32 * GIB, available_bytes=12 * GIB, source="/proc/meminfo")
-    monkeypatch.setitem(sys.modules, "autobatch.device.cpu", SimpleNamespace(host_memory=lambda: host))
+    host = HostMemory(total_bytes=32 * GIB, available_bytes=12 * GIB, source="what /proc/meminfo says")
+    monkeypatch.setattr(cuda, "host_memory", lambda: host)
     fake.integrated = 1
     device = CudaDevice(index=0, memory_budget=None)
     assert device.budget_bytes == 14 * GIB - int(1.2 * GIB)
-    assert device.describe().notes == ["the card shares the host's memory"]
+    record = device.describe()
+    assert (record.notes, record.other_processes_bytes) == (["the card shares the host's memory"], None)
+    assert "12.0 GiB free (what /proc/meminfo says)" in record.budget_source
+    monkeypatch.setattr(cuda, "host_memory", lambda: host._replace(available_bytes=None))
+    assert "free (NVML)" in CudaDevice(index=0, memory_budget=None).describe().budget_source
 
 
 def test_others_are_counted_without_this_process(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,11 +342,6 @@ def test_card_that_is_not_there(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match="--device cpu"):
         CudaDevice(index=0, memory_budget=None)
     assert cuda.visible_cards() == []
-
-
-def test_import_touches_no_card() -> None:
-    code = "import autobatch.device.cuda, torch; assert not torch.cuda.is_initialized()"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
 # A real card.

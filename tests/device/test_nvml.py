@@ -44,12 +44,15 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(question: str, **environ: str | Path) -> tuple[str, Any]:
-    """Evaluate a question to `autobatch.device.nvml` in a child; the answer's type and its JSON."""
+def ask(question: str, *, said: str = "", **environ: str | Path) -> tuple[str, Any]:
+    """Evaluate a question to `autobatch.device.nvml` in a child; the answer's type and its JSON.
+
+    ``said`` is what must stand on the child's error stream, nothing as a rule.
+    """
     env = {**os.environ, "LD_LIBRARY_PATH": "", **{name: str(value) for name, value in environ.items()}}
     command = [sys.executable, "-W", "error", "-c", CHILD, question]
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert child.returncode == 0, child.stderr
+    assert (child.returncode, child.stderr) == (0, said)
     kind, answer = json.loads(child.stdout)
     return kind, answer
 
@@ -93,6 +96,16 @@ def test_mig_slice_by_uuid(driver: Path) -> None:
     assert reading["cards"][1]["mig_uuids"] == [SLICE_1, SLICE_2]
     _, card = read(driver, "mig", f"read_card({SLICE_1!r})")
     assert (card["total_bytes"], card["free_bytes"]) == (10 * GIB, 9 * GIB - GIB // 2)
+
+
+def test_every_reading_is_closed(driver: Path) -> None:
+    for question in (
+        "read_cards()",
+        f"read_card({ALPHA!r})",
+        "read_card('GPU-none')",
+        f"read_holders({BETA!r})",
+    ):
+        ask(question, said="open\nclose\n", LD_LIBRARY_PATH=driver, STUB_MODE="loud")
 
 
 @pytest.mark.parametrize("mode", ["memory:3", "memory:4", "zero"])

@@ -239,6 +239,12 @@ def test_heaviest_link_decides(outer: str, inner: str, verdict: Verdict) -> None
     assert classify(error) is verdict
 
 
+def test_only_torch_can_say_that_the_context_is_dead() -> None:
+    error = ValueError("CUDA error: device-side assert triggered")
+    error.__cause__ = torch.OutOfMemoryError(CUDA_TEXT)
+    assert classify(error) is Verdict.DEVICE
+
+
 def test_broken_text_does_not_hide_the_error() -> None:
     assert classify(Unprintable()) is Verdict.NONE
     assert first_line(Unprintable()) == "Unprintable"
