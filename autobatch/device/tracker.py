@@ -1,4 +1,4 @@
-"""The meter of tensors on the CPU: storages counted by a dispatch mode, with the readings of their allocator."""
+"""The meter of tensors on the CPU: counted by a dispatch mode, read from their allocator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from autobatch.device.base import MemoryStats
 from autobatch.footprint.watching import StorageMode
 
 
-class StorageTracker(StorageMode):
+class StorageTracker(StorageMode):  # type: ignore[no-untyped-call]
     """A `autobatch.device.base.Meter` that counts storages, and enforces the allocator's limit on them."""
 
     def stats(self) -> MemoryStats:
