@@ -1,11 +1,10 @@
-"""Opening what a probe runs on: the device, the model, the costliest samples; and what the answer depends on."""
+"""Opening what a probe runs on: device, model, costliest samples; and what the answer depends on."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from autobatch.step import tensors_of
 from autobatch.workload import DEMO, Workload, load_workload, user_code
 
 
-class Facts(Record):
+class Facts(Record, frozen=True, kw_only=True):
     """What a plan needs to know of a bench, without the bench."""
 
     device: DeviceRecord
@@ -123,7 +122,7 @@ def build_model(workload: Workload) -> nn.Module:
 
 
 def precision_of(options: Options, device: Device) -> Precision:
-    """The precision that was asked for; for ``auto``, bf16 on cards built for it (8.0 and later), else fp32."""
+    """The precision that was asked for; ``auto`` is bf16 on cards built for it (8.0 and later), else fp32."""
     if options.precision != "auto":
         return options.precision
     if device.kind == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (8, 0):
@@ -150,7 +149,6 @@ def facts_of(bench: Bench) -> Facts:
 def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
     sample = bench.costliest.batch(2)
     loss = bench.workload.loss
-    make = bench.workload.optimizer
     return {
         "workload": bench.workload.name,
         "model": _digest(
@@ -162,7 +160,7 @@ def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
         ),
         "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
         "loss": f"{loss.__module__}.{getattr(loss, '__qualname__', type(loss).__qualname__)}",
-        "optimizer": _digest(_optimizer_line(bench, make)),
+        "optimizer": _digest(_optimizer_line(bench.workload)),
         "precision": bench.precision,
         "max_grad_norm": None if bench.max_grad_norm is None else str(bench.max_grad_norm),
         "device": device.name,
@@ -175,23 +173,36 @@ def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
     }
 
 
-def _optimizer_line(bench: Bench, make: object) -> str:
-    """Class and settings of the optimizer, read from one made for a stand-in parameter."""
-    stand_in = nn.Parameter(torch.zeros(1))
-    try:
-        made = bench.workload.optimizer([stand_in], bench.workload.learning_rate)
-    except Exception:
-        return str(getattr(make, "__qualname__", type(make).__qualname__))
-    several = made if isinstance(made, list | tuple) else [made]
-    return ";".join(
-        f"{type(one).__qualname__}:{sorted((k, str(v)) for k, v in one.defaults.items())}" for one in several
+def can_fuse(workload: Workload) -> bool:
+    """Whether a fused implementation of the workload's optimizer is left to choose."""
+    made = _stand_in_optimizers(workload)
+    return bool(made) and all(
+        type(one) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+        and one.defaults.get("fused") is None
+        and one.defaults.get("foreach") is None
+        for one in made
     )
+
+
+def _optimizer_line(workload: Workload) -> str:
+    """Class and settings of the optimizer."""
+    made = _stand_in_optimizers(workload)
+    if not made:
+        return str(getattr(workload.optimizer, "__qualname__", type(workload.optimizer).__qualname__))
+    return ";".join(
+        f"{type(one).__qualname__}:{sorted((key, str(value)) for key, value in one.defaults.items())}"
+        for one in made
+    )
+
+
+def _stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    """The optimizer made for a stand-in parameter; none where it wants the model's own."""
+    try:
+        made = workload.optimizer([nn.Parameter(torch.zeros(1))], workload.learning_rate)
+    except Exception:
+        return []
+    return list(made) if isinstance(made, list | tuple) else [made]
 
 
 def _digest(*lines: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def runs_folder() -> Path:
-    """Where runs are kept that name no folder of their own."""
-    return Path("runs")

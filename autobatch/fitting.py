@@ -16,12 +16,15 @@ from autobatch.bench import facts_of, find_workload, open_bench
 from autobatch.config import FitOptions
 from autobatch.errors import InputError
 from autobatch.files import write_atomic
-from autobatch.pipeline import Environment, plan_only, tuned
+from autobatch.progress import Progress
 from autobatch.records import Plan
+from autobatch.report.data import load_run
+from autobatch.report.page import write_report
 from autobatch.results import Result
+from autobatch.stages import Environment, plan_only, tuned
 from autobatch.state import seed_everything
 from autobatch.step import assemble
-from autobatch.training.checkpoint import Loaded, clean_leftovers, load_newest
+from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from autobatch.training.windows import Course
@@ -45,10 +48,9 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     out = _folder(options, found.name)
     resumed = _load(out, options) if options.resume else None
     if resumed is None:
-        _set_aside(out)
-    # A live object cannot be sent to a child process; a reference can.
-    named = workload if isinstance(workload, str) or workload is None else found
-    result, bench = _prepare(named, found, options, environment, out, resumed)
+        result, bench = _start(workload, options, environment, out)
+    else:
+        result, bench = _go_on(workload, options, environment, resumed)
     assert result.plan is not None
     loop_facts = {
         "plan": msgspec.to_builtins(result.plan),
@@ -69,9 +71,9 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
             loop.load_state_dict(resumed.state, same_hardware=_same_hardware(resumed, loop_facts["key"]))
         record = train(loop, settings, environment.progress, resumed)
     result = msgspec.structs.replace(
-        result, training=record, out=out, command=environment.command, model=loop.trainee.model
+        result, training=record, command=environment.command, model=loop.trainee.model
     )
-    return _write(result, out)
+    return _write(result, out, environment.progress)
 
 
 def versions() -> dict[str, str]:
@@ -79,38 +81,43 @@ def versions() -> dict[str, str]:
     return {"autobatch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-def _prepare(
-    named: Workload | str | None,
-    found: Workload,
-    options: FitOptions,
-    environment: Environment,
-    out: Path,
-    resumed: Loaded | None,
+def _start(
+    named: Workload | str | None, options: FitOptions, environment: Environment, out: Path
 ) -> tuple[Result, Bench]:
-    """The plan of the run, from a checkpoint of this very hardware or from a probe; and its bench."""
-    is_demo = named is None
-    if resumed is not None:
-        for line in resumed.passed_over:
-            environment.progress.note(f"passed over: {line}")
-        bench = open_bench(found, options, environ=environment.environ, demo=is_demo)
-        facts = facts_of(bench)
-        planned = _stored_plan(resumed, options)
-        if _same_hardware(resumed, facts.key):
-            environment.progress.note(f"going on from {resumed.path}: same hardware, bit for bit")
-            environment.progress.opened(facts.device)
-            environment.progress.planned(planned)
-            return Result(device=facts.device, plan=planned), bench
-        environment.progress.note(
-            f"going on from {resumed.path} on other hardware: the batch, the learning rate and the order of "
-            "the data stay, the micro-batch is planned anew, and sums differ by rounding"
-        )
-        result, _ = plan_only(named, options, environment)
-        return result, bench
+    """Probe, plan and tune; the bench to train on."""
     result, _ = plan_only(named, options, environment)
-    bench = open_bench(found, options, environ=environment.environ, demo=is_demo)
+    _set_aside(out)
+    bench = _bench(named, options, environment)
     if options.trials:
         result = tuned(result, bench, options, environment, storage=options.storage or str(out / STUDY))
     return result, bench
+
+
+def _go_on(
+    named: Workload | str | None, options: FitOptions, environment: Environment, resumed: Loaded
+) -> tuple[Result, Bench]:
+    """The stored plan on the hardware that it was made for, else a new one of the same batch."""
+    progress = environment.progress
+    for line in resumed.passed_over:
+        progress.note(f"passed over: {line}")
+    planned = _stored_plan(resumed, options)
+    bench = _bench(named, options, environment)
+    facts = facts_of(bench)
+    if _same_hardware(resumed, facts.key):
+        progress.note(f"going on from {resumed.path}: same hardware, bit for bit")
+        progress.opened(facts.device)
+        progress.planned(planned)
+        return Result(device=facts.device, plan=planned), bench
+    progress.note(
+        f"going on from {resumed.path} on other hardware: the batch, the learning rate and the order of the "
+        "data stay, the micro-batch is planned anew, and sums differ by rounding"
+    )
+    result, _ = plan_only(named, options, environment)
+    return result, bench
+
+
+def _bench(named: Workload | str | None, options: FitOptions, environment: Environment) -> Bench:
+    return open_bench(find_workload(named), options, environ=environment.environ, demo=named is None)
 
 
 def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> Loop:
@@ -138,7 +145,8 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> 
     )
     if course.total == 0:
         raise InputError(
-            f"--last-window drop leaves no window: {course.samples} samples, target batch {course.target_batch}"
+            f"--last-window drop leaves no window: {course.samples} samples for a target batch of "
+            f"{course.target_batch}; carry or flush keeps them"
         )
     schedules = []
     if workload.schedule is not None:
@@ -202,8 +210,8 @@ def _stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
         raise InputError(f"{resumed.path} holds no plan that can be read: {error}") from None
     if planned.target_batch != options.target_batch:
         raise InputError(
-            f"--target-batch {options.target_batch} does not match the run in {resumed.path}, which has a target "
-            f"batch of {planned.target_batch}: give that, or start without --resume"
+            f"--target-batch {options.target_batch} does not match the run in {resumed.path}, which has a "
+            f"target batch of {planned.target_batch}: give that, or start without --resume"
         )
     if resumed.facts.get("seed") != options.seed:
         raise InputError(
@@ -245,7 +253,26 @@ def _resume_hint(command: str, out: Path) -> str:
     return f"{words} --resume" if "--out" in words else f"{words} --out {out} --resume"
 
 
-def _write(result: Result, out: Path) -> Result:
+def _write(result: Result, out: Path, progress: Progress) -> Result:
+    """Write ``result.json`` and the report; a report that fails is a note, for the training is done."""
+    result = msgspec.structs.replace(
+        result,
+        out=out,
+        report=out / REPORT,
+        versions=versions(),
+        created=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        checkpoints=[int(path.name.removeprefix("step-")) for path in list_checkpoints(out / CHECKPOINTS)],
+    )
+    _write_json(result, out)
+    try:
+        write_report(out / REPORT, load_run(out))
+    except (OSError, InputError) as error:
+        progress.note(f"the report could not be written: {error}")
+        result = msgspec.structs.replace(result, report=None)
+        _write_json(result, out)
+    return result
+
+
+def _write_json(result: Result, out: Path) -> None:
     content = msgspec.json.format(msgspec.json.encode(result.to_json()))
     write_atomic(out / RESULT, content + b"\n")
-    return result

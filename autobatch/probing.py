@@ -1,4 +1,4 @@
-"""Probing a workload: what fitted before is confirmed by one run, else the search decides; then it is saved."""
+"""Probing a workload: what fitted before is confirmed by one run, else a search decides; then it is saved."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from autobatch.forecast import ReplayForecast
 from autobatch.hardware import data_home
 from autobatch.isolation import ProbeChild
 from autobatch.planning import make_plan, rank_share
-from autobatch.search import Found, search
 from autobatch.progress import Progress, Silent
 from autobatch.records import Attempt, DeviceRecord, LimitedBy, Plan, Probe
+from autobatch.search import Found, search
 from autobatch.units import format_bytes
 from autobatch.workload import Workload
 
@@ -104,9 +104,9 @@ def run_probe(
     if asked is not None:
         result = _single(run(asked).attempt, facts)
     else:
-        result = _confirm(run, facts, caps, options, home, progress) or _search(
-            run, facts, caps, options, clock
-        )
+        saved = _saved(facts, options, home, progress)
+        result = _confirm(run, saved, caps, progress) if saved else None
+        result = result or _search(run, facts, caps, options, clock)
     progress.probed(result)
     return result, _remember(result, facts, min(caps.values()), home, progress)
 
@@ -181,8 +181,8 @@ def _single(attempted: Attempt, facts: Facts) -> Probe:
     """The answer to "does this one fit?"."""
     if not attempted.fits:
         raise DoesNotFitError(
-            f"a micro-batch of {attempted.micro_batch} does not fit in {format_bytes(facts.device.budget_bytes)}: "
-            f"{attempted.reason}"
+            f"a micro-batch of {attempted.micro_batch} does not fit in "
+            f"{format_bytes(facts.device.budget_bytes)}: {attempted.reason}"
         )
     return Probe(
         micro_batch=attempted.micro_batch,
@@ -194,27 +194,25 @@ def _single(attempted: Attempt, facts: Facts) -> Probe:
     )
 
 
-def _confirm(
-    run: Callable[[int], Outcome],
-    facts: Facts,
-    caps: dict[LimitedBy, int],
-    options: Options,
-    home: Path,
-    progress: Progress,
-) -> Probe | None:
-    """Run what fitted before once; ``None`` where nothing is known or it fits no more."""
+def _saved(facts: Facts, options: Options, home: Path, progress: Progress) -> SavedFit | None:
+    """What fitted before under these very circumstances; where they differ, says which did."""
     saved = recall(facts.key, home)
-    if isinstance(saved, Stale):
-        changed = saved.changed
-        if options.memory_budget is None and [one.field for one in changed] == ["budget_bytes"]:
-            old, new = changed[0].old, changed[0].new
-            if isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new:
-                saved = saved.fit
-    if isinstance(saved, Stale):
-        progress.note(f"{saved}: probing anew")
-        return None
+    if not isinstance(saved, Stale):
+        return saved
+    if options.memory_budget is None and [one.field for one in saved.changed] == ["budget_bytes"]:
+        old, new = saved.changed[0].old, saved.changed[0].new
+        if isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new:
+            return saved.fit
+    progress.note(f"{saved}: probing anew")
+    return None
+
+
+def _confirm(
+    run: Callable[[int], Outcome], saved: SavedFit, caps: dict[LimitedBy, int], progress: Progress
+) -> Probe | None:
+    """Run what fitted before once; ``None`` where it answers another question, or fits no more."""
     cap = min(caps.values())
-    if saved is None or (saved.limited_by != "memory" and saved.micro_batch < cap):
+    if saved.limited_by != "memory" and saved.micro_batch < cap:
         return None
     size = min(saved.micro_batch, cap)
     attempted = run(size).attempt

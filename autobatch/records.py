@@ -20,7 +20,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all records: immutable, keyword-only, serialised under the field names."""
 
 
-class MemoryHolder(Record):
+class MemoryHolder(Record, frozen=True, kw_only=True):
     """A process that holds memory of the device."""
 
     pid: int | None
@@ -29,7 +29,7 @@ class MemoryHolder(Record):
     used_bytes: int | None
 
 
-class DeviceRecord(Record):
+class DeviceRecord(Record, frozen=True, kw_only=True):
     """The device and what there is to spend on it."""
 
     kind: str
@@ -46,7 +46,7 @@ class DeviceRecord(Record):
     """What a person should know of these figures, a line each."""
 
 
-class Attempt(Record):
+class Attempt(Record, frozen=True, kw_only=True):
     """One micro-batch that really ran."""
 
     micro_batch: int
@@ -60,7 +60,7 @@ class Attempt(Record):
     """Where in the step it failed: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
 
 
-class Probe(Record):
+class Probe(Record, frozen=True, kw_only=True):
     """The largest micro-batch that fits, and how it was found."""
 
     micro_batch: int
@@ -76,7 +76,7 @@ class Probe(Record):
     """``time limit`` or ``interrupt``, where the best certified size so far is the answer."""
 
 
-class Plan(Record):
+class Plan(Record, frozen=True, kw_only=True):
     """Exactly ``target_batch`` samples an optimizer step, split over the ranks and over micro-batches.
 
     ``micro_batches`` are the sizes that one rank runs, in order; they differ by at most one and their sum
@@ -100,7 +100,20 @@ class Plan(Record):
     """What the tuner chose besides, by the knob's name."""
 
 
-class Tuning(Record):
+class Trial(Record, frozen=True, kw_only=True):
+    """One configuration that the tuner measured."""
+
+    number: int
+    samples_per_s: float | None
+    """At the effective batch; ``None`` where nothing was measured."""
+    feasible: bool = True
+    """Whether it ran inside the budget."""
+    parameters: dict[str, str | int | float | bool | None] = {}
+    note: str | None = None
+    """Why it is not feasible, or where its figure comes from."""
+
+
+class Tuning(Record, frozen=True, kw_only=True):
     """What the tuner measured and chose."""
 
     trials: int
@@ -108,9 +121,13 @@ class Tuning(Record):
     baseline_samples_per_s: float
     best_samples_per_s: float
     study: str
+    history: list[Trial] = []
+    """Every configuration that was measured, in order."""
+    importance: dict[str, float] = {}
+    """How much each knob mattered, by its name; shares that sum to one."""
 
 
-class StepRecord(Record):
+class StepRecord(Record, frozen=True, kw_only=True):
     """One window of the run: a line of ``metrics.jsonl``."""
 
     step: int
@@ -137,7 +154,7 @@ class StepRecord(Record):
     """What an out-of-memory error said, where this window was run again in smaller micro-batches."""
 
 
-class Training(Record):
+class Training(Record, frozen=True, kw_only=True):
     """What the training loop did."""
 
     optimizer_steps: int

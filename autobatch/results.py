@@ -13,7 +13,7 @@ from autobatch.records import DeviceRecord, Plan, Probe, Record, Training, Tunin
 SCHEMA = 1
 
 
-class Result(Record):
+class Result(Record, frozen=True, kw_only=True):
     """The records of every part that ran; a part that did not run is ``None``."""
 
     device: DeviceRecord
@@ -28,6 +28,11 @@ class Result(Record):
     """The folder of the run."""
     command: str | None = None
     """What repeats the run."""
+    versions: dict[str, str] = {}
+    created: str | None = None
+    """When the run ended: ISO date and time, UTC."""
+    checkpoints: list[int] = []
+    """Windows after which a checkpoint was written, as far as they are kept."""
     model: Any = None
     """The trained ``torch.nn.Module``; not part of the JSON."""
 
@@ -38,7 +43,7 @@ class Result(Record):
             parts: names of the parts to print; without any, all of them.
         """
         head: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
-        names = parts or tuple(name for name in self.__struct_fields__ if name != "model")
+        names = parts or tuple(name for name in self.__struct_fields__ if name not in ("model",))
         values = {name: getattr(self, name) for name in names}
         return head | {
             name: str(value) if isinstance(value, Path) else msgspec.to_builtins(value)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autobatch.errors import InputError
 from autobatch.knobs import Knob, Value, defaults
-from autobatch.records import Tuning
+from autobatch.records import Trial, Tuning
 
 if TYPE_CHECKING:
     import optuna
@@ -137,7 +137,31 @@ def _decide(study: optuna.Study, measure: Measure, base: dict[str, Value], budge
         baseline_samples_per_s=speeds[0],
         best_samples_per_s=speeds[best],
         study=study.study_name,
+        history=[_row(number, trial) for number, trial in enumerate(ran)],
+        importance=_importance(study) if len(feasible) > len(base) else {},
     )
+
+
+def _row(number: int, trial: optuna.trial.FrozenTrial) -> Trial:
+    failure = trial.user_attrs.get("failure")
+    return Trial(
+        number=number,
+        samples_per_s=None if failure else trial.user_attrs["samples_per_s"],
+        feasible=failure is None,
+        parameters=dict(trial.params),
+        note=failure,
+    )
+
+
+def _importance(study: optuna.Study) -> dict[str, float]:
+    """How much each knob mattered (PED-ANOVA, Watanabe et al. 2023, arXiv:2304.10255)."""
+    import optuna
+
+    try:
+        return dict(optuna.importance.get_param_importances(study))
+    except (RuntimeError, ValueError):
+        # Too few trials, or all of them equal.
+        return {}
 
 
 def _side_by_side(

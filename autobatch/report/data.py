@@ -13,21 +13,6 @@ import msgspec
 from autobatch.errors import InputError
 from autobatch.records import DeviceRecord, Plan, Probe, Record, StepRecord, Training, Tuning
 
-Choice = str | int | float | bool | None
-
-
-class TrialRow(Record, frozen=True):
-    """One trial of the tuner."""
-
-    number: int
-    samples_per_s: float | None
-    """Throughput; ``None`` where nothing was measured."""
-    feasible: bool = True
-    """Whether it fitted and computed the same loss."""
-    parameters: dict[str, Choice] = {}
-    note: str | None = None
-    """Why it is not feasible, or where its figure comes from."""
-
 
 class PredictedPoint(Record, frozen=True):
     """What the footprint predicts for a micro-batch, before it ran."""
@@ -55,9 +40,6 @@ class ReportData(Record, frozen=True):
     probe: Probe | None = None
     plan: Plan | None = None
     tuning: Tuning | None = None
-    trials: list[TrialRow] = []
-    importance: dict[str, float] = {}
-    """How much each knob mattered, by its name; shares that sum to one."""
     training: Training | None = None
     metrics: list[StepRecord] = []
     """One for each window, in the order in which they ran; of windows that ran again the last one counts."""

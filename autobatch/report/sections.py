@@ -136,9 +136,11 @@ def _plan(data: ReportData) -> Markup:
 
 
 def _tuning(data: ReportData) -> Markup:
-    pictures = _pictures(trials.trials_figure(data.trials), trials.importance_figure(data.importance))
     if data.tuning is None:
-        return join(pictures)
+        return join([])
+    pictures = _pictures(
+        trials.trials_figure(data.tuning.history), trials.importance_figure(data.tuning.importance)
+    )
     best = ", ".join(f"{name} = {value}" for name, value in data.tuning.best.items())
     pairs: list[tuple[str, Child]] = [("Best", best), ("Study", data.tuning.study)]
     return join(element("p", tuning_in_words(data.tuning)), pictures, facts(pairs))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from autobatch.report.data import TrialRow
+from autobatch.records import Trial
 from autobatch.report.picture import Mark, Picture, Table, every
 from autobatch.report.svg import color, draw, plain_axes
 from autobatch.report.verdict import count, decimal, many
@@ -16,7 +16,7 @@ from autobatch.report.verdict import count, decimal, many
 TABLE_ROWS = 200
 
 
-def trials_figure(trials: Sequence[TrialRow]) -> Picture | None:
+def trials_figure(trials: Sequence[Trial]) -> Picture | None:
     """Draw the throughput of each trial and the best so far; ``None`` where nothing was tried."""
     if not trials:
         return None
@@ -89,7 +89,7 @@ def importance_figure(importance: dict[str, float]) -> Picture | None:
     )
 
 
-def _trials_table(trials: Sequence[TrialRow]) -> Table:
+def _trials_table(trials: Sequence[Trial]) -> Table:
     knobs = sorted({name for trial in trials for name in trial.parameters})
     chosen = every(len(trials), TABLE_ROWS)
     rows = [

@@ -3,8 +3,8 @@
 import math
 
 from autobatch.planning import make_plan
-from autobatch.records import Attempt, DeviceRecord, MemoryHolder, Probe, StepRecord, Training, Tuning
-from autobatch.report.data import MemoryCurve, PredictedPoint, ReportData, TrialRow
+from autobatch.records import Attempt, DeviceRecord, MemoryHolder, Probe, StepRecord, Training, Trial, Tuning
+from autobatch.report.data import MemoryCurve, PredictedPoint, ReportData
 from autobatch.units import GiB, MiB
 
 FIXED, EACH = 1200 * MiB, 51 * MiB
@@ -93,14 +93,14 @@ def a_memory_curve():
 
 def some_trials():
     trials = [
-        TrialRow(
+        Trial(
             number=at,
             samples_per_s=1500 + 90 * math.log1p(at) * (1 if at % 3 else 0.4),
             parameters={"compile": at % 2 == 0, "workers": at % 4, "channels_last": at % 5 == 0},
         )
         for at in range(12)
     ]
-    refused = TrialRow(number=12, samples_per_s=None, feasible=False, note="over the budget by 4 %")
+    refused = Trial(number=12, samples_per_s=None, feasible=False, note="over the budget by 4 %")
     return [*trials, refused]
 
 
@@ -115,9 +115,9 @@ def a_run(**changes):
             baseline_samples_per_s=1500.0,
             best_samples_per_s=1728.4,
             study="resnet-18-4f1c",
+            history=some_trials(),
+            importance={"compile": 0.61, "workers": 0.3, "channels_last": 0.09},
         ),
-        "trials": some_trials(),
-        "importance": {"compile": 0.61, "workers": 0.3, "channels_last": 0.09},
         "training": Training(
             optimizer_steps=120,
             samples=122880,

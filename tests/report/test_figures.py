@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from autobatch.planning import make_plan
-from autobatch.records import Attempt
+from autobatch.records import Attempt, Trial
 from autobatch.report.curves import training_figure
-from autobatch.report.data import MemoryCurve, TrialRow
+from autobatch.report.data import MemoryCurve
 from autobatch.report.figures import memory_figure
 from autobatch.report.palette import DARK, LIGHT, style_sheet
 from autobatch.report.picture import every, telling
@@ -23,8 +23,8 @@ def all_pictures():
         memory_figure(run.device, run.probe, run.predicted),
         plan_figure(run.plan),
         memory_curve_figure(run.memory_curve),
-        trials_figure(run.trials),
-        importance_figure(run.importance),
+        trials_figure(run.tuning.history),
+        importance_figure(run.tuning.importance),
         training_figure(run.metrics, run.checkpoints),
     ]
 
@@ -160,7 +160,7 @@ def test_one_step_is_drawn_as_a_point():
 
 
 def test_trials_without_a_figure_are_refused_or_left_blank():
-    refused = TrialRow(number=0, samples_per_s=None, feasible=False, note="no")
+    refused = Trial(number=0, samples_per_s=None, feasible=False, note="no")
     picture = trials_figure([refused])
     assert picture.table.rows == [["0", "", "no", "no"]]
     assert picture.note == "0 trials measured, 1 not feasible."

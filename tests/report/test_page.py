@@ -55,11 +55,11 @@ def test_the_same_data_give_the_same_page(full):
     [
         ({"probe", "memory_curve"}, ["device", "plan", "tuning", "training", "repeat"]),
         ({"plan"}, ["device", "memory", "tuning", "training", "repeat"]),
-        ({"tuning", "trials", "importance"}, ["device", "memory", "plan", "training", "repeat"]),
+        ({"tuning"}, ["device", "memory", "plan", "training", "repeat"]),
         ({"training", "metrics"}, ["device", "memory", "plan", "tuning", "repeat"]),
         ({"versions", "command"}, PARTS[:-1]),
         (
-            {"probe", "plan", "tuning", "training", "metrics", "trials", "importance", "memory_curve",
+            {"probe", "plan", "tuning", "training", "metrics", "memory_curve",
              "versions", "command", "predicted", "checkpoints", "created"},
             ["device"],
         ),
@@ -67,7 +67,7 @@ def test_the_same_data_give_the_same_page(full):
 )  # fmt: skip
 def test_a_part_that_did_not_run_is_not_there(missing, left):
     empty = dict.fromkeys(("probe", "plan", "tuning", "training", "memory_curve"))
-    empty |= {"command": "", "created": "", "importance": {}, "versions": {}}
+    empty |= {"command": "", "created": "", "versions": {}}
     page = check(render(a_run(**{name: empty.get(name, []) for name in missing})))
     assert [section["id"] for section in page.all("section")] == left
     assert [link["href"] for link in page.all("a")[1:]] == [f"#{part}" for part in left]

@@ -1,0 +1,127 @@
+"""The house has floors: a room imports only rooms below it. Read from the imports themselves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import autobatch
+
+PACKAGE = Path(autobatch.__file__).parent
+
+FLOORS = [
+    {"errors"},
+    {"units", "files"},
+    {"records"},
+    {"workload", "planning", "card", "knobs"},
+    {"hardware", "config"},
+    {"fits", "step", "state", "demo", "progress", "results"},
+    {"samples"},
+    {"footprint.budget", "footprint.blocks", "footprint.trace"},
+    {"footprint.allocator", "footprint.program"},
+    {"device.base", "device.host", "device.nvml", "device.oom", "device.foresee", "device.storages"},
+    {"device.tracker"},
+    {"device.cpu", "device.cuda", "device.simulated"},
+    {"attempt"},
+    {"forecast", "bench", "trial"},
+    {"search", "isolation", "tuner"},
+    {"training"},
+    {"probing"},
+    {"stages"},
+    {"report"},
+    {"fitting"},
+    {"pipeline"},
+    {"integrations"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+]
+ONLY = {
+    "pynvml": {"device.nvml"},
+    "optuna": {"tuner"},
+    "torch.distributed": {"distributed"},
+    "tyro": {"cli"},
+}
+"""Libraries that one module alone may import."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name:
+            found[name] = path
+    return found
+
+
+def floor_of(module: str) -> int | None:
+    """The floor of a module: its own name's, else that of the package that it is in."""
+    for name in (module, module.split(".")[0]):
+        for number, rooms in enumerate(FLOORS):
+            if name in rooms:
+                return number
+    return None
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Every imported module, and whether the import is only for type checkers."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in typing_only) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, id(node) in typing_only))
+            found += [(f"{node.module}.{alias.name}", id(node) in typing_only) for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_a_room_imports_only_rooms_below_it(module: str) -> None:
+    own = floor_of(module)
+    if module in ("footprint", "device", "training", "report", "integrations"):
+        return  # a docstring
+    assert own is not None, f"{module} has no floor: give it one in this test and in the README's map"
+    known = modules()
+    for target, typing_only in imports(known[module]):
+        name = target.removeprefix("autobatch.")
+        if not target.startswith("autobatch.") or name not in known or typing_only:
+            continue
+        other = floor_of(name)
+        same_room = name.split(".")[0] == module.split(".")[0] and own == other
+        assert other is not None
+        assert other < own or same_room, f"{module} (floor {own}) imports {name} (floor {other})"
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_some_libraries_have_one_door(module: str) -> None:
+    for target, typing_only in imports(modules()[module]):
+        for library, doors in ONLY.items():
+            if (target == library or target.startswith(library + ".")) and not typing_only:
+                assert module in doors, f"{module} imports {library}: only {', '.join(doors)} may"
+
+
+def test_reports_never_import_torch() -> None:
+    for module, path in modules().items():
+        if module.startswith("report") or module in ("records", "config", "planning", "units", "errors"):
+            assert not [t for t, _ in imports(path) if t.split(".")[0] == "torch"], module
+
+
+def test_only_the_command_line_prints_or_exits() -> None:
+    for module, path in modules().items():
+        calls = {
+            getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        if module != "cli":
+            assert not calls & {"print", "exit", "quit"}, module
