@@ -52,23 +52,25 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     else:
         result, bench = _go_on(workload, options, environment, resumed)
     assert result.plan is not None
-    loop_facts = {
-        "plan": msgspec.to_builtins(result.plan),
-        "key": facts_of(bench).key,
-        "seed": options.seed,
-        "versions": versions(),
-    }
-    settings = RunSettings(
-        out=out,
-        checkpoint_every=options.checkpoint_every,
-        keep_last=options.keep_last,
-        facts=loop_facts,
-        resume_hint=_resume_hint(environment.command, out),
-    )
+    key = facts_of(bench).key
     with bench.device.training() as meter:
         loop = _open_loop(bench, result.plan, options, meter)
+        settings = RunSettings(
+            out=out,
+            checkpoint_every=options.checkpoint_every,
+            keep_last=options.keep_last,
+            facts={
+                "plan": msgspec.to_builtins(result.plan),
+                "key": key,
+                "seed": options.seed,
+                "windows": loop.course.total,
+                "versions": versions(),
+            },
+            resume_hint=_resume_hint(environment.command, out),
+        )
         if resumed is not None:
-            loop.load_state_dict(resumed.state, same_hardware=_same_hardware(resumed, loop_facts["key"]))
+            _same_horizon(resumed, loop)
+            loop.load_state_dict(resumed.state, same_hardware=_same_hardware(resumed, key))
         record = train(loop, settings, environment.progress, resumed)
     result = msgspec.structs.replace(
         result, training=record, command=environment.command, model=loop.trainee.model
@@ -226,6 +228,16 @@ def _same_hardware(resumed: Loaded, key: dict[str, Any]) -> bool:
     stored = resumed.facts.get("key", {})
     names = ("device", "device_kind", "torch", "precision", "total_bytes")
     return all(stored.get(name) == key.get(name) for name in names)
+
+
+def _same_horizon(resumed: Loaded, loop: Loop) -> None:
+    """A schedule that was made for so many steps cannot go on for others."""
+    total = resumed.facts.get("windows")
+    if loop.schedules and total != loop.course.total:
+        raise InputError(
+            f"the run in {resumed.path} and its schedule are for {total} optimizer steps, this is for "
+            f"{loop.course.total}: give the same --steps or --epochs, or start without --resume"
+        )
 
 
 def _set_aside(out: Path) -> None:
