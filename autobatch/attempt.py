@@ -130,7 +130,8 @@ def _window(
 ) -> None:
     def batches() -> Iterator[tuple[Any, int]]:
         for _ in range(count):
-            batch = to_device(bench.costliest.batch(micro_batch), bench.device.torch_device)
+            with meter.aside():
+                batch = to_device(bench.costliest.batch(micro_batch), bench.device.torch_device)
             meter.adopt(tensors_of(batch))
             yield batch, micro_batch
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from autobatch.attempt import Bench, attempt
+from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.knobs import Value
 from autobatch.planning import micro_batches
@@ -86,7 +86,7 @@ def measure(bench: Bench, *, limit: int, samples: int, values: Mapping[str, Valu
                     max_grad_norm=bench.max_grad_norm,
                     knobs=bench.knobs,
                 )
-                micro, step = _time(bench, trainee, sizes[0], seconds, meter.adopt)
+                micro, step = _time(bench, trainee, sizes[0], seconds, meter)
                 del trainee
         except Exception as error:
             if classify(error) is Verdict.NONE:
@@ -98,15 +98,16 @@ def measure(bench: Bench, *, limit: int, samples: int, values: Mapping[str, Valu
 
 
 def _time(
-    bench: Bench, trainee: Trainee, size: int, seconds: float, adopt: Callable[[Iterable[Tensor]], None]
+    bench: Bench, trainee: Trainee, size: int, seconds: float, meter: Meter
 ) -> tuple[list[float], list[float]]:
     """Seconds of micro-batches and of optimizer steps, after a warm-up."""
     count = len(bench.workload.train_data)  # type: ignore[arg-type]
     ids = torch.randint(count, (size,)).tolist()
 
     def batches() -> Iterator[tuple[Batch, int]]:
-        batch = to_device(join(bench.workload, ids), trainee.device)
-        adopt(tensors_of(batch))
+        with meter.aside():
+            batch = to_device(join(bench.workload, ids), trainee.device)
+        meter.adopt(tensors_of(batch))
         yield batch, size
 
     micro: list[float] = []

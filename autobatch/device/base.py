@@ -41,6 +41,9 @@ class Meter(Protocol):
             torch.OutOfMemoryError: they do not fit in the budget.
         """
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside, nothing is counted: for what a card would never see, such as a batch being joined."""
+
     def mark(self, phase: str) -> None:
         """Say what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
 

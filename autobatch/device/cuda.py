@@ -58,6 +58,10 @@ class CudaMeter:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing: the batch really lies on the card, and its allocator has counted it."""
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Do nothing: what is joined on the host is not on the card."""
+        return nullcontext()
+
     def mark(self, phase: str) -> None:
         """Say what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
         self.phase = phase

@@ -203,7 +203,8 @@ class Loop:
     def _batches(self, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
         first = 0
         for size in sizes:
-            batch = to_device(join(self.workload, ids[first : first + size]), self.trainee.device)
+            with self.meter.aside():
+                batch = to_device(join(self.workload, ids[first : first + size]), self.trainee.device)
             self.meter.adopt(tensors_of(batch))
             yield batch, size
             first += size
