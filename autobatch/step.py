@@ -4,52 +4,45 @@ The probe, the trials, the traced footprint and the training loop all run this c
 probed is what trains.
 
 A window is the samples of one optimizer step. Its gradient is Σ totals ÷ Σ counts over the whole window, not
-a mean of means. A loss that is a mean over n samples contributes ``mean · n ÷ samples`` at once. A `Loss`
-contributes ``total ÷ E``, with E a power of two near the count that is expected (so that dividing by it
-rounds nothing), and the window's gradient is multiplied once by E ÷ N when N, the sum of the counts, is
-known.
+a mean of means. Every micro-batch contributes ``total ÷ D``, with a divisor D that is the same for the
+whole window; when N, the sum of the counts, is known, the window's gradient is multiplied once by D ÷ N.
+Where the loss is a mean over samples, N is known beforehand and D = N; for a `Loss` (and in 16 bits) D is a
+power of two near N, so that dividing by it rounds nothing.
+
 There is one host synchronisation a window, after the last backward.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from autobatch.errors import InputError
-from autobatch.records import Precision
-from autobatch.workload import Batch, Loss, Workload, blame
+from autobatch.batches import tensors_of, to_device
+from autobatch.errors import AutobatchError, InputError
+from autobatch.gradients import LOW_PRECISION, norm_of
+from autobatch.trainee import Trainee, assemble, precision_context
+from autobatch.workload import Batch, Loss, blame, user_code
 
-Optimizers = tuple[torch.optim.Optimizer, ...]
+__all__ = [
+    "Mark",
+    "Tally",
+    "Trainee",
+    "WindowResult",
+    "accumulate",
+    "assemble",
+    "finish",
+    "precision_context",
+    "run_window",
+    "tensors_of",
+    "to_device",
+]
+
 Mark = Callable[[str], None]
 """Told what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
-
-_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(kw_only=True)
-class Trainee:
-    """A model with all that an optimizer step of it needs."""
-
-    model: nn.Module
-    loss: Callable[[nn.Module, Batch], Tensor | Loss]
-    optimizers: Optimizers
-    parameters: list[nn.Parameter]
-    """What the optimizers train, each once."""
-    device: torch.device
-    precision: Precision
-    scaler: torch.amp.GradScaler | None
-    """Only for fp16: gradients in bf16 and fp32 need no loss scale."""
-    max_grad_norm: float | None
-    items_per_sample: float | None = None
-    """The first count that a `Loss` gave, a sample; ``None`` until then. Fixed for the whole run."""
 
 
 @dataclass(kw_only=True)
@@ -61,12 +54,13 @@ class Tally:
     """Σ of what was backpropagated, before any loss scale."""
     count: Tensor | float | None = None
     """Σ of the counts of `Loss`; ``None`` where the loss is a mean over samples."""
-    expected: float = 1.0
-    """E: what each total was divided by."""
+    divisor: float = 1.0
+    """D: what each total was divided by."""
     micro_batches: list[int] = field(default_factory=list)
 
 
-class WindowResult(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowResult:
     """One optimizer step, or a window that took none."""
 
     loss: float
@@ -74,67 +68,15 @@ class WindowResult(NamedTuple):
     count: float
     """Items counted (samples where the loss is a mean over samples)."""
     applied: bool
-    """False where the scaler found an overflow, or the window counted nothing."""
-    grad_norm: float | None
-    """Norm of the window's gradient before clipping; ``None`` where it was not asked for."""
-
-
-def assemble(
-    workload: Workload,
-    model: nn.Module,
-    device: torch.device,
-    *,
-    precision: Precision,
-    learning_rate: float,
-    max_grad_norm: float | None = None,
-    knobs: Mapping[str, object] | None = None,
-) -> Trainee:
-    """Put a model with its optimizer and its loss scale together; the model is on ``device`` already.
-
-    Of the tuner's ``knobs``, those that are settings of the optimizer are set here.
-
-    Raises:
-        InputError: the workload's optimizer is none, or trains nothing.
-    """
-    try:
-        made = workload.optimizer(model.parameters(), learning_rate)
-    except Exception as error:
-        blame(error, "optimizer")
-        raise
-    optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise InputError(
-                f"Workload(optimizer=…) returned a {type(one).__name__}, not a torch.optim.Optimizer"
-            )
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if knobs and knobs.get("fused") is not None:
-        for group in groups:
-            group["fused"], group["foreach"] = bool(knobs["fused"]), None
-    parameters = list({id(p): p for group in groups for p in group["params"] if p.requires_grad}.values())
-    if not parameters:
-        raise InputError("the workload's optimizer was given no parameter that requires a gradient")
-    return Trainee(
-        model=model,
-        loss=workload.loss,
-        optimizers=optimizers,
-        parameters=parameters,
-        device=device,
-        precision=precision,
-        scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
-        max_grad_norm=max_grad_norm,
-    )
-
-
-def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    """Autocast for the forward of a micro-batch; nothing for fp32."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[precision])
+    """False where no optimizer stepped: an overflow, a figure that is not finite, or nothing counted."""
+    grad_norm: float
+    """Norm of the window's gradient before clipping."""
+    stepped: tuple[bool, ...]
+    """For each optimizer, whether it took its step."""
 
 
 def accumulate(trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: int, mark: Mark) -> Tally:
-    """Run the micro-batches of a window forward and backward; gradients add up in ``.grad``.
+    """Run the micro-batches of a window forward and backward; their gradients add up.
 
     Args:
         trainee: the model and its optimizer.
@@ -143,180 +85,165 @@ def accumulate(trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: 
         mark: told what comes next.
     """
     tally = Tally(samples=samples)
+    trainee.buffers.keep()
     part = "data"
     try:
-        for batch, size in batches:
-            part = "loss"
-            mark("forward")
-            with precision_context(trainee.device, trainee.precision):
-                share = _share(trainee, tally, trainee.loss(trainee.model, batch), size)
-            part = "the backward pass of its loss"
-            mark("backward")
-            (share if trainee.scaler is None else trainee.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
-            tally.total = tally.total + share.detach()
-            tally.micro_batches.append(size)
-            part = "data"
-            # The next batch is fetched while this frame lives: let go of this one first.
-            del batch, share
+        with trainee.gradients.adding():
+            for batch, size in batches:
+                part = "loss"
+                mark("forward")
+                with precision_context(trainee.device, trainee.precision):
+                    share = _share(trainee, tally, trainee.loss(trainee.model, batch), size)
+                part = "the backward pass of its loss"
+                mark("backward")
+                # A constant is what a loss may return where nothing counts.
+                if share.requires_grad:
+                    (share if trainee.scaler is None else trainee.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+                tally.total = tally.total + share.detach()
+                tally.micro_batches.append(size)
+                part = "data"
+                # The next batch is fetched while this frame lives: let go of this one first.
+                del batch, share
+    except AutobatchError:
+        raise
     except Exception as error:
         blame(error, part)
         raise
     return tally
 
 
-def finish(trainee: Trainee, tally: Tally, *, measure_norm: bool = False, mark: Mark) -> WindowResult:
-    """Turn accumulated gradients into one optimizer step; the gradients are freed.
+def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
+    """Turn the gradients of a window into one optimizer step, and free them.
 
-    The order is: unscale, normalise, clip, check, step, update of the loss scale.
+    The order is: normalise, measure, check, clip, unscale, step, update of the loss scale. Unscaling stands
+    with the step, where optimizers that unscale by themselves do it; a loss scale is a power of two, so the
+    place makes no difference.
 
     Args:
         trainee: the model and its optimizer, with the window's gradients.
         tally: what `accumulate` returned.
-        measure_norm: read the gradient's norm even where nothing is clipped.
         mark: told what comes next.
 
     Returns:
-        The window's loss; where the loss is not finite and there is no loss scale, no step was taken and
-        ``applied`` is False.
+        The window's loss; without a loss scale, nothing moved unless the loss and all gradients are finite.
+
+    Raises:
+        InputError: the loss does not depend on what is trained.
     """
     mark("optimizer")
-    gradients = [p.grad for p in trainee.parameters if p.grad is not None]
-    if trainee.scaler is not None and gradients:
-        for optimizer in trainee.optimizers:
-            trainee.scaler.unscale_(optimizer)
-    norm = None
-    if gradients and (measure_norm or trainee.max_grad_norm is not None):
-        norm = torch.nn.utils.get_total_norm(gradients)
-    total, count, norm_value = _read(tally.total, tally.count, norm)
+    gradients = trainee.gradients.by_optimizer()
+    norms = [norm_of(own) if own else None for own in gradients]
+    total, count, values = _read(tally, norms)
+    scale = 1.0 if trainee.scaler is None or not any(gradients) else trainee.scaler.get_scale()
     items = float(tally.samples) if count is None else count
-    factor = 1.0 if count is None else (tally.expected / count if count else math.nan)
+    if items > 0 and not any(gradients):
+        raise InputError(
+            "the workload's loss has no gradient: it must come out of the parameters that the optimizer "
+            "trains, with nothing detached and no torch.no_grad() on the way"
+        )
+    factor = tally.divisor / items if items else math.nan
+    finite = tuple(math.isfinite(value) for value in values)
     loss = total * factor
-    grad_norm = None if norm_value is None else norm_value * factor
-    applied = bool(gradients) and items > 0 and (trainee.scaler is not None or math.isfinite(loss))
-    if applied:
-        scale = factor * _clip_coefficient(grad_norm, trainee.max_grad_norm)
-        if scale != 1.0 and math.isfinite(scale):
-            torch._foreach_mul_(gradients, scale)
-        applied = _take_step(trainee)
-    del gradients
-    discard_gradients(trainee)
-    return WindowResult(loss=loss, count=items, applied=applied, grad_norm=grad_norm)
+    steps = finite
+    if not items > 0 or (trainee.scaler is None and not (all(finite) and math.isfinite(loss))):
+        steps = (False,) * len(finite)
+    if any(steps):
+        # A gradient that overflowed is not stepped with, so it does not count for those that are.
+        norm = math.hypot(*(v for v, step in zip(values, steps, strict=True) if step)) * factor / scale
+        coefficient = factor * _clip_coefficient(norm, trainee.max_grad_norm)
+        if coefficient != 1.0:
+            torch._foreach_mul_([g for own in gradients for g in own], coefficient)
+    has_gradient = [bool(own) for own in gradients]
+    del gradients, norms
+    trainee.buffers.let_go()
+    if items > 0 and (trainee.scaler is not None or any(steps)):
+        _take_steps(trainee, has_gradient)
+    trainee.gradients.discard()
+    return WindowResult(
+        loss=loss,
+        count=items,
+        applied=any(steps),
+        grad_norm=math.hypot(*values) * factor / scale,
+        stepped=steps,
+    )
 
 
 def run_window(
-    trainee: Trainee,
-    batches: Iterable[tuple[Batch, int]],
-    samples: int,
-    *,
-    measure_norm: bool = False,
-    mark: Mark = lambda _: None,
+    trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: int, *, mark: Mark = lambda _: None
 ) -> WindowResult:
     """One optimizer step over all micro-batches of a window; see `accumulate` and `finish`."""
-    return finish(trainee, accumulate(trainee, batches, samples, mark), measure_norm=measure_norm, mark=mark)
-
-
-def discard_gradients(trainee: Trainee) -> None:
-    """Free all gradients."""
-    for parameter in trainee.parameters:
-        parameter.grad = None
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move all tensors of a batch: nested tuples, lists and mappings, and anything that has ``.to``."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor) or callable(getattr(batch, "to", None)):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, MutableMapping):
-        moved = copy.copy(batch)
-        for key, value in batch.items():
-            moved[key] = to_device(value, device)
-        return moved
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def tensors_of(batch: Batch) -> Iterator[Tensor]:
-    """All tensors of a nested batch, or of an object that keeps them as attributes."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_of(value)
-    elif hasattr(batch, "__dict__") and not isinstance(batch, type):
-        for value in vars(batch).values():
-            if isinstance(value, Tensor | Mapping | list | tuple):
-                yield from tensors_of(value)
+    return finish(trainee, accumulate(trainee, batches, samples, mark), mark=mark)
 
 
 def _share(trainee: Trainee, tally: Tally, loss: Tensor | Loss, size: int) -> Tensor:
     """What a micro-batch adds to the window's loss, as a 0-d tensor to go backward from."""
+    if tally.micro_batches and isinstance(loss, Loss) != (tally.count is not None):
+        raise InputError("the workload's loss returned a Loss for one micro-batch and a tensor for another")
     if isinstance(loss, Loss):
         total, count = loss
-        if trainee.items_per_sample is None:
-            # The only synchronisation inside a window, once in a run.
-            trainee.items_per_sample = max(float(count) / size, 2.0**-20)
+        if not isinstance(total, Tensor) or total.dim() != 0:
+            raise InputError(f"the total of a Loss must be a 0-d tensor, found {_shape(total)}")
         if tally.count is None:
             tally.count = 0.0
-            tally.expected = 2.0 ** round(math.log2(trainee.items_per_sample * tally.samples))
+            tally.divisor = _power_of_two(_items_per_sample(trainee, count, size) * tally.samples)
         tally.count = tally.count + (count.detach().double() if isinstance(count, Tensor) else count)
-        share = total / tally.expected
-    elif isinstance(loss, Tensor) and loss.dim() == 0:
-        share = loss * (size / tally.samples)
-    else:
-        raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {_shape(loss)}")
-    if share.dim() != 0:
-        raise InputError(f"the total of a Loss must be 0-d, found {_shape(share)}")
-    return share
+        return _at_least_32_bits(total) / tally.divisor
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        if not tally.micro_batches:
+            low = loss.dtype in LOW_PRECISION
+            tally.divisor = _power_of_two(tally.samples) if low else float(tally.samples)
+        return _at_least_32_bits(loss) * (size / tally.divisor)
+    raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {_shape(loss)}")
 
 
-def _read(
-    total: Tensor | float, count: Tensor | float | None, norm: Tensor | None
-) -> tuple[float, float | None, float | None]:
-    """Bring the window's figures to the host in one transfer."""
-    if not isinstance(total, Tensor):
-        return float(total), None if count is None else float(count), None
-    device = total.device
-    figures = [total.double()]
-    if isinstance(count, Tensor):
-        figures.append(count.to(device))
-    if norm is not None:
-        figures.append(norm.detach().double().to(device))
-    values = torch.stack(figures).tolist() if len(figures) > 1 else [total.item()]
-    norm_value = values.pop() if norm is not None else None
-    if isinstance(count, Tensor):
-        return values[0], values[1], norm_value
-    return values[0], None if count is None else float(count), norm_value
+def _at_least_32_bits(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in LOW_PRECISION else value
 
 
-def _clip_coefficient(norm: float | None, max_norm: float | None) -> float:
+def _items_per_sample(trainee: Trainee, count: float | Tensor, size: int) -> float:
+    if trainee.items_per_sample is None:
+        # The only synchronisation inside a window, once in a run.
+        found = float(count) / max(size, 1)
+        if not (found > 0 and math.isfinite(found)):
+            return 1.0
+        trainee.items_per_sample = found
+    return trainee.items_per_sample
+
+
+def _power_of_two(value: float) -> float:
+    return float(2.0 ** round(math.log2(value)))
+
+
+def _read(tally: Tally, norms: list[Tensor | None]) -> tuple[float, float | None, list[float]]:
+    """Bring the window's figures to the host in one transfer; without gradients, a norm is 0."""
+    figures = [tally.total, tally.count, *norms]
+    away = [figure for figure in figures if isinstance(figure, Tensor) and figure.device.type != "cpu"]
+    if len(away) > 1:
+        values = iter(torch.stack([figure.to(away[0].device, torch.float64) for figure in away]).tolist())
+        figures = [next(values) if any(figure is one for one in away) else figure for figure in figures]
+    total, count, *rest = (0.0 if figure is None else float(figure) for figure in figures)
+    return total, None if tally.count is None else count, rest
+
+
+def _clip_coefficient(norm: float, max_norm: float | None) -> float:
     """Factor that brings a gradient of this norm down to ``max_norm`` (torch/nn/utils/clip_grad.py)."""
-    if norm is None or max_norm is None or not math.isfinite(norm):
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-def _take_step(trainee: Trainee) -> bool:
-    try:
-        if trainee.scaler is None:
-            for optimizer in trainee.optimizers:
+def _take_steps(trainee: Trainee, has_gradient: list[bool]) -> None:
+    """Let every optimizer step; the loss scale leaves out those whose gradients overflowed."""
+    trainee.stepping = True
+    trainee.gradients.hand_over()
+    with user_code("optimizer"):
+        for optimizer, has in zip(trainee.optimizers, has_gradient, strict=True):
+            # A scaler refuses an optimizer that it has seen no gradient of.
+            if trainee.scaler is None or not has:
                 optimizer.step()
-            return True
-        before = trainee.scaler.get_scale()
-        for optimizer in trainee.optimizers:
-            trainee.scaler.step(optimizer)
-        trainee.scaler.update()
-    except Exception as error:
-        blame(error, "optimizer")
-        raise
-    # There is no public word on whether a step was skipped: the scale only falls when one was.
-    return trainee.scaler.get_scale() >= before
+            else:
+                trainee.scaler.step(optimizer)
+        if trainee.scaler is not None and any(has_gradient):
+            trainee.scaler.update()
+    trainee.stepping = False
 
 
 def _shape(value: object) -> str:
