@@ -1,28 +1,30 @@
-"""The options of every command, and where their values come from.
+"""The options of every command, and the one check that all of their values go through.
 
-One frozen structure a command; the command line, the config files and the keywords of the library calls are
-all checked against it. Later places win: defaults, the user's ``config.toml``, ``[tool.autobatch]`` of
-``pyproject.toml``, ``autobatch.toml`` (which replaces the table of ``pyproject.toml``), ``AUTOBATCH_…``
-variables, the command line. Nothing here imports torch.
+One frozen structure a command; the command line, the config files, the variables and the keywords of the
+library calls are all checked against it (`autobatch.sources` says where values come from). Nothing here
+imports torch.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
-import tomllib
+import types
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from autobatch.errors import InputError
 from autobatch.records import LearningRateRule
+from autobatch.units import TiB, parse_budget
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 AtLeastZero = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""What all generators take: NumPy's end at 32 bits, and the sampler counts up from here."""
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -35,7 +37,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What the allocator may hold: 6GiB, 512MiB, 80%. Without it: what is free, less a headroom."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the micro-batches; auto is bf16 where the card is built for it, else fp32."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the weights, the order of the data and the trials."""
     json: bool = False
     """Print one JSON object on standard output, and everything for people on standard error."""
@@ -128,94 +130,95 @@ COMMANDS: dict[str, type[Options]] = {
 }
 
 _Kind = TypeVar("_Kind", bound=Options)
+_DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?|sim:.+")
 
 
-def options_from(kind: type[_Kind], values: Mapping[str, Any], *, spell: str = "{}") -> _Kind:
+def options_from(
+    kind: type[_Kind], values: Mapping[str, Any], *, names: Mapping[str, str] | None = None
+) -> _Kind:
     """Build and check the options of a command from plain values or text.
 
     Args:
         kind: the structure of the command.
         values: option names to values; text is converted (``steps="3"``).
-        spell: how an option is called in messages, ``--{}`` on the command line.
+        names: what an option is called in messages, where that is not its own name (``--steps``).
 
     Raises:
         InputError: an unknown option, or a value that cannot be; names it and what was found.
     """
-    unknown = [name for name in values if name not in kind.__struct_fields__]
-    if unknown:
-        raise InputError(_unknown(spell.format(unknown[0]), kind.__struct_fields__, spell))
-    try:
-        return msgspec.convert(dict(values), kind, strict=False)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$.")
-        name = re.split(r"[`\[.]", where)[0]
-        if not name:
-            missing = re.search(r"missing required field `(\w+)`", what)
-            if missing is None:
-                raise InputError(str(error)) from None
-            raise InputError(f"{_spelled(spell, missing[1])} is needed and was not given") from None
-        asked = _spelled(spell, name)
-        raise InputError(f"{asked}: {what[0].lower()}{what[1:]}, found {values[name]!r}") from None
-
-
-def file_values(folder: Path, user_config: Path | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Read the options that stand in config files.
-
-    Args:
-        folder: the working directory.
-        user_config: the user's own ``config.toml``.
-
-    Returns:
-        Option names to values (``workload`` among them), and the files that they came from.
-
-    Raises:
-        InputError: a file is no TOML, or has an option that does not exist.
-    """
-    values: dict[str, Any] = {}
-    sources: list[str] = []
-    project = folder / "autobatch.toml"
-    for path in (user_config, project if project.is_file() else folder / "pyproject.toml"):
-        if path is None or not path.is_file():
-            continue
-        table = _read_toml(path)
-        if path.name == "pyproject.toml":
-            table = table.get("tool", {}).get("autobatch", {})
-        if table:
-            values |= _known(table, path)
-            sources.append(str(path))
-    return values, sources
-
-
-def environment_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Read the options that stand in ``AUTOBATCH_…`` variables (``AUTOBATCH_MEMORY_BUDGET=6GiB``)."""
-    names = {f"AUTOBATCH_{name.upper()}": name for name in _all_names()}
-    return {names[key]: value for key, value in environ.items() if key in names}
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise InputError(f"{path} cannot be read as TOML: {error}") from None
-
-
-def _known(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    values = {key.replace("-", "_"): value for key, value in table.items()}
+    names = names or {}
     for name in values:
-        if name not in _all_names():
-            raise InputError(f"{path}: {_unknown(name, sorted(_all_names()), '{}')}")
-    return values
+        if name not in kind.__struct_fields__:
+            raise InputError(unknown_option(names.get(name, name), kind.__struct_fields__))
+    types_of = get_type_hints(kind, include_extras=True)
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            checked[name] = msgspec.convert(_plain(value), types_of[name], strict=False)
+        except msgspec.ValidationError:
+            raise InputError(
+                f"{names.get(name, name)} must be {expected(types_of[name])}, found {value!r}"
+            ) from None
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in checked:
+            what = expected(types_of[field.name])
+            raise InputError(f"{names.get(field.name, field.name)} is needed and was not given: {what}")
+    _check(checked, names)
+    return kind(**checked)
 
 
-def _all_names() -> set[str]:
-    return {"workload"} | {name for kind in COMMANDS.values() for name in kind.__struct_fields__}
+def expected(annotation: Any) -> str:
+    """What a value of an option must be, in words: ``a whole number of 1 or more``."""
+    if get_origin(annotation) is Annotated:
+        kind, *limits = get_args(annotation)
+        return _limited(kind, limits[0])
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(map(str, get_args(annotation)))}"
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is not None:
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        if get_origin(annotation) is list:
+            return "a list"
+        return " or ".join(expected(part) for part in parts)
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[annotation]
 
 
-def _unknown(asked: str, names: Iterable[str], spell: str) -> str:
-    near = difflib.get_close_matches(asked, [_spelled(spell, name) for name in names], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(names))}"
+def unknown_option(asked: str, names: Iterable[str]) -> str:
+    """The complaint about an option that does not exist, with the nearest one that does."""
+    names = sorted(names)
+    near = difflib.get_close_matches(asked, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
     return f"there is no option {asked}; {hint}"
 
 
-def _spelled(spell: str, name: str) -> str:
-    return spell.format(name.replace("_", "-") if spell.startswith("--") else name)
+def _limited(kind: type, meta: Meta) -> str:
+    number = "a whole number" if kind is int else "a number"
+    if meta.le is not None:
+        return f"{number} from {meta.ge} to {meta.le}"
+    return f"{number} of {meta.ge} or more" if meta.ge is not None else f"{number} over {meta.gt}"
+
+
+def _plain(value: object) -> object:
+    """Paths as text, and the numbers of NumPy as Python's, for the keywords of library calls."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _check(values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """What the types cannot say, and can be said before anything is opened."""
+    called = {name: names.get(name, name) for name in values}
+    device, budget = values.get("device"), values.get("memory_budget")
+    if device is not None and not _DEVICES.fullmatch(device):
+        raise InputError(
+            f"{called['device']} {device!r} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE"
+        )
+    if budget is not None:
+        try:
+            parse_budget(budget, whole_bytes=TiB)
+        except InputError as error:
+            raise InputError(f"{called['memory_budget']}: {error}") from None
+    if values.get("steps") is not None and values.get("epochs") is not None:
+        raise InputError(
+            f"{called['steps']} {values['steps']} and {called['epochs']} {values['epochs']} exclude each "
+            "other: give one"
+        )

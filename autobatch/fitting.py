@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     found = find_workload(workload)
     options = _with_length(options, is_demo=workload is None)
     out = _folder(options, found.name)
+    _refuse_unwritable(out)
+    environment.entered(out)
     resumed = _load(out, options) if options.resume else None
     if resumed is None:
         result, bench = _start(workload, options, environment, out)
@@ -195,6 +198,14 @@ def _folder(options: FitOptions, name: str) -> Path:
         number += 1
         out = runs / f"{stamp}-{number}"
     return out
+
+
+def _refuse_unwritable(out: Path) -> None:
+    """Say that a run's folder cannot be written before minutes are spent, and make nothing yet."""
+    place = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = "is no folder" if not place.is_dir() else "cannot be written"
+        raise InputError(f"the run's folder {out} cannot be made: {place} {why}; give another --out")
 
 
 def _load(out: Path, options: FitOptions) -> Loaded:

@@ -1,16 +1,18 @@
 """The user's samples: fetching and joining them, and finding the costliest.
 
 A probe that runs the first samples of the data says nothing of the longest one, so it runs the costliest: by
-the workload's `size_of`, else by the elements of the tensors that a sample holds.
+the workload's `size_of`, else by how many numbers a sample holds.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from autobatch.errors import InputError
@@ -33,16 +35,21 @@ def join(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Batch:
     """
     source = workload.train_data if data is None else data
     with user_code("data"):
-        samples = [source[index] for index in ids]
+        # As torch's own loader does: a data set that can fetch many at once says so.
+        many = getattr(source, "__getitems__", None)
+        samples = many(list(ids)) if many else [source[index] for index in ids]
     if workload.collate is not None:
         with user_code("collate"):
             return workload.collate(samples)
     try:
         return default_collate(samples)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
         shapes = sorted({str([tuple(t.shape) for t in tensors_of(sample)]) for sample in samples})
+        if isinstance(error, RuntimeError) and len(shapes) == 1:
+            raise  # not for their shapes: memory, say
+        text = (str(error).splitlines() or [""])[0]
         raise InputError(
-            f"the samples cannot be joined to a batch ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"the samples cannot be joined to a batch ({type(error).__name__}: {text}); "
             f"shapes found: {', '.join(shapes[:3])}; give Workload(collate=…)"
         ) from error
 
@@ -67,41 +74,52 @@ class Costliest:
 
     def _ranked(self, clock: Callable[[], float]) -> list[int]:
         count = len(self._workload.train_data)  # type: ignore[arg-type]
-        stride = max(1, count // FIRST_LOOK)
         start = clock()
-        looked = {index: self._cost(index) for index in islice(range(0, count, stride), FIRST_LOOK)}
-        differ = len(set(looked.values())) > 1
-        limit = LONG_SCAN_SECONDS if differ or self._workload.size_of is not None else SCAN_SECONDS
-        costs = dict(looked)
-        for index in range(count):
-            if index not in costs:
-                if clock() - start > limit:
-                    self.notes.append(
-                        f"the sizes of {len(costs):,} of {count:,} samples were read in {limit:.0f} s: "
-                        "give Workload(size_of=…) for a quicker and complete answer"
-                    )
-                    break
-                costs[index] = self._cost(index)
+        costs: dict[int, float] = {}
+
+        def read(indices: Iterable[int], seconds: float) -> bool:
+            """Read the costs of samples until the time is over; whether all were read."""
+            for index in indices:
+                if costs and clock() - start > seconds:
+                    return False
+                if index not in costs:
+                    costs[index] = self._cost(index)
+            return True
+
+        stride = max(1, count // FIRST_LOOK)
+        read(islice(range(0, count, stride), FIRST_LOOK), SCAN_SECONDS)
+        differ = len(set(costs.values())) > 1 or self._workload.size_of is not None
+        seconds = LONG_SCAN_SECONDS if differ else SCAN_SECONDS
+        if not read(range(count), seconds):
+            self.notes.append(
+                f"the sizes of {len(costs):,} of {count:,} samples were read in {seconds:.0f} s: "
+                "give Workload(size_of=…) for a quicker and complete answer"
+            )
         return sorted(costs, key=lambda index: (-costs[index], index))
 
     def _cost(self, index: int) -> float:
         with user_code("data"):
             sample = self._workload.train_data[index]
-        if self._workload.size_of is not None:
-            with user_code("size_of"):
-                return float(self._workload.size_of(sample))
-        return float(sum(tensor.numel() for tensor in tensors_of(sample)) or _length(sample))
+        if self._workload.size_of is None:
+            return float(elements(sample))
+        with user_code("size_of"):
+            size = float(self._workload.size_of(sample))
+        if not math.isfinite(size):
+            raise InputError(f"Workload(size_of=…) returned {size} for sample {index}: it must be a number")
+        return size
 
 
-def _length(sample: Any) -> int:
-    """Elements of a sample that holds no tensor: arrays, lists of ids, text."""
+def elements(sample: Any) -> int:
+    """How many numbers a sample holds: those of tensors, arrays, images and lists, and characters of text."""
+    if isinstance(sample, Tensor):
+        return sample.numel()
     if isinstance(sample, str | bytes):
         return len(sample)
-    if isinstance(sample, dict):
-        return sum(_length(value) for value in sample.values())
+    if isinstance(sample, Mapping | list | tuple):
+        return sum(map(elements, sample.values() if isinstance(sample, Mapping) else sample))
     size = getattr(sample, "size", None)
-    if isinstance(size, int):
+    if isinstance(size, int):  # an array
         return size
-    if isinstance(sample, list | tuple):
-        return sum(_length(value) for value in sample)
-    return 1
+    if isinstance(size, tuple) and all(isinstance(edge, int) for edge in size):  # an image
+        return math.prod(size)
+    return sum(tensor.numel() for tensor in tensors_of(sample)) or 1

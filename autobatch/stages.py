@@ -39,6 +39,8 @@ class Environment:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     command: str = ""
     """What repeats this call."""
+    entered: Callable[[Path], None] = lambda _: None
+    """Told the folder of a run as soon as it is known."""
     clock: Callable[[], float] = time.monotonic
 
     @property

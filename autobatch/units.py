@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from autobatch.errors import InputError
 
@@ -18,8 +19,8 @@ _UNITS = {
     "g": GiB, "gib": GiB, "gb": 10**9,
     "t": TiB, "tib": TiB, "tb": 10**12,
 }  # fmt: skip
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
-_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_QUANTITY = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%\s*")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -37,7 +38,7 @@ def parse_bytes(text: str | int) -> int:
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             raise InputError(f"{text!r} is not a size in bytes: write it like 6GiB, 512MiB, 1.5GB or 4096")
-        size = round(float(match[1]) * unit)
+        size = round(Fraction(match[1]) * unit)
     if size <= 0:
         raise InputError(f"{text!r} is a size of {size} bytes: a size must be positive")
     return size
@@ -52,18 +53,22 @@ def parse_budget(text: str | int, *, whole_bytes: int) -> int:
     match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         return parse_bytes(text)
-    percent = float(match[1])
+    percent = Fraction(match[1])
     if not 0 < percent <= 100:
         raise InputError(f"{text!r} is not a share of memory: write more than 0% and at most 100%")
-    return int(whole_bytes * percent / 100)
+    # Never 0: a share, however small, is something.
+    return max(1, int(whole_bytes * percent / 100))
 
 
 def format_bytes(size: int | None) -> str:
     """Write a size for people, in binary units with three significant figures; ``None`` as ``unknown``."""
     if size is None:
         return "unknown"
-    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if abs(size) >= unit:
-            value = size / unit
-            return f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f} {name}"
-    return f"{size} B"
+    if abs(size) < KiB:
+        return f"{size} B"
+    value, names = size / KiB, ["KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= KiB - 0.5 and len(names) > 1:
+        value /= KiB
+        del names[0]
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f} {names[0]}"

@@ -33,7 +33,7 @@ class Loss(NamedTuple):
 
     total: Tensor
     """0-d: the **sum** of the loss over what is counted."""
-    count: int | float | Tensor
+    count: int | float | Tensor  # type: ignore[assignment]
     """How many items ``total`` sums over; a 0-d tensor may stay on the device."""
 
 
@@ -126,7 +126,7 @@ def user_code(part: str) -> Iterator[None]:
         yield
     except AutobatchError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         blame(error, part)
         raise
 
@@ -148,33 +148,53 @@ def blamed_part(error: BaseException) -> str | None:
     return None
 
 
+def remarks_on(error: BaseException) -> list[str]:
+    """What was noted on an error besides: neither a traceback nor whose it is."""
+    notes = (str(note) for note in getattr(error, "__notes__", ()))
+    return [note for note in notes if "\n" not in note and not note.startswith(_BLAME)]
+
+
 def describe(error: BaseException) -> str:
     """One line on an error of the user's code: the part, the exception, and their file and line."""
     place = user_frame(error)
     part = blamed_part(error)
     whose = f"the workload's {part}" if part else "the workload"
-    text = (str(error).splitlines() or [""])[0]
-    return f"{whose} raised {type(error).__name__}: {text}" + (f" ({place})" if place else "")
+    if isinstance(error, SystemExit):
+        did = f"called sys.exit({'' if error.code is None else repr(error.code)})"
+    else:
+        text = (str(error).splitlines() or [""])[0]
+        did = f"raised {type(error).__name__}: {text}".removesuffix(": ")
+    return f"{whose} {did}" + (f" ({place})" if place else "")
 
 
 def user_frame(error: BaseException) -> str | None:
     """``file:line`` of the innermost frame that is the user's: neither ours nor an installed package's."""
-    foreign = (str(Path(__file__).parent), str(Path(os.__file__).parent), "<")
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}:{error.lineno}"
+    foreign = (f"{Path(__file__).parent}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
     found = None
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(foreign) and "-packages" not in file:
+        if not file.startswith(foreign) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
 
 
 def _load_module(name: str) -> Any:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise InputError(f"{name!r} names no module: write module:function or path/to/file.py:function")
     _importable(Path.cwd())
     try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
+        # Imports the packages above it, which are the user's own code.
+        with user_code(name):
+            found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        found = None
+    except ValueError:
         found = None
     if found is None:
         raise InputError(f"there is no module {name!r} to import from {Path.cwd()}")

@@ -17,6 +17,7 @@ FLOORS = [
     {"records"},
     {"workload", "planning", "card", "knobs"},
     {"hardware", "config"},
+    {"sources", "failures", "outlet"},
     {"fits", "step", "state", "demo", "progress", "results"},
     {"samples"},
     {"footprint.budget", "footprint.blocks", "footprint.trace"},
@@ -34,7 +35,7 @@ FLOORS = [
     {"fitting"},
     {"pipeline"},
     {"integrations"},
-    {"commands"},
+    {"commands", "arguments"},
     {"cli"},
     {"__main__"},
 ]
@@ -42,7 +43,7 @@ ONLY = {
     "pynvml": {"device.nvml"},
     "optuna": {"tuner"},
     "torch.distributed": {"distributed"},
-    "tyro": {"cli"},
+    "tyro": {"arguments"},
 }
 """Libraries that one module alone may import."""
 
