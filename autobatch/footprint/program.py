@@ -11,7 +11,7 @@ depends on fragmentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, Self
@@ -22,6 +22,8 @@ from autobatch.footprint.trace import FREE, Replay, Trace, replay
 
 __all__ = ["FREE", "Polynomial", "Program", "Replay", "Trace", "Untraceable", "largest", "replay"]
 
+_ROUNDS = 8
+"""How often `largest` goes on from such a size: near the limit what is reserved can be all jumps."""
 _NEIGHBOURS = 16
 """How far behind the answer `largest` looks for a micro-batch that fits all the same."""
 
@@ -89,6 +91,53 @@ class Program:
             events.append((block, known[sizes]))
         return cls(tuple(events), traces[0].marks)
 
+    @classmethod
+    def near(cls, points: Sequence[tuple[int, Trace]]) -> Self:
+        """Lines that stay above sizes which a library rounds up, for traces that `fit` cannot take.
+
+        A size that lies on the line through its first and last point keeps it. Another one grows in proportion
+        from its last point: more than what has a fixed part, or a part that is rounded up, ever takes.
+
+        Args:
+            points: ``(micro-batch, trace)``, by micro-batch; three or more.
+
+        Raises:
+            Untraceable: the traces differ in more than sizes.
+        """
+        sizes_of = [m for m, _ in points]
+        traces = [trace.canonical() for _, trace in points]
+        _same_structure(sizes_of, traces)
+        low, high = sizes_of[0], sizes_of[-1]
+        events: list[tuple[int, Polynomial | None]] = []
+        for column in zip(*(trace.events for trace in traces), strict=True):
+            sizes = [size for _, size in column]
+            if sizes[0] == FREE:
+                events.append((column[0][0], None))
+                continue
+            rule = _line(low, sizes[0], high, sizes[-1])
+            if any(rule.at(m) != size for m, size in zip(sizes_of, sizes, strict=True)):
+                rule = Polynomial(0, sizes[-1], 0, high)
+            events.append((column[0][0], rule))
+        return cls(tuple(events), traces[0].marks)
+
+    def bends(self) -> bool:
+        """Whether some size would be negative at 0: the mark of a line laid through a parabola."""
+        return any(size is not None and size.constant < 0 for _, size in self.events)
+
+    def with_blocks(self, blocks: Sequence[tuple[int, int]]) -> Self:
+        """The program with blocks that are taken once and never given back: the workspaces of libraries.
+
+        Args:
+            blocks: ``(index of the event before which it is taken, size in bytes)``.
+        """
+        number = 1 + max((block for block, _ in self.events), default=-1)
+        parts = list(self.events)
+        marks = list(self.marks)
+        for extra, (index, size) in enumerate(sorted(blocks, reverse=True)):
+            parts.insert(index, (number + extra, Polynomial(size)))
+            marks = [(position + (position > index), phase) for position, phase in marks]
+        return type(self)(tuple(parts), tuple(marks))
+
     def at(self, m: int) -> Trace:
         """The trace at micro-batch ``m``.
 
@@ -105,6 +154,10 @@ class Program:
             return self.at(m) == trace.canonical()
         except Untraceable:
             return False
+
+
+def _line(low: int, small: int, high: int, large: int) -> Polynomial:
+    return Polynomial(small * high - large * low, large - small, 0, high - low)
 
 
 def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:
@@ -151,8 +204,8 @@ def largest(
     """The largest micro-batch whose replay fits; ``None`` if none is found.
 
     What is reserved is not monotone in the micro-batch, so "largest" has a limit: the answer m fits, and none
-    of the next 16 sizes up to ``cap`` does (m+1 in particular). Where fitting is monotone, as for a `Ledger`
-    over a program whose sizes grow, m is the largest of all.
+    of the next 16 sizes up to ``cap`` does, unless larger ones were found eight times over; m+1 never does.
+    Where fitting is monotone, as for a `Ledger` over a program whose sizes grow, m is the largest of all.
 
     Args:
         program: the step.
@@ -171,17 +224,13 @@ def largest(
             known[m] = outcome.fits and (refuses is None or refuses(outcome) is None)
         return known[m]
 
-    low = 0
-    while True:
-        low = _last_fitting(fits, low, cap)
-        later = [m for m in _upto(low + 2, low + _NEIGHBOURS, cap) if fits(m)]
+    low = _last_fitting(fits, 0, cap)
+    for _ in range(_ROUNDS):
+        later = [m for m in range(low + 2, min(low + _NEIGHBOURS, cap) + 1) if fits(m)]
         if not later:
-            return low or None
-        low = later[-1]
-
-
-def _upto(start: int, stop: int, cap: int) -> Iterable[int]:
-    return range(start, min(stop, cap) + 1)
+            break
+        low = _last_fitting(fits, later[-1], cap)
+    return low or None
 
 
 def _last_fitting(fits: Callable[[int], bool], low: int, cap: int) -> int:

@@ -138,6 +138,18 @@ class StorageBook:
         # Raised out here, the error has no context whose traceback would keep frames and tensors alive.
         raise torch.OutOfMemoryError(text)
 
+    def transient(self, size: int) -> None:
+        """Book memory that is taken and given back at once.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        handle = self.allocate(size)
+        block = self._new_block(size)
+        self.allocator.free(handle)
+        if self._record and size:
+            self.events.append((block, FREE))
+
     def forget(self) -> None:
         """Watch nothing any more, which also cuts the cycle through the callbacks."""
         self._live.clear()

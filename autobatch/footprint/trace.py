@@ -33,7 +33,8 @@ class Trace:
         """The same trace with blocks numbered as they are allocated, and runs of frees in that order.
 
         Some frees come in the order of a hash table (autocast's cache). Frees in a row leave the same free
-        blocks behind in any order, so sorting them changes no replay. Frees of unknown blocks are left out.
+        blocks behind in any order, so sorting them changes no replay. Left out are
+        frees of unknown blocks, and what is freed after the last allocation: no peak depends on it.
         """
         numbers: dict[int, int] = {}
         events: list[tuple[int, int]] = []
@@ -54,7 +55,9 @@ class Trace:
                 fresh += 1
             elif block in numbers:
                 freed.append(numbers.pop(block))
-        events.extend((number, FREE) for number in sorted(freed))
+        while events and events[-1][1] == FREE:
+            events.pop()
+        marks = [(min(position, len(events)), phase) for position, phase in marks]
         marks.extend((len(events), phase) for _, phase in reversed(coming))
         return Trace(tuple(events), tuple(marks))
 

@@ -117,6 +117,19 @@ class StorageMode(TorchDispatchMode):
         watch = self._book.watch_of(tensor)
         return None if watch is None else watch.block
 
+    @property
+    def position(self) -> int:
+        """The number of events so far."""
+        return len(self._book.events)
+
+    def transient(self, size: int) -> None:
+        """Book memory that an operator used and gave back before it returned.
+
+        Raises:
+            torch.OutOfMemoryError: it did not fit.
+        """
+        self._book.transient(size)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -73,7 +73,8 @@ def test_three_points_tell_a_quadratic(recipe):
 def test_sorting_frees_changes_no_replay(recipe, rng):
     plain, other = trace_of(recipe, 9), trace_of(recipe, 9, shuffle=rng)
     outcomes = [replay(t, CachingAllocator(24 * MiB)) for t in (plain, other, plain.canonical())]
-    assert len({o._replace(refusal=None, failed_at=None, peak_at=0) for o in outcomes}) == 1
+    unlike = {"refusal": None, "failed_at": None, "peak_at": 0, "allocated_bytes": 0}
+    assert len({outcome._replace(**unlike) for outcome in outcomes}) == 1
 
 
 def trace(*sizes: int) -> Trace:
@@ -122,6 +123,22 @@ def test_replay_names_the_phase_of_the_peak_and_of_the_failure():
     cut = replay(one, Ledger(169))
     assert (cut.fits, cut.failed_at, cut.failed_phase, cut.refusal.requested) == (False, 3, "backward", 70)
     assert (cut.peak_at, cut.peak_phase) == (1, "forward")
+
+
+def test_what_is_freed_at_the_end_is_no_part_of_a_step():
+    marks = ((0, "forward"), (3, "end"))
+    one = Trace(((0, 5), (1, 6), (1, FREE), (0, FREE)), marks)
+    assert one.canonical() == Trace(((0, 5), (1, 6)), ((0, "forward"), (2, "end")))
+
+
+def test_blocks_that_stay_are_put_in_at_their_place():
+    marks = ((0, "forward"), (1, "backward"))
+    program = Program.fit([(m, Trace(((0, 5 * m), (1, 6)), marks)) for m in (1, 2)])
+    more = program.with_blocks([(1, 100), (0, 40)])
+    assert [size for _, size in more.at(3).events] == [40, 15, 100, 6]
+    assert len({block for block, _ in more.events}) == 4
+    assert more.marks == ((0, "forward"), (2, "backward"))
+    assert replay(more.at(3), Ledger()).peak_allocated_bytes == 161
 
 
 def test_frees_of_unknown_blocks_are_left_out():
