@@ -23,7 +23,7 @@ from autobatch.knobs import Value
 from autobatch.records import Attempt, Precision
 from autobatch.samples import Costliest
 from autobatch.state import lent, preserved_random_state
-from autobatch.step import Trainee, assemble, run_window, tensors_of, to_device
+from autobatch.step import WindowResult, assemble, run_window, tensors_of, to_device
 from autobatch.workload import Workload
 
 WINDOWS = (1, 2, 2)
@@ -114,30 +114,24 @@ def train_on_copies(bench: Bench, micro_batch: int, meter: Meter, mark: Callable
             knobs=bench.knobs,
         )
         for number, count in enumerate(WINDOWS):
-            _window(bench, trainee, micro_batch, count, meter, mark, first=number == 0)
+            batches = _batches(bench, micro_batch, count, meter)
+            result = run_window(trainee, batches, micro_batch * count, mark=mark)
+            if number == 0:
+                _check_loss(result, micro_batch)
         del trainee
 
 
-def _window(
-    bench: Bench,
-    trainee: Trainee,
-    micro_batch: int,
-    count: int,
-    meter: Meter,
-    mark: Callable[[str], None],
-    *,
-    first: bool,
-) -> None:
-    def batches() -> Iterator[tuple[Any, int]]:
-        for _ in range(count):
-            with meter.aside():
-                batch = to_device(bench.costliest.batch(micro_batch), bench.device.torch_device)
-            meter.adopt(tensors_of(batch))
-            yield batch, micro_batch
+def _batches(bench: Bench, micro_batch: int, count: int, meter: Meter) -> Iterator[tuple[Any, int]]:
+    for _ in range(count):
+        with meter.aside():
+            batch = to_device(bench.costliest.batch(micro_batch), bench.device.torch_device)
+        meter.adopt(tensors_of(batch))
+        yield batch, micro_batch
 
-    result = run_window(trainee, batches(), micro_batch * count, mark=mark)
-    if first and result.count and not math.isfinite(result.loss):
+
+def _check_loss(result: WindowResult, micro_batch: int) -> None:
+    if result.count and not math.isfinite(result.loss):
         raise InputError(
-            f"the workload's loss is {result.loss} on its first micro-batch of {micro_batch}: it must "
-            "be finite; look at the data, the loss and the learning rate"
+            f"the workload's loss is {result.loss} on its first micro-batch of {micro_batch}: it must be "
+            "finite; look at the data, the loss and the learning rate"
         )

@@ -1,8 +1,10 @@
 """Predicting the largest micro-batch from what has run.
 
-Best is the replay of allocation events that are exact polynomials in the micro-batch; where a device records
-none, or their structure changes with the size, the line through the two largest peaks gives a next guess, and
-nothing is ever certified by it (a line through peaks is off by up to 27 %: memory is a maximum over phases).
+Best is the replay of allocation events that are exact polynomials in the micro-batch; only that may certify
+that a size does not fit. Where some events are rounded by a library, a line through the farthest runs of each
+event gives a guess to be confirmed by runs; where no events are known, or their structure changes with the
+size, the line through the two largest peaks does (that one is off by up to 27 %: memory is a maximum over
+phases).
 """
 
 from __future__ import annotations
@@ -14,9 +16,17 @@ from autobatch.footprint.allocator import Allocator
 from autobatch.footprint.program import Program, Trace, Untraceable, largest, replay
 from autobatch.records import Attempt
 
+FIRST_SIZE = 2
+"""The first size to run: 1 is a special case to many operators (broadcasting, batch statistics)."""
+DISTANCES = (29, 23, 19, 17, 13, 11, 7, 5, 3, 2, 1)
+"""From the first size to the second: far enough for exact slopes, small enough to be quick, and prime, so
+that sizes which a library rounds hardly ever look as if they grew by whole bytes a sample."""
+ENOUGH_POINTS = 3
+"""Sizes that settle whether the events are lines, parabolas or neither."""
+
 
 class ReplayForecast:
-    """Replays the events of attempts at other sizes.
+    """Replays the events of attempts at other sizes; see `autobatch.search.Forecast`.
 
     Args:
         new_allocator: an empty allocator with the device's budget.
@@ -26,68 +36,95 @@ class ReplayForecast:
     def __init__(self, new_allocator: Callable[[], Allocator], prior: Program | None = None) -> None:
         self._new_allocator = new_allocator
         self._program = prior
-        self._points: list[tuple[int, Trace]] = []
+        self._exact = True
         self._confirmed = False
-        self._peaks = PeakForecast()
+        self._points: list[tuple[int, Trace]] = []
+        self._peaks: dict[int, int] = {}
 
     def learn(self, outcome: Outcome) -> None:
         """Take in an attempt: check the program against it, and fit it anew where it was wrong."""
-        self._peaks.learn(outcome)
+        size, peak = outcome.attempt.micro_batch, peak_bytes(outcome.attempt)
+        if not outcome.attempt.fits:
+            return
+        if peak is not None:
+            self._peaks[size] = peak
         if outcome.trace is None:
             return
-        size = outcome.attempt.micro_batch
         self._points.append((size, outcome.trace))
-        if self._program is not None and self._program.agrees_with(size, outcome.trace):
+        if self._exact and self._program is not None and self._program.agrees_with(size, outcome.trace):
             self._confirmed = True
             return
         self._confirmed = False
         self._program = self._fit()
 
-    def largest(self, cap: int) -> int | None:
-        """See `autobatch.search.Forecast`."""
-        if self._program is None:
-            return self._peaks.largest(cap, self._new_allocator().limit)
-        return largest(self._program, self._new_allocator, cap) or 0
-
-    def certifies(self, micro_batch: int) -> bool:
-        """See `autobatch.search.Forecast`: only a program that a further run has agreed with may certify."""
-        if self._program is None or not self._confirmed:
-            return False
-        return not replay(self._program.at(micro_batch + 1), self._new_allocator()).fits
-
-    def _fit(self) -> Program | None:
-        """Fit through the latest points: a line through two, a parabola through three where no line holds."""
-        for count in (2, 3):
-            if len(self._points) >= count:
-                try:
-                    program = Program.fit(sorted(self._points, key=lambda point: point[0])[-count:])
-                except Untraceable:
-                    continue
-                if all(program.agrees_with(size, trace) for size, trace in self._points[-3:]):
-                    return program
+    def calibration(self, cap: int) -> int | None:
+        """A size that is safe to run and teaches most; ``None``: enough has run."""
+        known = sorted(self._peaks)
+        if not known:
+            return min(FIRST_SIZE, cap)
+        budget = self._new_allocator().limit
+        if len(known) == 1 and budget is not None:
+            # Memory has a fixed part, so it grows slower than in proportion: this size fits.
+            proportional = known[0] * budget // max(self._peaks[known[0]], 1)
+            room = min(cap, proportional) - known[0]
+            return known[0] + next((distance for distance in DISTANCES if distance <= room), 1)
+        undecided = self._program is None or (self._exact and not self._confirmed)
+        if undecided and 0 < len(self._points) < ENOUGH_POINTS:
+            between = (known[-2] + known[-1]) // 2
+            return between if between > known[-2] else min(cap, known[-1] + 2)
         return None
 
-
-class PeakForecast:
-    """A straight line through the peaks of the two largest sizes that fitted."""
-
-    def __init__(self) -> None:
-        self._fitting: dict[int, int] = {}
-
-    def learn(self, outcome: Outcome) -> None:
-        """Take in an attempt that fitted."""
-        peak = peak_bytes(outcome.attempt)
-        if outcome.attempt.fits and peak is not None:
-            self._fitting[outcome.attempt.micro_batch] = peak
-
-    def largest(self, cap: int, budget_bytes: int | None) -> int | None:
-        """Where the line meets the budget; ``None`` before two sizes ran, or where memory does not grow."""
-        if len(self._fitting) < 2 or budget_bytes is None:
+    def largest(self, cap: int) -> int | None:
+        """The largest micro-batch predicted to fit, at most ``cap`` and possibly 0; ``None``: cannot say."""
+        if self._program is not None:
+            try:
+                return largest(self._program, self._new_allocator, cap) or 0
+            except Untraceable:
+                self._program = None
+        if 0 < len(self._points) < ENOUGH_POINTS:
             return None
-        (small, low), (large, high) = sorted(self._fitting.items())[-2:]
+        return self._from_peaks(cap)
+
+    def certifies(self, micro_batch: int) -> bool:
+        """Whether a program that a further run agreed with shows that ``micro_batch + 1`` does not fit."""
+        if self._program is None or not self._confirmed:
+            return False
+        try:
+            return not replay(self._program.at(micro_batch + 1), self._new_allocator()).fits
+        except Untraceable:
+            return False
+
+    def _fit(self) -> Program | None:
+        """A line through two sizes, a parabola through three where no line holds, else the nearest line."""
+        points = sorted(self._points, key=lambda point: point[0])
+        self._exact = True
+        for count in (2, ENOUGH_POINTS):
+            latest = points[-count:]
+            if len(latest) < count:
+                return None
+            try:
+                program = Program.fit(latest)
+            except Untraceable:
+                continue
+            if count == len(points) and program.bends():
+                return None
+            if all(program.agrees_with(size, trace) for size, trace in points[-ENOUGH_POINTS:]):
+                return program
+        self._exact = False
+        try:
+            return Program.near(points)
+        except Untraceable:
+            return None
+
+    def _from_peaks(self, cap: int) -> int | None:
+        """Where the line through the two largest peaks meets the budget."""
+        budget = self._new_allocator().limit
+        if len(self._peaks) < 2 or budget is None:
+            return None
+        (small, low), (large, high) = sorted(self._peaks.items())[-2:]
         if high <= low:
             return None
-        return min(cap, large + (budget_bytes - high) * (large - small) // (high - low))
+        return min(cap, large + (budget - high) * (large - small) // (high - low))
 
 
 def peak_bytes(attempt: Attempt) -> int | None:

@@ -1,8 +1,8 @@
-"""The search for the largest micro-batch that fits: which sizes are tried, in which order, and when it ends.
+"""The search for the largest micro-batch that fits: which sizes are tried, and when it ends.
 
-Predict, run, confirm. The answer m ran and fits, and m + 1 does not: a run showed it, the replay of a footprint
-that runs have calibrated shows it, or m is the cap. Nothing here knows a device or a model: a size goes in,
-an `Outcome` comes out.
+Predict, run, confirm. The answer m ran and fits, and m + 1 does not: a run showed it, the replay of a
+footprint that runs have calibrated shows it, or m is the cap. Nothing here knows a device or a model: a size
+goes in, an `Outcome` comes out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from autobatch.records import Attempt, UpperBoundBy
 
 FORECASTS = 6
 """Sizes that a forecast may choose; what has not come together by then is bisected."""
-SMALL = (2, 3)
-"""Sizes that calibrate: 1 is a special case to many operators (broadcasting, batch statistics)."""
 
 
 class Forecast(Protocol):
@@ -25,6 +23,9 @@ class Forecast(Protocol):
 
     def learn(self, outcome: Outcome) -> None:
         """Take in what an attempt showed."""
+
+    def calibration(self, cap: int) -> int | None:
+        """A size that is safe to run and teaches most; ``None``: enough has run."""
 
     def largest(self, cap: int) -> int | None:
         """The largest micro-batch predicted to fit, at most ``cap`` and possibly 0; ``None``: cannot say."""
@@ -99,7 +100,7 @@ def search(
             break
         guess = forecast.largest(cap)
         predicted = guess if predicted is None else predicted
-        size = _next_size(bracket, guess)
+        size = _next_size(bracket, guess, forecast.calibration(cap))
         try:
             outcome = run(size)
         except KeyboardInterrupt:
@@ -122,21 +123,20 @@ def _upper_bound(bracket: _Bracket, forecast: Forecast) -> UpperBoundBy | None:
     return "replay" if forecast.certifies(bracket.low) else None
 
 
-def _next_size(bracket: _Bracket, guess: int | None) -> int:
+def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) -> int:
     """Choose the next size, always strictly inside the bracket."""
     top = min(bracket.cap + 1, bracket.high or bracket.cap + 1)
     if guess is not None and bracket.guided < FORECASTS:
         if bracket.low < guess < top:
             bracket.guided += 1
             return guess
-        if 0 < guess <= bracket.low:
+        if 0 < guess <= bracket.low and calibration is None:
             # Predicted to be at the limit: show it, in growing strides where that proves wrong.
             bracket.guided += 1
             bracket.climbs += 1
             return min(bracket.low + (1 << bracket.climbs - 1), top - 1)
-    for size in SMALL:
-        if bracket.low < size < top and size not in bracket.tried and bracket.low <= SMALL[-1]:
-            return size
+    if calibration is not None and 0 < calibration < top and calibration not in bracket.tried:
+        return calibration
     if bracket.high is None:
         return min(max(2 * bracket.low, 1), bracket.cap)
     return (bracket.low + bracket.high) // 2

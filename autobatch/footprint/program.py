@@ -95,8 +95,8 @@ class Program:
     def near(cls, points: Sequence[tuple[int, Trace]]) -> Self:
         """Lines that stay above sizes which a library rounds up, for traces that `fit` cannot take.
 
-        A size that lies on the line through its first and last point keeps it. Another one grows in proportion
-        from its last point: more than what has a fixed part, or a part that is rounded up, ever takes.
+        A size that lies on the line through its first and last point keeps it. Another one grows in
+        proportion from its last point: more than what has a fixed part, or is rounded up, ever takes.
 
         Args:
             points: ``(micro-batch, trace)``, by micro-batch; three or more.
