@@ -18,6 +18,7 @@ from autobatch.device.cuda import CudaDevice
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.errors import InputError
 from autobatch.fits import KeyValue
+from autobatch.footprint.allocator import Allocator, AllocatorConfig, CachingAllocator, Ledger
 from autobatch.hardware import data_home, load_profile
 from autobatch.records import DeviceRecord, Precision, Record
 from autobatch.samples import Costliest
@@ -38,6 +39,8 @@ class Facts(Record, frozen=True, kw_only=True):
     base_batch: int | None
     precision: Precision
     name: str
+    expandable_segments: bool = False
+    """How the device's allocator grows, for those that cache."""
     notes: list[str] = []
 
 
@@ -142,8 +145,21 @@ def facts_of(bench: Bench) -> Facts:
         base_batch=workload.base_batch,
         precision=bench.precision,
         name=workload.name,
+        expandable_segments=_is_expandable(bench.device.new_allocator()),
         notes=[*device.notes, *bench.costliest.notes],
     )
+
+
+def new_allocator(facts: Facts) -> Allocator:
+    """An empty model of the device's allocator, as `Device.new_allocator` makes it."""
+    if facts.device.kind == "cpu":
+        return Ledger(facts.device.budget_bytes)
+    config = AllocatorConfig(expandable_segments=facts.expandable_segments)
+    return CachingAllocator(facts.device.budget_bytes, config)
+
+
+def _is_expandable(allocator: Allocator) -> bool:
+    return isinstance(allocator, CachingAllocator) and allocator.config.expandable_segments
 
 
 def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:

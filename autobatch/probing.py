@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Protocol
 
 from autobatch.attempt import Bench, Outcome, attempt
-from autobatch.bench import Facts, facts_of, find_workload, open_bench
+from autobatch.bench import Facts, facts_of, find_workload, new_allocator, open_bench
 from autobatch.config import Options, PlanOptions, SearchOptions
 from autobatch.errors import DoesNotFitError, InputError
 from autobatch.fits import SavedFit, Stale, fit_path, recall, remember
-from autobatch.footprint.allocator import Allocator, CachingAllocator, Ledger
 from autobatch.forecast import ReplayForecast
 from autobatch.hardware import data_home
 from autobatch.isolation import ProbeChild
 from autobatch.planning import make_plan, rank_share
 from autobatch.progress import Progress, Silent
-from autobatch.records import Attempt, DeviceRecord, LimitedBy, Plan, Probe
+from autobatch.records import Attempt, LimitedBy, Plan, Probe
 from autobatch.search import Found, search
 from autobatch.units import format_bytes
 from autobatch.workload import Workload
@@ -105,8 +104,8 @@ def run_probe(
         result = _single(run(asked).attempt, facts)
     else:
         saved = _saved(facts, options, home, progress)
-        result = _confirm(run, saved, caps, progress) if saved else None
-        result = result or _search(run, facts, caps, options, clock)
+        confirmed = _confirm(run, saved, caps, progress) if saved else None
+        result = confirmed or _search(run, facts, caps, options, clock)
     progress.probed(result)
     return result, _remember(result, facts, min(caps.values()), home, progress)
 
@@ -138,13 +137,6 @@ def plan_from(facts: Facts, limit: int, options: PlanOptions) -> Plan:
     )
 
 
-def new_allocator(device: DeviceRecord) -> Allocator:
-    """An empty model of a device's allocator, with its budget."""
-    if device.kind == "cpu":
-        return Ledger(device.budget_bytes)
-    return CachingAllocator(device.budget_bytes)
-
-
 def _search(
     run: Callable[[int], Outcome],
     facts: Facts,
@@ -157,7 +149,7 @@ def _search(
     found = search(
         run,
         cap=min(caps.values()),
-        forecast=ReplayForecast(lambda: new_allocator(facts.device)),
+        forecast=ReplayForecast(lambda: new_allocator(facts)),
         expired=lambda: clock() - start > limit,
     )
     if not found.micro_batch:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from autobatch.footprint.budget import Allocator
     from autobatch.footprint.program import Trace
     from autobatch.records import DeviceRecord
 
@@ -48,7 +49,7 @@ class Meter(Protocol):
         """Say what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
 
     def stats(self) -> MemoryStats:
-        """Read the allocator; waits for the device to finish what it was given."""
+        """Read the allocator; in a probe, waits for the device to finish what it was given."""
 
     def trace(self) -> Trace | None:
         """The allocation events since the session began; ``None`` where none are recorded."""
@@ -68,6 +69,9 @@ class Device(Protocol):
     @property
     def budget_bytes(self) -> int:
         """What the allocator may hold."""
+
+    def new_allocator(self) -> Allocator:
+        """An empty model of this device's allocator with the budget as its limit, to replay events in."""
 
     def describe(self) -> DeviceRecord:
         """Name, total, budget and who else holds memory; reads the machine anew."""

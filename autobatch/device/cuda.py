@@ -18,13 +18,15 @@ import torch
 
 from autobatch.device import nvml
 from autobatch.device.base import MemoryStats
+from autobatch.device.history import History, recorded
 from autobatch.device.host import host_memory
 from autobatch.errors import DoesNotFitError, InputError
+from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
 from autobatch.records import DeviceRecord, MemoryHolder, Record
 from autobatch.units import MiB, format_bytes, parse_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from autobatch.footprint.program import Trace
 
@@ -46,9 +48,15 @@ class VisibleCard(Record, frozen=True, kw_only=True):
 
 
 class CudaMeter:
-    """Readings of one session on a card: peaks and retries count from when the session began."""
+    """Readings of one session on a card: peaks and retries count from when the session began.
 
-    def __init__(self, index: int) -> None:
+    Args:
+        index: the card.
+        history: what its allocator is noting; ``None`` in training, which then waits for no reading either.
+    """
+
+    def __init__(self, index: int, history: History | None = None) -> None:
+        self._history = history
         self.phase = "setup"
         """What `mark` said last."""
         self._index = index
@@ -58,17 +66,18 @@ class CudaMeter:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing: the batch really lies on the card, and its allocator has counted it."""
 
-    def aside(self) -> AbstractContextManager[None]:
+    def aside(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: what is joined on the host is not on the card."""
-        return nullcontext()
+        return contextlib.nullcontext()
 
     def mark(self, phase: str) -> None:
         """Say what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
         self.phase = phase
 
     def stats(self) -> MemoryStats:
-        """Read the allocator, in bytes; waits for the card first."""
-        torch.cuda.synchronize(self._index)
+        """Read the allocator, in bytes; in a probe, waits for the card first."""
+        if self._history is not None:
+            torch.cuda.synchronize(self._index)
         figures = torch.cuda.memory_stats(self._index)
         return MemoryStats(
             allocated_bytes=figures["allocated_bytes.all.current"],
@@ -79,8 +88,8 @@ class CudaMeter:
         )
 
     def trace(self) -> Trace | None:
-        """Return ``None``: recording its history slows the allocator down, and no prediction needs it."""
-        return None
+        """The events that the allocator noted; ``None`` in training, which is not slowed down by them."""
+        return None if self._history is None else self._history.trace()
 
     def _retries(self) -> int:
         return int(torch.cuda.memory_stats(self._index)["num_alloc_retries"])
@@ -166,18 +175,20 @@ class CudaDevice:
     def enforced(self) -> Iterator[CudaMeter]:
         """Cap the allocator at the budget, start from nothing cached, and put the former cap back after."""
         self.release()
-        with self.training() as meter:
-            yield meter
+        with self._capped(), recorded(self._index) as history:
+            yield CudaMeter(self._index, history)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[CudaMeter]:
         """Cap the allocator at the budget, and put the former cap back after; what is cached stays."""
-        before = self._capped_at()
-        self._cap(self._budget_bytes)
-        try:
+        with self._capped():
             yield CudaMeter(self._index)
-        finally:
-            self._cap(before)
+
+    def new_allocator(self) -> CachingAllocator:
+        """An empty model of the card's allocator with the budget, to replay in."""
+        return CachingAllocator(
+            self._budget_bytes, AllocatorConfig(expandable_segments=asks_for_expandable(os.environ))
+        )
 
     def refuses(self, stats: MemoryStats) -> str | None:
         """Why a step that ran does not count as fitting; ``None``: it fits."""
@@ -191,6 +202,15 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait until the card has done what it was given."""
         torch.cuda.synchronize(self._index)
+
+    @contextlib.contextmanager
+    def _capped(self) -> Iterator[None]:
+        before = self._capped_at()
+        self._cap(self._budget_bytes)
+        try:
+            yield
+        finally:
+            self._cap(before)
 
     def _cap(self, size_bytes: int) -> None:
         fraction = memory_fraction(size_bytes, self._properties.total_memory)
@@ -274,6 +294,12 @@ def resolve_budget(
             "end what else runs there, or set --memory-budget, which takes no headroom off"
         )
     return budget_bytes, words
+
+
+def asks_for_expandable(environ: Mapping[str, str]) -> bool:
+    """Whether the allocator was told to use expandable segments; the old variable comes first."""
+    text = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF") or ""
+    return "expandable_segments:true" in text.replace(" ", "").lower()
 
 
 def memory_fraction(budget_bytes: int, total_bytes: int) -> float:

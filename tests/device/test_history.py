@@ -1,0 +1,49 @@
+"""A snapshot's entries as a trace, and the promise that a torch without the history records nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autobatch.device.history import History, recorded, trace_of
+from autobatch.footprint.allocator import CachingAllocator
+from autobatch.footprint.program import replay
+from autobatch.footprint.trace import FREE
+from autobatch.units import MiB
+
+
+def entry(action: str, address: int, size: int = 0) -> dict[str, object]:
+    return {"action": action, "addr": address, "size": size, "stream": 0}
+
+
+def test_allocations_and_completed_frees_become_events() -> None:
+    trace = trace_of(
+        [
+            entry("free_completed", 7),  # taken before the recording
+            entry("segment_alloc", 1000, 20 * MiB),
+            entry("alloc", 1000, 3 * MiB),
+            entry("alloc", 2000, 5 * MiB),
+            entry("free_requested", 1000),
+            entry("free_completed", 1000),
+            entry("alloc", 1000, 2 * MiB),
+            entry("snapshot", 0),
+        ]
+    )
+    sizes = [size for _, size in trace.events]
+    assert sizes == [3 * MiB, 5 * MiB, FREE, 2 * MiB]
+    first, second, freed, third = (block for block, _ in trace.events)
+    assert freed == first
+    assert len({first, second, third}) == 3, "an address that is used again is another block"
+    outcome = replay(trace, CachingAllocator(40 * MiB))
+    assert outcome.fits
+    assert outcome.peak_allocated_bytes == 8 * MiB
+
+
+def test_a_torch_that_cannot_record_gives_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(**_: object) -> None:
+        raise TypeError("unexpected keyword")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", gone)
+    with recorded(0) as history:
+        assert history.trace() is None
+    assert History(0, recording=False).trace() is None
