@@ -7,14 +7,17 @@ or hangs is a clear error with what it wrote.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +31,10 @@ from autobatch.workload import describe
 
 ANSWER_SECONDS = 600.0
 """How long one attempt may take before the child counts as hung."""
-_OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
+TAIL_LINES = 5
+"""Lines of what a child wrote that its epitaph quotes."""
+OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
+"""Where Linux counts such kills: of a container's control group (version 2), and of the whole machine."""
 
 
 class ProbeChild:
@@ -56,11 +62,20 @@ class ProbeChild:
         self.facts: Facts
 
     def __enter__(self) -> Self:
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child, and forget what it wrote."""
         self._stop()
+        self._log.close()
 
     def run(self, micro_batch: int) -> Outcome:
         """Make one attempt in the child; see `autobatch.attempt.attempt`.
@@ -77,6 +92,7 @@ class ProbeChild:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             code = self._stop()
             if code == -signal.SIGKILL and self._oom_kills() > kills:
+                self._log.close()
                 self._start()
                 return Outcome(_killed(micro_batch, time.perf_counter() - started), None)
             raise AutobatchError(self._epitaph(code, f"at a micro-batch of {micro_batch}")) from None
@@ -84,27 +100,25 @@ class ProbeChild:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._errors = tempfile.NamedTemporaryFile(prefix="autobatch-probe-", suffix=".log")  # noqa: SIM115
+        self._log = tempfile.NamedTemporaryFile(prefix="autobatch-probe-", suffix=".log")  # noqa: SIM115
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=serve, args=(theirs, self._reference, self._options, self._errors.name), daemon=True
+            target=serve, args=(theirs, self._reference, self._options, self._log.name), daemon=True
         )
-        self._process.start()
+        with _interrupts_held_back():
+            self._process.start()
         theirs.close()
         try:
             self.facts = self._receive("opening the workload")
         except (EOFError, ConnectionResetError):
-            raise AutobatchError(self._epitaph(self._stop(), "before its first attempt")) from None
-        except BaseException:
-            self._stop()
-            raise
+            raise AutobatchError(self._epitaph(self._stop(), "while it opened the workload")) from None
 
     def _receive(self, what: str) -> Any:
         """Wait for an answer; a Ctrl-C ends the waiting here, the child ignores it."""
         deadline = time.monotonic() + self._answer_seconds
         while not self._connection.poll(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
-                self._stop()
+                self._stop(patience=0.0)
                 raise AutobatchError(
                     f"the probe's process gave no answer in {self._answer_seconds:.0f} s during {what}, "
                     f"and was ended; it wrote: {self._tail()}"
@@ -114,10 +128,11 @@ class ProbeChild:
             raise content
         return content
 
-    def _stop(self) -> int | None:
+    def _stop(self, *, patience: float = 2.0) -> int | None:
+        """End the child, which leaves by itself when the pipe closes; returns its exit code."""
         with suppress(OSError):
             self._connection.close()
-        self._process.join(timeout=2.0)
+        self._process.join(timeout=patience)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -127,12 +142,22 @@ class ProbeChild:
         how = f"exit code {code}"
         if code is not None and code < 0:
             how = signal.Signals(-code).name
-        return f"the probe's process ended {when} ({how}); it wrote: {self._tail()}"
+        advice = ""
+        if code == -signal.SIGKILL:
+            advice = (
+                "; where the host ran out of memory, a smaller --memory-budget or --max-micro-batch helps"
+            )
+        return f"the probe's process ended {when} ({how}); it wrote: {self._tail()}{advice}"
 
     def _tail(self) -> str:
+        """What the child wrote last, in one line; of a crash, where it happened."""
         with suppress(OSError):
-            lines = Path(self._errors.name).read_text(errors="replace").strip().splitlines()
-            return " | ".join(lines[-5:]) or "nothing"
+            lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
+            crash = next((n for n, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+            if crash is None:
+                return " | ".join(line.strip() for line in lines[-TAIL_LINES:]) or "nothing"
+            frames = [line.strip() for line in lines[crash + 1 :] if line.startswith("  File ")]
+            return " | ".join([lines[crash], *frames[:TAIL_LINES]])
         return "nothing"
 
 
@@ -141,6 +166,10 @@ def serve(connection: Connection, reference: str | None, options: Options, log: 
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    for stream in (sys.stdout, sys.stderr):
+        # What was written before a crash must not be lost in a buffer.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         bench = open_bench(find_workload(reference), options, demo=reference is None)
@@ -149,32 +178,49 @@ def serve(connection: Connection, reference: str | None, options: Options, log: 
             connection.send(("outcome", attempt(bench, connection.recv())))
     except (EOFError, BrokenPipeError):
         return
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         connection.send(("error", portable(error)))
 
 
-def portable(error: Exception) -> Exception:
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Inside, a Ctrl-C waits; a process that is started here never sees one."""
+    # Started here, for it lifts the block when it starts by itself.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def portable(error: BaseException) -> AutobatchError:
     """An error that can be raised in another process, with the traceback of this one as a note."""
     text = "".join(traceback.format_exception(error))
-    if isinstance(error, AutobatchError):
-        carried: Exception = error.with_traceback(None)
+    if isinstance(error, AutobatchError) and type(error).__module__ == AutobatchError.__module__:
+        carried = error.with_traceback(None)
         carried.__cause__ = carried.__context__ = None
     else:
+        # A class of the user's own may not be known over there.
         carried = UserCodeError(describe(error))
     carried.add_note(text)
     return carried
 
 
-def count_oom_kills() -> int:
-    """How many processes of this control group were killed for want of memory (cgroup v2 memory.events)."""
-    try:
-        for line in _OOM_EVENTS.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
+def count_oom_kills(files: Sequence[Path] = OOM_COUNTERS) -> int:
+    """How many processes were killed for want of memory: by this control group, and on this machine.
+
+    Args:
+        files: lines of a name and a count each, ``oom_kill`` among them; those that are absent count nothing.
+    """
+    kills = 0
+    for file in files:
+        with suppress(OSError, ValueError):
+            for line in file.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    kills += int(value)
+    return kills
 
 
 def _killed(micro_batch: int, seconds: float) -> Attempt:

@@ -1,0 +1,84 @@
+"""The command as a user starts it: a process of its own, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SMALL = """
+import torch
+from torch.utils.data import TensorDataset
+from autobatch import Workload
+
+def data(samples=32):
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(samples, 4), torch.randn(samples, 1))
+
+def loss(model, batch):
+    inputs, targets = batch
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+def small(**fields):
+    return Workload(**{
+        "name": "small",
+        "model": lambda: torch.nn.Linear(4, 1),
+        "train_data": data(),
+        "loss": loss,
+        "optimizer": lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate),
+        "learning_rate": 0.01,
+        **fields,
+    })
+
+def workload():
+    return small()
+"""
+"""A module with a workload that probes and trains in well under a second."""
+
+
+class Ran(NamedTuple):
+    """A process that ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output, which is one JSON object and nothing else."""
+        return json.loads(self.out)
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    """The variables of a child: a home of its own, one thread, nothing of ours."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("AUTOBATCH_")}
+    return inherited | {
+        "AUTOBATCH_HOME": str(folder / "home"),
+        "XDG_CONFIG_HOME": str(folder / "config"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "COLUMNS": "80",
+        **variables,
+    }
+
+
+def command(*arguments: object) -> list[str]:
+    """The words that start the command."""
+    return [sys.executable, "-m", "autobatch", *map(str, arguments)]
+
+
+def autobatch(folder: Path, *arguments: object, timeout: float = 120, **variables: str) -> Ran:
+    """Run the command in a folder, and wait for its end."""
+    done = subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env=environment(folder, **variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)

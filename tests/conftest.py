@@ -1,0 +1,28 @@
+"""What every test needs: a home of its own, and one thread for torch, whose pools fight for the cores."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep what a test learns out of the user's data and config directories, and theirs out of the test."""
+    for name in [name for name in os.environ if name.startswith("AUTOBATCH_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    monkeypatch.setenv("AUTOBATCH_HOME", str(home))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return home
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Torch is not imported for this: tests of the command line check that it is not."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)

@@ -1,0 +1,94 @@
+"""Sizes as text and back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autobatch.errors import InputError
+from autobatch.units import GiB, KiB, MiB, TiB, format_bytes, parse_budget, parse_bytes
+
+UNITS = {"": 1, "B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB, "K": KiB, "MB": 10**6, "GB": 10**9}
+
+
+@given(st.integers(1, 2**60))
+def test_plain_bytes_are_taken_at_their_word(size: int) -> None:
+    assert parse_bytes(size) == parse_bytes(str(size)) == parse_bytes(f"{size} B") == size
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]), st.booleans())
+def test_a_number_and_a_unit_are_their_product(number: int, unit: str, space: str, lower: bool) -> None:
+    text = f"{number}{space}{unit}"
+    assert parse_bytes(text.lower() if lower else text) == number * UNITS[unit]
+
+
+@given(st.integers(1, 10**15), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
+def test_fractions_are_exact_to_the_byte(thousandths: int, unit: str) -> None:
+    text = f"{thousandths // 1000}.{thousandths % 1000:03d}{unit}"
+    assert abs(parse_bytes(text) - thousandths * UNITS[unit] / 1000) <= max(
+        1, thousandths * UNITS[unit] * 1e-15
+    )
+
+
+@given(st.integers(1, 2**55))
+def test_what_is_written_for_people_reads_back_within_half_a_percent(size: int) -> None:
+    text = format_bytes(size)
+    assert abs(parse_bytes(text) - size) <= 0.005 * size
+    if size < 1000 * TiB:
+        assert len(text.split()[0].replace(".", "")) <= (3 if not text.startswith("10") else 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (None, "unknown"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (KiB, "1.00 KiB"),
+        (10 * KiB - 1, "10.0 KiB"),
+        (MiB - 1, "1.00 MiB"),
+        (6 * MiB, "6.00 MiB"),
+        (1536 * MiB, "1.50 GiB"),
+        (900 * TiB, "900 TiB"),
+        (5000 * TiB, "5000 TiB"),
+        (-3 * GiB, "-3.00 GiB"),
+    ],
+)
+def test_three_figures_and_a_binary_unit(size: int | None, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+NO_SIZES = ["", " ", "nonsense", "6 Gibibytes", "1e9", "-1", "-1GiB", "0x10", "1,5GiB", "GiB", "6GiB7", "1."]
+
+
+@pytest.mark.parametrize("text", [*NO_SIZES, "inf", "nan", "٣GiB", "9" * 5000, "50%%"])
+def test_what_is_no_size_is_refused_in_one_line_that_names_it(text: str) -> None:
+    with pytest.raises(InputError, match="is not a size in bytes: write it like 6GiB") as found:
+        parse_bytes(text)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("nothing", ["0", "0GiB", "0.0 MiB", "0.1B", 0, -5])
+def test_a_size_is_positive(nothing: str | int) -> None:
+    with pytest.raises(InputError, match="a size must be positive"):
+        parse_bytes(nothing)
+
+
+@given(st.integers(1, 100), st.integers(1, 2**60))
+def test_a_share_is_that_share_and_never_more(percent: int, whole: int) -> None:
+    budget = parse_budget(f"{percent}%", whole_bytes=whole)
+    assert 1 <= budget <= whole
+    assert budget in (whole * percent // 100, 1)
+    assert parse_budget("100 %", whole_bytes=whole) == whole
+
+
+@pytest.mark.parametrize("text", ["0%", "0.0%", "100.01%", "120%", "9999999%"])
+def test_a_share_lies_between_nothing_and_all(text: str) -> None:
+    with pytest.raises(InputError, match="more than 0% and at most 100%"):
+        parse_budget(text, whole_bytes=GiB)
+
+
+def test_a_budget_may_be_a_size() -> None:
+    assert parse_budget("6GiB", whole_bytes=1) == 6 * GiB
+    assert parse_budget(4096, whole_bytes=1) == 4096
