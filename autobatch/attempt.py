@@ -61,6 +61,7 @@ def attempt(bench: Bench, micro_batch: int) -> Outcome:
         Exception: whatever the workload raises that is no out-of-memory error, untouched.
     """
     failure: tuple[Verdict, str] | None = None
+    window_seconds: float | None = None
     phase = "setup"
     start = bench.clock()
     with preserved_random_state(), bench.device.enforced() as meter:
@@ -72,7 +73,7 @@ def attempt(bench: Bench, micro_batch: int) -> Outcome:
 
         try:
             mark("setup")
-            train_on_copies(bench, micro_batch, meter, mark)
+            window_seconds = train_on_copies(bench, micro_batch, meter, mark)
         except Exception as error:
             verdict = classify(error)
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and micro_batch == 1):
@@ -91,6 +92,7 @@ def attempt(bench: Bench, micro_batch: int) -> Outcome:
             peak_allocated_bytes=stats.peak_allocated_bytes,
             peak_reserved_bytes=stats.peak_reserved_bytes,
             seconds=bench.clock() - start,
+            window_seconds=window_seconds,
             reason=reason,
             phase=phase if failure is not None else None,
         ),
@@ -98,8 +100,12 @@ def attempt(bench: Bench, micro_batch: int) -> Outcome:
     )
 
 
-def train_on_copies(bench: Bench, micro_batch: int, meter: Meter, mark: Callable[[str], None]) -> None:
-    """Run the windows of an attempt; the model is lent, its own tensors come back."""
+def train_on_copies(bench: Bench, micro_batch: int, meter: Meter, mark: Callable[[str], None]) -> float:
+    """Run the windows of an attempt; the model is lent, its own tensors come back.
+
+    Returns:
+        Seconds of the last window.
+    """
     device = bench.device.torch_device
     with lent(bench.model, device) as model:
         meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
@@ -114,11 +120,15 @@ def train_on_copies(bench: Bench, micro_batch: int, meter: Meter, mark: Callable
             knobs=bench.knobs,
         )
         for number, count in enumerate(WINDOWS):
+            start = bench.clock()
             batches = _batches(bench, micro_batch, count, meter)
             result = run_window(trainee, batches, micro_batch * count, mark=mark)
             if number == 0:
                 _check_loss(result, micro_batch)
+        bench.device.synchronize()
+        seconds = bench.clock() - start
         del trainee
+    return seconds
 
 
 def _batches(bench: Bench, micro_batch: int, count: int, meter: Meter) -> Iterator[tuple[Any, int]]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from autobatch.attempt import Bench, Outcome, attempt
 from autobatch.bench import Facts, facts_of, find_workload, new_allocator, open_bench
 from autobatch.config import Options, PlanOptions, SearchOptions
@@ -29,6 +31,35 @@ from autobatch.workload import Workload
 
 CLOSE_BUDGETS = 0.05
 """Budgets that were not asked for by number follow what is free; within this share they count as the same."""
+SPILL_FACTOR = 3.0
+"""A size that takes this much longer a sample than the fastest is not running in the card's own memory."""
+
+
+class SpillGuard:
+    """Refuses sizes that run, but several times slower a sample: some drivers spill to the host's memory.
+
+    Args:
+        active: whether this device's driver might.
+    """
+
+    def __init__(self, *, active: bool) -> None:
+        self._active = active
+        self._best: float | None = None
+
+    def judge(self, outcome: Outcome) -> Outcome:
+        """The outcome, or the same as one that does not fit."""
+        attempted = outcome.attempt
+        if not (self._active and attempted.fits and attempted.window_seconds):
+            return outcome
+        a_sample = attempted.window_seconds / attempted.micro_batch
+        if self._best is None or a_sample <= SPILL_FACTOR * self._best:
+            self._best = a_sample if self._best is None else min(self._best, a_sample)
+            return outcome
+        reason = (
+            f"it runs, at {a_sample / self._best:.1f} times the best time a sample: the driver seems to "
+            "spill to the host's memory instead of failing"
+        )
+        return Outcome(msgspec.structs.replace(attempted, fits=False, reason=reason), None)
 
 
 class Prober(Protocol):
@@ -95,8 +126,10 @@ def run_probe(
     caps = caps_of(facts, options)
     asked = getattr(options, "micro_batch", None)
 
+    guard = SpillGuard(active=facts.device.kind == "cuda")
+
     def run(size: int) -> Outcome:
-        outcome = prober.run(size)
+        outcome = guard.judge(prober.run(size))
         progress.attempted(outcome.attempt)
         return outcome
 

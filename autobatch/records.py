@@ -54,6 +54,9 @@ class Attempt(Record, frozen=True, kw_only=True):
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     seconds: float
+    """Of the whole attempt."""
+    window_seconds: float | None = None
+    """Of its last window, two micro-batches in the steady state."""
     reason: str | None = None
     """Why it does not fit: the first line of the error, or the rule that it broke."""
     phase: str | None = None
