@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autobatch.batches import tensors_of
 from autobatch.footprint.attention import backward_scratch_bytes
 from autobatch.footprint.budget import Ledger
 from autobatch.footprint.fakes import new_mode, twin_batch, twin_model
@@ -24,7 +25,8 @@ from autobatch.footprint.trace import Trace
 from autobatch.footprint.watching import StorageMode
 from autobatch.records import Precision
 from autobatch.state import preserved_random_state
-from autobatch.step import Trainee, assemble, run_window, tensors_of
+from autobatch.step import run_window
+from autobatch.trainee import Trainee, assemble
 from autobatch.workload import Batch, Workload
 
 aten = torch.ops.aten
@@ -117,7 +119,9 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
         for _ in range(count):
             with recorder.aside():
                 coming = twin_batch(batch, mode)
-            # As on a device: the next batch is there before the last one is let go of.
+            if setting.capability is None:
+                # A meter on the CPU counts the next batch when the last one is gone; a card holds both.
+                held = None
             recorder.adopt_as("batch", tensors_of(coming))
             held = coming
             del coming
@@ -125,7 +129,8 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
 
     def mark(phase: str) -> None:
         if phase == "optimizer":
-            recorder.label("gradients", (p.grad for p in trainee.parameters if p.grad is not None))
+            for gradients in trainee.gradients.by_optimizer():
+                recorder.label("gradients", gradients)
         recorder.mark(phase)
 
     for count in setting.windows:

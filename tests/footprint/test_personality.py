@@ -1,0 +1,164 @@
+"""CUDA's operator policy on the CPU: against torch's own header, and CUDA's documented types."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autobatch.footprint import personality
+from autobatch.footprint.attention import backward_scratch_bytes
+from autobatch.footprint.personality import cuda_personality, prefer_foreach
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def on_card():
+    with FakeTensorMode(), cuda_personality((8, 0)):
+        yield
+
+
+@pytest.mark.skipif(not HEADER.is_file(), reason="this torch comes without its headers")
+@pytest.mark.parametrize(
+    ("macro", "names"),
+    [
+        ("AT_FORALL_FP32", personality._FP32),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", personality._FP32_RESULT),
+        ("AT_FORALL_LOWER_PRECISION_FP", personality._LOWER),
+        ("AT_FORALL_PROMOTE", personality._WIDEST),
+    ],
+)
+def test_lists_are_torchs_own(macro, names):
+    """Every operator of the header is in our list, or the CPU casts it by itself."""
+    text = HEADER.read_text()
+    body = re.search(rf"#define {macro}\(_\)\s*\\\n((?:.*\\\n)*.*\n)", text)[1]
+    listed = {".".join(re.split(r",\s*", name)) for name in re.findall(r"_\(([^()]+)\)", body)}
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    known = set(torch._C._dispatch_get_all_op_names())
+    missing = {
+        name
+        for name in listed - names
+        if f"aten::{name}" in known and not has(f"aten::{name}", "AutocastCPU")
+    }
+    assert missing == set()
+    assert {name for name in names if f"aten::{name}" in known} <= listed
+
+
+@pytest.mark.usefixtures("on_card")
+@pytest.mark.parametrize("low", [bf16, fp16])
+def test_types_under_autocast_are_those_of_cuda(low):
+    """docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast"."""
+    x, layer = torch.randn(4, 8, 16), nn.Linear(16, 16)
+    with torch.autocast("cpu", dtype=low):
+        y = layer(x)
+        types = {
+            "linear": (y.dtype, low),
+            "matmul": ((x @ x.mT).dtype, low),
+            "layer_norm": (nn.LayerNorm(16)(y).dtype, fp32),
+            "softmax": (y.softmax(-1).dtype, fp32),
+            "log_softmax": (y.log_softmax(-1).dtype, fp32),
+            "sum": (y.sum().dtype, fp32),
+            "cumsum": (y.cumsum(0).dtype, fp32),
+            "pow": ((y**2).dtype, fp32),
+            "exp": (y.exp().dtype, fp32),
+            "mse_loss": (F.mse_loss(y, y).dtype, fp32),
+            "cross_entropy": (F.cross_entropy(y[0], torch.zeros(8, dtype=torch.long)).dtype, fp32),
+            "gelu": (F.gelu(y).dtype, low),
+            "relu": (F.relu(y).dtype, low),
+            "cat": (torch.cat([y, y]).dtype, low),
+            "add": ((y + y).dtype, low),
+            "mean": (y.mean().dtype, low),
+            "asked for": (y.softmax(-1, dtype=torch.float64).dtype, torch.float64),
+            "widest": (torch.addcmul(x, y, y).dtype, fp32),
+            "double": (torch.exp(x.double()).dtype, torch.float64),
+        }
+    assert {name: found for name, (found, _) in types.items()} == {
+        n: known for n, (_, known) in types.items()
+    }
+
+
+def test_afterwards_the_cpu_is_as_it_was():
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def habits():
+        with torch.autocast("cpu", dtype=bf16):
+            y = x @ x
+            attended = F.scaled_dot_product_attention(*[x[None, None]] * 3)
+            return y.softmax(-1).dtype, y.sum().dtype, attended.dtype, type(F.dropout(x, 0.5).grad_fn)
+
+    before = habits()
+    with FakeTensorMode(), cuda_personality((9, 0)):
+        pass
+    assert habits() == before
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "mask", "head", "kernel"),
+    [
+        ((8, 0), bf16, False, 64, "Flash"),
+        ((9, 0), fp16, False, 80, "Flash"),
+        ((8, 9), fp32, False, 64, "Efficient"),
+        ((8, 9), bf16, True, 64, "Efficient"),
+        ((7, 5), fp16, False, 64, "Efficient"),
+        ((7, 5), bf16, False, 64, None),  # no such type before 8.0
+        ((8, 0), bf16, False, 320, "Efficient"),
+    ],
+)
+def test_attention_takes_the_kernel_that_the_card_would(capability, dtype, mask, head, kernel):
+    with FakeTensorMode(), cuda_personality(capability):
+        q = torch.randn(2, 3, 128, head, dtype=dtype, requires_grad=True)
+        given = torch.ones(128, 128, dtype=torch.bool) if mask else None
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=given)
+        assert out.shape == q.shape
+        names = []
+        nodes = [out.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            names.append(node.name())
+            nodes += [following for following, _ in node.next_functions if following is not None]
+        found = [name for name in names if "ScaledDotProduct" in name]
+        assert (found == []) if kernel is None else (kernel in found[0])
+        out.sum().backward()
+        assert q.grad.shape == q.shape
+
+
+def test_a_choice_of_the_users_is_heeded():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with FakeTensorMode(), cuda_personality((8, 0)), sdpa_kernel(SDPBackend.MATH):
+        q = torch.randn(2, 3, 128, 64, dtype=bf16, requires_grad=True)
+        assert "ScaledDotProduct" not in F.scaled_dot_product_attention(q, q, q).grad_fn.name()
+
+
+@pytest.mark.usefixtures("on_card")
+def test_dropout_keeps_a_mask_of_bytes():
+    x = torch.randn(10, requires_grad=True)
+    assert "NativeDropout" in F.dropout(x, 0.5).grad_fn.name()
+    assert F.dropout(x, 0.5, training=False) is x
+    assert F.dropout(x, 0.0).shape == x.shape
+
+
+def test_scratch_of_flash_backward_by_hand():
+    """Batch 2, 3 heads, length 200 (rounded to 256), head 40 (rounded to 64), in fp32."""
+    q = torch.empty(2, 3, 200, 40)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    assert backward_scratch_bytes(operator, (q, q)) == 4 * 2 * 3 * 256 + 4 * 2 * 3 * 256 * 64
+    assert backward_scratch_bytes(torch.ops.aten.mm.default, (q, q)) == 0
+
+
+def test_optimizers_go_over_all_parameters_at_once():
+    parameters = [nn.Parameter(torch.zeros(2))]
+    chosen = []
+    for options in ({}, {"foreach": False}, {"fused": True}):
+        optimizer = torch.optim.AdamW(parameters, **options)
+        prefer_foreach(optimizer)
+        chosen.append(optimizer.param_groups[0]["foreach"])
+    assert chosen == [True, False, None] or chosen == [True, False, False]
+    prefer_foreach(torch.optim.LBFGS(parameters))  # has no such choice
