@@ -203,7 +203,7 @@ def _at_least_32_bits(value: Tensor) -> Tensor:
 def _items_per_sample(trainee: Trainee, count: float | Tensor, size: int) -> float:
     if trainee.items_per_sample is None:
         # The only synchronisation inside a window, once in a run.
-        found = float(count) / max(size, 1)
+        found = float(count.detach() if isinstance(count, Tensor) else count) / max(size, 1)
         if not (found > 0 and math.isfinite(found)):
             return 1.0
         trainee.items_per_sample = found

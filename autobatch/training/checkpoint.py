@@ -1,30 +1,38 @@
 """Checkpoints that survive being killed at any instant, and that are never trusted unread.
 
 A checkpoint is a folder ``step-N``. It is written as ``step-N.tmp-PID``, every file flushed to the disk, the
-manifest with their sizes and SHA-256 sums last; then the folder is renamed and its parent flushed. So a folder
-called ``step-N`` is whole, and what is damaged afterwards is seen when it is read: it is named and passed over,
-never deleted. Tensors are loaded with ``weights_only``: nothing that a file holds is executed.
+manifest with their sizes and SHA-256 sums (and its own) last; then the folder is renamed and its parent
+flushed. So a folder called ``step-N`` is whole, and what is damaged afterwards is seen when it is read: it is
+named and passed over, never deleted. Tensors are loaded with ``weights_only``: nothing that a file holds is
+executed.
+
+    step-N.tmp-PID ──► step-N ──► step-N.trash-PID ──► gone          (over ``keep_last``)
+                          └─────► step-N.damaged-K                   (a run came to the same step again)
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
+import errno
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from autobatch.errors import CheckpointError
-from autobatch.files import sync_directory
+from autobatch.training.manifest import (
+    MANIFEST,
+    STATE,
+    check_files,
+    read_manifest,
+    write_manifest,
+    write_state,
+)
 
-SCHEMA = 1
-MANIFEST = "manifest.json"
-STATE = "state.pt"
 _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+\.(?:tmp|trash)-\d+")
 
@@ -71,22 +79,27 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        files = {STATE: _write_state(temporary / STATE, state)}
-        manifest = {"schema": SCHEMA, "step": step, "files": files, "facts": dict(facts)}
-        _write(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
-        sync_directory(temporary)
+        files = {STATE: write_state(temporary / STATE, state)}
+        write_manifest(temporary / MANIFEST, {"step": step, "files": files, "facts": dict(facts)})
+        _sync_directory(temporary)
         if target.exists():
             # The same step again, after a resume: what stands there is set aside until the new one stands.
-            target.rename(_trash(target))
+            target.rename(_trash(target) if is_valid(target) else _damaged(target))
         temporary.rename(target)
-        sync_directory(folder)
-    except OSError as error:
+        _sync_directory(folder)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            if _trash(target).exists() and not target.exists():
+                _trash(target).rename(target)
         shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}; "
-            "earlier checkpoints are untouched: make room or choose another --out, then --resume"
+            "earlier checkpoints are untouched: make room there and go on from the newest"
         ) from error
-    _prune(folder, keep_last=keep_last, spare={target, spare})
+    shutil.rmtree(_trash(target), ignore_errors=True)
+    _prune(folder, step=step, keep_last=keep_last, spare={target, spare})
     return target
 
 
@@ -107,7 +120,7 @@ def load_newest(folder: Path) -> Loaded | None:
         except CheckpointError as error:
             passed_over.append(str(error))
             continue
-        except Exception as error:  # noqa: BLE001 - whatever a hostile or foreign file makes the reader raise
+        except Exception as error:  # whatever a hostile or foreign file makes the reader raise
             passed_over.append(f"{path}: {STATE} cannot be read ({type(error).__name__})")
             continue
         return Loaded(path, state, manifest["facts"], passed_over)
@@ -133,107 +146,79 @@ def verify(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged or of a future version; names the file and what is wrong.
     """
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    return manifest
+
+
+def is_valid(path: Path) -> bool:
+    """Whether a checkpoint is as it was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        schema, files, facts = manifest["schema"], manifest["files"], manifest["facts"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__})") from None
-    if schema != SCHEMA:
-        raise CheckpointError(f"{path}: written in format {schema}, this version reads {SCHEMA}")
-    if not isinstance(files, dict) or STATE not in files or not isinstance(facts, dict):
-        raise CheckpointError(f"{path}: {MANIFEST} names no {STATE}")
-    for name, expected in files.items():
-        try:
-            size = (path / name).stat().st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path}: {name} has {size} bytes instead of {expected['bytes']}")
-            with (path / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror})") from None
-        if found != expected["sha256"]:
-            raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
-    return dict(manifest)
+        verify(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def clean_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half written; what was set aside comes back if nothing replaced it."""
+    """Remove what a killed process left half written; what it only set aside comes back."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if not _LEFTOVER.fullmatch(path.name):
             continue
         published = folder / path.name.split(".")[0]
-        if ".trash-" in path.name and not published.exists() and _is_valid(path):
+        if ".trash-" in path.name and not published.exists() and is_valid(path):
             path.rename(published)
         else:
             shutil.rmtree(path, ignore_errors=True)
 
 
-class _Digest:
-    """A file that is hashed while it is written; keeps the system's own error, which torch.save hides."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-        self.size = 0
-        self.error: OSError | None = None
-
-    def write(self, content: bytes) -> int:
-        try:
-            self.file.write(content)
-        except OSError as error:
-            self.error = error
+def _sync_directory(directory: Path) -> None:
+    """Make renames durable; file systems that cannot flush a directory say so, and are taken at that."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
             raise
-        self.sha256.update(content)
-        self.size += len(content)
-        return len(content)
-
-    def flush(self) -> None:
-        self.file.flush()
+    finally:
+        os.close(descriptor)
 
 
-def _write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    with path.open("wb") as file:
-        digest = _Digest(file)
-        try:
-            torch.save(dict(state), digest)  # type: ignore[arg-type]
-        except RuntimeError:
-            if digest.error is None:
-                raise
-        if digest.error is not None:
-            raise digest.error
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": digest.size, "sha256": digest.sha256.hexdigest()}
+def _prune(folder: Path, *, step: int, keep_last: int, spare: set[Path | None]) -> None:
+    """Drop the oldest over ``keep_last``; each disappears by one rename, so that none is ever half there.
 
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _prune(folder: Path, *, keep_last: int, spare: set[Path | None]) -> None:
-    """Drop the oldest over ``keep_last``; each disappears by one rename, so that none is ever half there."""
-    for path in list_checkpoints(folder)[:-keep_last]:
-        if path in spare or not (path / MANIFEST).is_file():
+    Damaged ones are not counted and not dropped; later steps than this are of a run that was given up
+    because they are damaged.
+    """
+    whole = [path for path in list_checkpoints(folder) if _number(path) <= step and _looks_whole(path)]
+    for path in whole[:-keep_last]:
+        if path in spare:
             continue
-        try:
+        # What cannot be dropped today (another's permissions, say) is tried again at the next checkpoint.
+        with contextlib.suppress(OSError):
             path.rename(_trash(path))
-        except OSError:
-            continue
-        shutil.rmtree(_trash(path), ignore_errors=True)
-    for trash in folder.glob(f"step-*.trash-{os.getpid()}"):
-        shutil.rmtree(trash, ignore_errors=True)
+            shutil.rmtree(_trash(path))
+
+
+def _looks_whole(path: Path) -> bool:
+    """Whether manifest and sizes are right; sums are only read where a checkpoint is loaded."""
+    try:
+        check_files(path, read_manifest(path), sums=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _trash(path: Path) -> Path:
     return path.with_name(f"{path.name}.trash-{os.getpid()}")
 
 
-def _is_valid(path: Path) -> bool:
-    try:
-        verify(path)
-    except CheckpointError:
-        return False
-    return True
+def _damaged(path: Path) -> Path:
+    number = 1
+    while path.with_name(f"{path.name}.damaged-{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}.damaged-{number}")

@@ -1,6 +1,6 @@
 """A training run on the disk: the loop, with what it writes and the signals it obeys.
 
-OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors
+OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/oom.json
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from typing import Any
 import msgspec
 import torch
 
-from autobatch.errors import AutobatchError, CheckpointError, Interrupted
+from autobatch.errors import AutobatchError, CheckpointError, Interrupted, RestartSmallerError
 from autobatch.files import write_atomic
 from autobatch.progress import Progress
 from autobatch.records import StepRecord, Training
-from autobatch.training.checkpoint import Loaded, save_checkpoint
+from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
 from autobatch.training.evaluation import evaluate
 from autobatch.training.loop import Loop
+from autobatch.training.resume import check_storable
 from autobatch.training.signals import StopRequest, stop_on_signals
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
+SHRINKING = "oom.json"
+"""Left by a run that ended out of memory: the micro-batch to go on with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +51,91 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     Raises:
         Interrupted: a signal came; a checkpoint was written.
         CheckpointError: a checkpoint could not be written.
+        InputError: the workload keeps state that no checkpoint can hold.
         AutobatchError: see `Loop.run`.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
-    metrics = settings.out / METRICS
-    rows = _rewind(metrics, loop.windows_seen)
-    tally = _Summary(rows)
-    saved: Path | None = None if resumed is None else resumed.path
-    with stop_on_signals() as request, metrics.open("a", encoding="utf-8") as log:
-        try:
-            for record in loop.run():
+    _take_over_shrinking(loop, settings.out, resumed)
+    check_storable(loop.state_dict())
+    tally = _Summary()
+    _rewind(settings.out / METRICS, loop.windows_seen, tally)
+    run = _Run(loop, settings, resumed)
+    try:
+        with stop_on_signals() as request:
+            run.train_windows(request, progress, tally)
+            validation = evaluate(
+                loop.workload,
+                loop.trainee,
+                device=loop.device,
+                meter=loop.meter,
+                micro_batch=loop.micro_batch,
+                poll=lambda: run.stop_if_asked(request),
+            )
+    except Interrupted:
+        raise
+    except RestartSmallerError as error:
+        content = {"windows_seen": loop.windows_seen, "micro_batch": loop.micro_batch, "error": str(error)}
+        write_atomic(settings.out / SHRINKING, json.dumps(content, indent=1).encode())
+        error.add_note(f"go on in smaller micro-batches with: {settings.resume_hint}")
+        raise
+    except AutobatchError as error:
+        if list_checkpoints(settings.out / CHECKPOINTS):
+            error.add_note(f"go on from the newest checkpoint with: {settings.resume_hint}")
+        raise
+    export_weights(loop.trainee.model, settings.out / WEIGHTS)
+    return tally.training(loop, validation, run.saved, resumed)
+
+
+class _Run:
+    """A loop with the folder that it writes to."""
+
+    def __init__(self, loop: Loop, settings: RunSettings, resumed: Loaded | None) -> None:
+        self._loop = loop
+        self._settings = settings
+        self._spare = None if resumed is None else resumed.path
+        self.saved = self._spare
+        """The last checkpoint."""
+
+    def train_windows(self, request: StopRequest, progress: Progress, tally: _Summary) -> None:
+        """Train the windows that are left, with a checkpoint at the end."""
+        every = self._settings.checkpoint_every
+        with (self._settings.out / METRICS).open("a", encoding="utf-8") as log:
+            for record in self._loop.run():
                 log.write(msgspec.json.encode(record).decode() + "\n")
                 log.flush()
                 tally.add(record)
-                progress.stepped(record, loop.course.total)
-                if request.signal_number is not None:
-                    _stop(loop, settings, request, resumed)
-                if settings.checkpoint_every and record.step % settings.checkpoint_every == 0:
-                    saved = _save(loop, settings, resumed)
-        except AutobatchError as error:
-            error.add_note(f"go on from the newest checkpoint with: {settings.resume_hint}")
-            raise
-        if saved is None or loop.windows_seen != _step_of(saved):
-            saved = _save(loop, settings, resumed)
-        validation = evaluate(loop.workload, loop.trainee, micro_batch=loop.micro_batch)
-    export_weights(loop.trainee.model, settings.out / WEIGHTS)
-    return tally.training(loop, validation, saved, resumed)
+                progress.stepped(record, self._loop.course.total)
+                if every and record.step % every == 0:
+                    self._save()
+                self.stop_if_asked(request)
+        if self.saved is None or self._loop.windows_seen != _step_of(self.saved):
+            self._save()
+
+    def stop_if_asked(self, request: StopRequest) -> None:
+        """Leave once a signal has come; what was trained is in a checkpoint."""
+        if request.signal_number is None:
+            return
+        if self.saved is None or self._loop.windows_seen != _step_of(self.saved):
+            self._save()
+        raise Interrupted(
+            f"stopped after step {self._loop.windows_seen} of {self._loop.course.total} with checkpoint "
+            f"{self.saved}; go on with: {self._settings.resume_hint}",
+            signal_number=request.counts_as,
+        )
+
+    def _save(self) -> None:
+        state = self._loop.state_dict()
+        check_storable(state)
+        self.saved = save_checkpoint(
+            self._settings.out / CHECKPOINTS,
+            step=self._loop.windows_seen,
+            state=state,
+            facts=self._settings.facts,
+            keep_last=self._settings.keep_last,
+            spare=self._spare,
+        )
+        # The smaller micro-batch stands in the checkpoint from now on.
+        (self._settings.out / SHRINKING).unlink(missing_ok=True)
 
 
 def export_weights(model: torch.nn.Module, path: Path) -> None:
@@ -100,13 +162,21 @@ def export_weights(model: torch.nn.Module, path: Path) -> None:
 class _Summary:
     """Running totals of a run; constant in size."""
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.first_loss: float | None = rows[0].get("loss") if rows else None
-        self.final_loss: float | None = rows[-1].get("loss") if rows else None
-        self.skipped = sum(not row.get("applied", True) for row in rows)
+    def __init__(self) -> None:
+        self.first_loss: float | None = None
+        self.final_loss: float | None = None
+        self.skipped = 0
         self.samples = 0
         self.seconds = 0.0
-        self._before = rows[-1].get("samples", 0) if rows else 0
+        self._before = 0
+
+    def recall(self, row: Mapping[str, Any]) -> None:
+        """Take in a window that was trained before the run was resumed."""
+        loss = row.get("loss")
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.final_loss = loss if loss is not None else self.final_loss
+        self.skipped += not row.get("applied", True)
+        self._before = row.get("samples", self._before)
 
     def add(self, record: StepRecord) -> None:
         """Take in a window."""
@@ -136,40 +206,36 @@ class _Summary:
         )
 
 
-def _save(loop: Loop, settings: RunSettings, resumed: Loaded | None) -> Path:
-    return save_checkpoint(
-        settings.out / CHECKPOINTS,
-        step=loop.windows_seen,
-        state=loop.state_dict(),
-        facts=settings.facts,
-        keep_last=settings.keep_last,
-        spare=None if resumed is None else resumed.path,
-    )
+def _take_over_shrinking(loop: Loop, out: Path, resumed: Loaded | None) -> None:
+    """Start with the smaller micro-batch that a run asked for which ended out of memory."""
+    path = out / SHRINKING
+    if resumed is None:
+        path.unlink(missing_ok=True)
+        return
+    try:
+        wanted = json.loads(path.read_bytes())["micro_batch"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if isinstance(wanted, int) and wanted >= 1:
+        loop.micro_batch = min(loop.micro_batch, wanted)
 
 
-def _stop(loop: Loop, settings: RunSettings, request: StopRequest, resumed: Loaded | None) -> None:
-    path = _save(loop, settings, resumed)
-    raise Interrupted(
-        f"stopped after step {loop.windows_seen} of {loop.course.total}, checkpoint {path}",
-        signal_number=request.signal_number or 0,
-    )
-
-
-def _rewind(path: Path, windows_seen: int) -> list[dict[str, Any]]:
-    """Drop the lines of windows that a resumed run will train again; return those that stay."""
+def _rewind(path: Path, windows_seen: int, tally: _Summary) -> None:
+    """Drop the lines of windows that a resumed run will train again; add up those that stay."""
     if not path.is_file():
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            # The last line of a run that was killed while it wrote.
-            continue
-        if isinstance(row, dict) and row.get("step", windows_seen + 1) <= windows_seen:
-            rows.append(row)
-    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    return rows
+        return
+    kept: list[bytes] = []
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                # The last line of a run that was killed while it wrote.
+                continue
+            if isinstance(row, dict) and row.get("step", windows_seen + 1) <= windows_seen:
+                tally.recall(row)
+                kept.append(line.rstrip(b"\n") + b"\n")
+    write_atomic(path, b"".join(kept))
 
 
 def _step_of(checkpoint: Path) -> int:

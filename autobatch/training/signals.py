@@ -17,6 +17,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_number: int | None = None
 
+    @property
+    def counts_as(self) -> int:
+        """The signal for the exit code: Ctrl-C is SIGINT, and whatever else asks is SIGTERM."""
+        return signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM
+
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
@@ -40,4 +45,5 @@ def stop_on_signals() -> Iterator[StopRequest]:
         yield request
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: installed by something that is not Python, and not ours to bring back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,8 +1,8 @@
 """Which samples an optimizer step takes, and in which order.
 
-Windows of exactly ``target_batch`` sample ids are drawn first, from a permutation of each epoch that depends on
-the seed and the epoch alone, and split afterwards: the order of the data does not depend on the micro-batch,
-on the number of workers, on the ranks or on where a run was resumed.
+Windows of exactly ``target_batch`` sample ids are drawn first, from a permutation of each epoch that depends
+on the seed and the epoch alone, and split afterwards: the order of the data does not depend on the
+micro-batch, on the number of workers, on the ranks or on where a run was resumed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 LastWindow = Literal["carry", "flush", "drop"]
 
 
-class Window(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Window:
     """The samples of one optimizer step, over all ranks."""
 
     index: int

@@ -1,0 +1,177 @@
+"""Small workloads and loops that the tests of this room share, and the full batch as an independent oracle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from autobatch.device.base import Device, Meter
+from autobatch.device.cpu import CpuDevice, SilentMeter
+from autobatch.records import Precision
+from autobatch.state import seed_everything
+from autobatch.step import assemble
+from autobatch.training.loop import Loop
+from autobatch.training.windows import Course
+from autobatch.workload import Batch, Loss, Workload
+
+IGNORED = -100
+
+
+class Rows(Dataset[Any]):
+    """Samples of a table in memory."""
+
+    def __init__(self, *columns: Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(column[index] for column in self.columns)
+
+
+def points(samples: int = 24, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Rows:
+    """Points in 5 dimensions with one of 3 labels."""
+    generator = torch.Generator().manual_seed(seed)
+    return Rows(
+        torch.randn(samples, 5, dtype=dtype, generator=generator),
+        torch.randint(3, (samples,), generator=generator),
+    )
+
+
+def tokens(samples: int = 24, *, length: int = 6, seed: int = 0) -> Rows:
+    """Sequences with ragged labels: from none to all of the positions count."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(7, (samples, length), generator=generator)
+    labels = torch.randint(7, (samples, length), generator=generator)
+    counted = torch.randint(length + 1, (samples, 1), generator=generator)
+    labels[torch.arange(length).expand(samples, -1) >= counted] = IGNORED
+    return Rows(ids, labels)
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def language_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 7)).to(dtype)
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, labels = batch
+    return cross_entropy(model(inputs), labels)
+
+
+def token_loss(model: nn.Module, batch: Batch) -> Loss:
+    ids, labels = batch
+    total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return Loss(total, (labels != IGNORED).sum())
+
+
+def make_workload(**changes: Any) -> Workload:
+    fields: dict[str, Any] = {
+        "model": network,
+        "train_data": points(),
+        "loss": mean_loss,
+        "optimizer": lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate),
+        "learning_rate": 0.1,
+    }
+    return Workload(**{**fields, **changes})
+
+
+def make_loop(
+    workload: Workload,
+    *,
+    target_batch: int = 24,
+    micro_batch: int = 5,
+    steps: int | None = 3,
+    epochs: int | None = None,
+    seed: int = 0,
+    precision: Precision = "fp32",
+    max_grad_norm: float | None = None,
+    last_window: Any = "carry",
+    device: Device | None = None,
+    meter: Meter | None = None,
+) -> Loop:
+    """A loop as ``fit`` opens it: everything drawn from the seed."""
+    seed_everything(seed)
+    device = device or CpuDevice(memory_budget="1GiB")
+    model = workload.model()
+    trainee = assemble(
+        workload,
+        model,
+        device.torch_device,
+        precision=precision,
+        learning_rate=workload.learning_rate,
+        max_grad_norm=max_grad_norm,
+    )
+    course = Course(
+        samples=len(workload.train_data),  # type: ignore[arg-type]
+        target_batch=target_batch,
+        seed=seed,
+        steps=steps,
+        epochs=epochs,
+        last_window=last_window,
+    )
+    schedules = []
+    if workload.schedule is not None:
+        schedules = [workload.schedule(optimizer, course.total) for optimizer in trainee.optimizers]
+    return Loop(
+        workload=workload,
+        trainee=trainee,
+        course=course,
+        device=device,
+        meter=meter or SilentMeter(),
+        micro_batch=micro_batch,
+        schedules=schedules,
+    )
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters and floating buffers in one vector of float64."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return torch.cat([t.detach().double().flatten() for t in tensors if t.is_floating_point()])
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of all that a model holds."""
+    digest = hashlib.sha256()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Relative L2 distance."""
+    return float((one - other).norm() / other.norm())
+
+
+def reference(
+    workload: Workload,
+    windows: Sequence[Sequence[int]],
+    whole_loss: Callable[[nn.Module, Batch], Tensor],
+    *,
+    seed: int = 0,
+    clip: float | None = None,
+) -> tuple[Tensor, list[float]]:
+    """Train with one pass over each whole window, written as by hand; weights and losses."""
+    seed_everything(seed)
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
+    losses = []
+    for ids in windows:
+        batch = torch.utils.data.default_collate([workload.train_data[i] for i in ids])
+        optimizer.zero_grad()
+        loss = whole_loss(model, batch)
+        losses.append(loss.item())
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return weights(model), losses

@@ -1,0 +1,153 @@
+"""The loop over whole runs: windows, figures, schedules, and losses that are not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.errors import NonFiniteError
+from autobatch.workload import Loss
+from tests.training.helpers import (
+    Rows,
+    apart,
+    make_loop,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+    reference,
+    weights,
+)
+
+
+@pytest.mark.parametrize("last_window", ["carry", "flush", "drop"])
+@pytest.mark.parametrize("micro_batch", [1, 3, 7, 50])
+def test_a_run_is_that_of_whole_windows(last_window: str, micro_batch: int) -> None:
+    """24 samples by windows of 7 over 3 epochs, momentum and decay included."""
+    workload = make_workload(
+        optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01)
+    )
+    loop = make_loop(
+        workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_window=last_window
+    )
+    records = list(loop.run())
+    windows = [window.ids for window in loop.course.windows()]
+    expected, losses = reference(workload, windows, mean_loss)
+    assert apart(weights(loop.trainee.model), expected) <= 1e-12
+    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
+    assert len(records) == loop.course.total == {"carry": 11, "flush": 12, "drop": 9}[last_window]
+    assert records[-1].samples == sum(map(len, windows))
+
+
+@pytest.mark.parametrize(("last_window", "expected"), [("flush", -2.0), ("carry", -2.0), ("drop", -0.0)])
+def test_a_short_last_window_is_a_whole_step(last_window: str, expected: float) -> None:
+    """Five samples by fours, gradient 1 each: loops that divide by 4 all the same end at -1.25."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    workload = make_workload(
+        model=One,
+        train_data=Rows(torch.ones(5, dtype=torch.float64)),
+        loss=lambda model, batch: (model.weight * batch[0]).mean(),
+        learning_rate=1.0,
+    )
+    loop = make_loop(
+        workload, target_batch=4, micro_batch=1, steps=None, epochs=1, last_window=last_window
+    )
+    steps = len(list(loop.run()))
+    assert float(loop.trainee.model.weight.detach()) == (expected if last_window != "drop" else -1.0)
+    assert steps == (1 if last_window == "drop" else 2)
+
+
+def test_a_window_larger_than_the_data_takes_it_several_times() -> None:
+    loop = make_loop(make_workload(), target_batch=60, micro_batch=7, steps=2)
+    expected, _ = reference(loop.workload, [w.ids for w in loop.course.windows()], mean_loss)
+    assert [record.samples for record in loop.run()] == [60, 120]
+    assert apart(weights(loop.trainee.model), expected) <= 1e-12
+
+
+def test_the_schedule_ends_exactly_with_the_run() -> None:
+    seen = []
+
+    def schedule(optimizer, steps):
+        seen.append(steps)
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+
+    loop = make_loop(
+        make_workload(schedule=schedule), target_batch=7, steps=None, epochs=3, micro_batch=3
+    )
+    records = list(loop.run())
+    assert seen == [11] == [len(records)]
+    rates = [record.learning_rate for record in records]
+    assert rates == pytest.approx([0.1 * (1 - k / 11) for k in range(11)])
+    assert loop.trainee.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
+
+
+def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
+    data = points(24, dtype=dtype)
+    for index, value in samples.items():
+        data.columns[0][index, 0] = value
+    return data
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(value, precision) -> None:
+    workload = make_workload(model=lambda: network(torch.float32))
+    bad = list(make_loop(workload, target_batch=6, steps=4).course.windows())[2].ids[4]
+    workload = make_workload(
+        model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value})
+    )
+    loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
+    run = loop.run()
+    next(run)
+    next(run)
+    before = weights(loop.trainee.model)
+    random_state = torch.get_rng_state()
+    with pytest.raises(NonFiniteError, match=rf"loss \(nan\) of step 3 .* sample {bad} does it alone"):
+        next(run)
+    assert torch.equal(weights(loop.trainee.model), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert loop.windows_seen == loop.steps_applied == 2
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss() -> None:
+    def loss(model, batch):
+        return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
+
+    loop = make_loop(make_workload(loss=loss), target_batch=6, steps=4)
+    before = weights(loop.trainee.model)
+    with pytest.raises(NonFiniteError, match="the gradient of step 1 is not finite: no step was taken; samples"):
+        next(loop.run())
+    assert torch.equal(weights(loop.trainee.model), before)
+
+
+def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
+    def loss(model, batch):
+        return Loss(mean_loss(model, batch) * 0.0, 0)
+
+    loop = make_loop(
+        make_workload(
+            loss=loss, schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        ),
+        steps=3,
+    )
+    records = list(loop.run())
+    assert [(r.applied, r.loss, r.count) for r in records] == [(False, None, 0.0)] * 3
+    assert (loop.windows_seen, loop.steps_applied, loop.schedules[0].last_epoch) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 24])
+def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int) -> None:
+    loop = make_loop(make_workload(), micro_batch=micro_batch, steps=4)
+    whole = make_loop(make_workload(), micro_batch=24, steps=4)
+    for one, other in zip(loop.run(), whole.run(), strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-12)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-12)
+        assert (one.count, one.samples, one.step) == (other.count, other.samples, other.step)

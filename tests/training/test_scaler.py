@@ -1,0 +1,173 @@
+"""fp16: an overflow costs a window and half the scale, and nothing else. GradScaler works on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.errors import NonFiniteError
+from tests.training.helpers import Rows, make_loop, make_workload, mean_loss, network, points, weights
+
+TARGET = 8
+
+
+class Overflow(torch.autograd.Function):
+    """Its gradient is infinite where it is told so."""
+
+    @staticmethod
+    def forward(ctx, value: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(bad)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        (bad,) = ctx.saved_tensors
+        return torch.where(bad.any(), torch.full_like(gradient, math.inf), gradient), None
+
+
+def flagged(bad: set[int], samples: int = 32) -> Rows:
+    """Points, some of which overflow."""
+    data = points(samples, dtype=torch.float32)
+    flags = torch.zeros(samples, dtype=torch.bool)
+    flags[list(bad)] = True
+    return Rows(*data.columns, flags)
+
+
+def loss(model: nn.Module, batch) -> torch.Tensor:
+    inputs, labels, bad = batch
+    return Overflow.apply(mean_loss(model, (inputs, labels)), bad)
+
+
+def fp16_loop(data: Rows, **changes):
+    workload = make_workload(
+        **{
+            "model": lambda: network(torch.float32),
+            "train_data": data,
+            "loss": loss,
+            "schedule": lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+            **changes,
+        }
+    )
+    return make_loop(workload, target_batch=TARGET, micro_batch=2, steps=4, precision="fp16")
+
+
+def window_of(loop, index: int) -> list[int]:
+    return next(loop.course.windows(index)).ids
+
+
+def test_an_overflow_in_micro_batch_2_of_4_skips_the_window_and_nothing_else() -> None:
+    clean = fp16_loop(flagged(set()))
+    bad = window_of(clean, 1)[2]
+    loop = fp16_loop(flagged({bad}))
+    run = loop.run()
+    next(run)
+    scaler = loop.trainee.scaler
+    before = weights(loop.trainee.model)
+    scale = scaler.get_scale()
+    schedule = loop.schedules[0].state_dict()
+    skipped = next(run)
+    assert not skipped.applied
+    assert skipped.grad_norm is None
+    assert math.isfinite(skipped.loss)
+    assert torch.equal(weights(loop.trainee.model), before)
+    assert scaler.get_scale() == scale / 2
+    assert loop.schedules[0].state_dict() == schedule
+    assert (loop.windows_seen, loop.steps_applied, skipped.samples) == (2, 1, 2 * TARGET)
+    after = next(run)
+    assert after.applied
+    assert scaler.get_scale() == scale / 2
+    assert (loop.windows_seen, loop.steps_applied) == (3, 2)
+    assert after.learning_rate == skipped.learning_rate == 0.05
+
+
+def test_scaled_training_is_that_without_a_scale() -> None:
+    """A scale is a power of two: with the same rounded forward passes it changes nothing."""
+    loop = fp16_loop(flagged(set()))
+    other = fp16_loop(flagged(set()))
+    other.trainee.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for one, two in zip(loop.run(), other.run(), strict=True):
+        assert one.loss == pytest.approx(two.loss, rel=1e-3)
+        assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-2)
+    assert torch.allclose(weights(loop.trainee.model), weights(other.trainee.model), atol=1e-3)
+
+
+class Two(nn.Module):
+    """Two networks, of which one may overflow; and a third that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = network(torch.float32)
+        self.second = network(torch.float32)
+        self.unused = nn.Linear(1, 1)
+
+
+def two_losses(model: Two, batch) -> torch.Tensor:
+    inputs, labels, bad = batch
+    return mean_loss(model.first, (inputs, labels)) + loss(model.second, batch)
+
+
+def by_part(names: list[str]):
+    models: list[Two] = []
+
+    def build() -> Two:
+        models.append(Two())
+        return models[-1]
+
+    def optimizers(params, lr):
+        list(params)
+        return [torch.optim.SGD(getattr(models[-1], name).parameters(), lr=lr) for name in names]
+
+    return {"model": build, "optimizer": optimizers, "loss": two_losses}
+
+
+def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
+    bad = window_of(fp16_loop(flagged(set())), 1)[5]
+    loop = fp16_loop(flagged({bad}), **by_part(["first", "second"]))
+    loop.trainee.max_grad_norm = 0.01
+    run = loop.run()
+    next(run)
+    first, second = weights(loop.trainee.model.first), weights(loop.trainee.model.second)
+    scale = loop.trainee.scaler.get_scale()
+    record = next(run)
+    moved = (weights(loop.trainee.model.first) - first).norm()
+    assert record.applied
+    # Clipped by the norm of what is stepped with, not to nothing by the infinite one.
+    assert moved == pytest.approx(0.01 * 0.05, rel=1e-2)
+    assert torch.equal(weights(loop.trainee.model.second), second)
+    assert loop.trainee.scaler.get_scale() == scale / 2
+    assert [schedule.last_epoch for schedule in loop.schedules] == [2, 1]
+    assert next(run).applied
+
+
+def test_an_optimizer_without_any_gradient_is_no_error() -> None:
+    loop = fp16_loop(flagged(set()), **by_part(["first", "second", "unused"]))
+    assert [record.applied for record in loop.run()] == [True] * 4
+    assert loop.steps_applied == 4
+
+
+def test_gradients_that_overflow_at_every_scale_end_the_run() -> None:
+    loop = fp16_loop(flagged(set(range(32))))
+    loop.trainee.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-9)
+    run = loop.run()
+    assert not next(run).applied
+    before = weights(loop.trainee.model)
+    with pytest.raises(NonFiniteError, match=r"gradient of step 2 is not finite at a loss scale of"):
+        next(run)
+    assert torch.equal(weights(loop.trainee.model), before)
+
+
+def test_a_fused_optimizer_skips_an_overflow_too() -> None:
+    bad = window_of(fp16_loop(flagged(set())), 1)[2]
+    loop = fp16_loop(
+        flagged({bad}), optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True)
+    )
+    run = loop.run()
+    next(run)
+    before = weights(loop.trainee.model)
+    assert not next(run).applied
+    assert torch.equal(weights(loop.trainee.model), before)
+    assert next(run).applied
+    assert not torch.equal(weights(loop.trainee.model), before)
