@@ -51,7 +51,8 @@ _FP32_RESULT = _names(
 _LOWER = _names(
     """
     _convolution convolution addmv addr mv einsum chain_matmul linalg_multi_dot
-    _thnn_fused_lstm_cell _thnn_fused_gru_cell _scaled_dot_product_flash_attention lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell _scaled_dot_product_flash_attention lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell
     """
 )
 """``AT_FORALL_LOWER_PRECISION_FP``, without those that the CPU casts the same way."""

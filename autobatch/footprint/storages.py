@@ -18,6 +18,9 @@ from torch import Tensor
 from autobatch.footprint.budget import Allocator, OutOfBudget
 from autobatch.footprint.trace import FREE
 
+EMPTY = -1
+"""In place of a block's number: the storage has no byte."""
+
 
 class Watch(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a counted storage, with what the allocator knows of it."""
@@ -194,9 +197,12 @@ class StorageBook:
         self._live[watch.key] = watch
 
     def _new_block(self, size: int) -> int:
+        """Number a block; an empty one takes no memory and has no number, so numbers follow the events."""
+        if not size:
+            return EMPTY
         block = self._blocks
         self._blocks += 1
-        if self._record and size:
+        if self._record:
             self.events.append((block, size))
         if self._on_new is not None:
             self._on_new(block)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.footprint.budget import Allocator, OutOfBudget
 from autobatch.footprint.foresee import output_bytes
-from autobatch.footprint.storages import StorageBook
+from autobatch.footprint.storages import EMPTY, StorageBook
 from autobatch.footprint.trace import Trace
 
 
@@ -115,7 +115,7 @@ class StorageMode(TorchDispatchMode):
     def block_of(self, tensor: Tensor) -> int | None:
         """The number of the block that a tensor lives in; ``None`` if it is not counted."""
         watch = self._book.watch_of(tensor)
-        return None if watch is None else watch.block
+        return None if watch is None or watch.block == EMPTY else watch.block
 
     @property
     def position(self) -> int:

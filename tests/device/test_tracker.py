@@ -140,6 +140,16 @@ def test_resized_storages():
         assert held(meter) == 2 * KiB
 
 
+def test_empty_tensors_take_no_number():
+    with tracker() as meter:
+        empty = torch.empty(0)
+        x = torch.ones(2)
+        assert meter.trace().events == ((0, 8),)
+        assert (meter.block_of(x), meter.block_of(empty)) == (0, None)
+        empty.resize_(3)
+        assert meter.block_of(empty) == 1
+
+
 def test_several_outputs_that_do_not_all_fit_leave_nothing():
     with tracker(10_000) as meter:
         x = torch.randn(1000)
