@@ -17,6 +17,7 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.errors import InputError
+from autobatch.finding import DEMO, load_workload
 from autobatch.fits import KeyValue
 from autobatch.footprint.allocator import Allocator, AllocatorConfig, CachingAllocator, Ledger
 from autobatch.hardware import data_home, load_profile
@@ -24,7 +25,7 @@ from autobatch.records import DeviceRecord, Precision, Record
 from autobatch.samples import Costliest
 from autobatch.state import preserved_random_state, seed_everything
 from autobatch.step import tensors_of
-from autobatch.workload import DEMO, Workload, load_workload, user_code
+from autobatch.workload import Workload, user_code
 
 
 class Facts(Record, frozen=True, kw_only=True):

@@ -1,18 +1,18 @@
-"""What the user hands over, and how it is found.
+"""What the user hands over, and whose fault an error is.
 
 A `Workload` names functions and data; nothing is built or touched until a part of autobatch needs it.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from autobatch.errors import AutobatchError, InputError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 Batch: TypeAlias = Any
 """What the workload's collate makes of a list of samples."""
-
-DEMO = "autobatch.demo:workload"
 
 
 class Loss(NamedTuple):
@@ -72,51 +70,36 @@ class Workload:
         for field in ("model", "loss", "optimizer"):
             if not callable(getattr(self, field)):
                 raise InputError(
-                    f"Workload({field}=…) must be a function, found {_kind(getattr(self, field))}"
+                    f"Workload({field}=…) must be a function, found {kind_of(getattr(self, field))}"
                 )
+        if _is_module(self.model):
+            raise InputError(
+                f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
+                "that is built already: write model=lambda: …, for a probe starts from scratch"
+            )
         for field in ("collate", "schedule", "metrics", "size_of"):
             value = getattr(self, field)
             if value is not None and not callable(value):
-                raise InputError(f"Workload({field}=…) must be a function or None, found {_kind(value)}")
+                raise InputError(f"Workload({field}=…) must be a function or None, found {kind_of(value)}")
         for field in ("train_data", "validation_data"):
             data = getattr(self, field)
-            if data is not None and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            if data is None and field == "validation_data":
+                continue
+            if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
                 raise InputError(
-                    f"Workload({field}=…) must have __getitem__ and __len__ (map-style), found {_kind(data)}"
+                    f"Workload({field}=…) must have __getitem__ and __len__ (map-style), "
+                    f"found {kind_of(data)}"
                 )
         if not len(self.train_data):  # type: ignore[arg-type]
             raise InputError("Workload(train_data=…) has 0 samples: at least 1 is needed")
-        if not (isinstance(self.learning_rate, int | float) and self.learning_rate > 0):
+        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
             raise InputError(
-                f"Workload(learning_rate=…) must be a number over 0, found {self.learning_rate!r}"
+                f"Workload(learning_rate=…) must be a finite number over 0, found {self.learning_rate!r}"
             )
-        if self.base_batch is not None and not (isinstance(self.base_batch, int) and self.base_batch >= 1):
+        if self.base_batch is not None and not (_is_number(self.base_batch, int) and self.base_batch >= 1):
             raise InputError(f"Workload(base_batch=…) must be 1 or more, or None, found {self.base_batch!r}")
-
-
-def load_workload(reference: str) -> Workload:
-    """Find and call the function that ``module:function`` or ``path/to/file.py:function`` names.
-
-    The working directory is importable, as for ``python -m``.
-
-    Raises:
-        InputError: there is no such file, module or function, or it returns no `Workload`.
-    """
-    place, _, function = reference.rpartition(":")
-    if not place or not function:
-        raise InputError(
-            f"{reference!r} names no workload: write module:function or path/to/file.py:function"
-        )
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    make = getattr(module, function, None)
-    if make is None:
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise InputError(f"{place} has no {function!r}; it has: {', '.join(names) or 'no function'}")
-    with user_code(reference):
-        workload = make() if callable(make) and not isinstance(make, Workload) else make
-    if not isinstance(workload, Workload):
-        raise InputError(f"{reference} returned {_kind(workload)}, not an autobatch.Workload")
-    return workload
+        if not isinstance(self.name, str) or self.name in ("", ".", "..") or set(self.name) & set("/\\\0\n"):
+            raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
 
 
 @contextmanager
@@ -182,53 +165,16 @@ def user_frame(error: BaseException) -> str | None:
     return found
 
 
-def _load_module(name: str) -> Any:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise InputError(f"{name!r} names no module: write module:function or path/to/file.py:function")
-    _importable(Path.cwd())
-    try:
-        # Imports the packages above it, which are the user's own code.
-        with user_code(name):
-            found = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        found = None
-    except ValueError:
-        found = None
-    if found is None:
-        raise InputError(f"there is no module {name!r} to import from {Path.cwd()}")
-    with user_code(name):
-        return importlib.import_module(name)
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {path} (looked from {Path.cwd()})")
-    _importable(path.resolve().parent)
-    # Registered, so that worker processes and pickles can find what it defines; never over another module.
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
-        return known
-    name = path.stem if known is None else f"{path.stem}_workload"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        with user_code(str(path)):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _importable(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """What a value is, for a message: ``a list``."""
     return "nothing (None)" if value is None else f"a {type(value).__name__}"
+
+
+def _is_number(value: object, kind: type | UnionType = int | float) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_module(value: object) -> bool:
+    """Whether this is a ``torch.nn.Module``: not so where torch was never imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)

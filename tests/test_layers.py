@@ -17,7 +17,7 @@ FLOORS = [
     {"records"},
     {"workload", "planning", "card", "knobs"},
     {"hardware", "config"},
-    {"sources", "failures", "outlet"},
+    {"sources", "failures", "finding", "outlet"},
     {"batches", "state"},
     {"gradients"},
     {"trainee"},
