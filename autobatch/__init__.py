@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from autobatch.errors import AutobatchError, DoesNotFitError, InputError
-    from autobatch.pipeline import fit, plan, probe, tune
+    from autobatch.pipeline import estimate, fit, plan, probe, tune
     from autobatch.records import Plan, Probe
     from autobatch.results import Result
     from autobatch.workload import Loss, Workload
@@ -22,6 +22,7 @@ _HOMES = {
     "Probe": "records",
     "Result": "results",
     "Workload": "workload",
+    "estimate": "pipeline",
     "fit": "pipeline",
     "plan": "pipeline",
     "probe": "pipeline",
@@ -38,6 +39,7 @@ __all__ = [
     "Result",
     "Workload",
     "__version__",
+    "estimate",
     "fit",
     "plan",
     "probe",

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 from autobatch import __version__
 
 if TYPE_CHECKING:
-    from autobatch.config import Options
+    from autobatch.config import EstimateOptions, Options
+    from autobatch.estimating import Estimates
     from autobatch.failures import RunLog
     from autobatch.outlet import Outlet
     from autobatch.results import Result
@@ -32,6 +33,7 @@ commands:
   plan       probe and plan only
   probe      the largest micro-batch that fits
   tune       measure what is left to choose, with Optuna
+  estimate   what would fit on cards that need not be here
   profiles   hardware profiles: list, show NAME, save NAME
   report     write the report of a run again: report RUN
   doctor     what this machine offers, and what is missing
@@ -44,7 +46,7 @@ autobatch.toml or of [tool.autobatch] in pyproject.toml; with neither, the demo.
   autobatch COMMAND --help
   autobatch --version
 """
-RUNNING = ("fit", "plan", "probe", "tune")
+RUNNING = ("fit", "plan", "probe", "tune", "estimate")
 OTHER = ("profiles", "doctor", "report")
 
 
@@ -53,6 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "plan": ("device", "probe", "plan", "profile", "report"),
     "probe": ("device", "probe"),
     "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
+    "estimate": (),
 }
 """What the JSON of a command holds; without names: everything."""
 
@@ -134,7 +137,10 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
     return 0 if outlet.failure is None else _undelivered(outlet.failure)
 
 
-def _result_of(name: str, workload: str | None, options: Options, outlet: Outlet, log: RunLog) -> Result:
+def _result_of(
+    name: str, workload: str | None, options: Options, outlet: Outlet, log: RunLog
+) -> Result | Estimates:
+    from autobatch.estimating import run_estimate
     from autobatch.fitting import run_fit_command
     from autobatch.report.terminal import Terminal
     from autobatch.stages import Environment, run_plan_command, run_probe_command, run_tune_command
@@ -146,7 +152,11 @@ def _result_of(name: str, workload: str | None, options: Options, outlet: Outlet
         "tune": run_tune_command,
     }
     with Terminal(cast("TextIO", outlet), quiet=options.quiet) as terminal:
-        terminal.begin(workload)
+        terminal.begin(workload, predicts=name == "estimate")
+        if name == "estimate":
+            estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
+            terminal.estimated(estimates)
+            return estimates
         environment = Environment(
             progress=terminal, isolated=True, environ=os.environ, command=log.command, entered=log.enter
         )

@@ -9,11 +9,13 @@ an `Environment` that prints, and that probes in a child process.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
 
-from autobatch.config import FitOptions, PlanOptions, ProbeOptions, TuneOptions, options_from
+from autobatch.config import EstimateOptions, FitOptions, PlanOptions, ProbeOptions, TuneOptions, options_from
+from autobatch.estimating import Estimates, run_estimate
 from autobatch.fitting import run_fit_command
 from autobatch.records import DeviceRecord, Plan, Probe
 from autobatch.results import Result
@@ -75,6 +77,21 @@ def plan(workload: Workload | str | None = None, **options: Any) -> PlanResult:
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
+
+
+def estimate(workload: Workload | str | None = None, **options: Any) -> Estimates:
+    """Predict what fits on hardware that need not be here; touches no card.
+
+    Args:
+        workload: what to train, or a reference to it; without it, the embedded demo.
+        options: as of ``autobatch estimate``; ``profile`` takes a list of names or files.
+
+    Raises:
+        InputError: an option, a profile or the workload cannot be.
+        Unpredictable: the step cannot be traced; says why.
+        DoesNotFitError: not even a micro-batch of 1 fits on any of the cards.
+    """
+    return run_estimate(workload, options_from(EstimateOptions, options), os.environ)
 
 
 def tune(workload: Workload | str | None = None, **options: Any) -> Result:

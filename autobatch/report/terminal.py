@@ -19,6 +19,7 @@ from autobatch import __version__
 from autobatch.units import format_bytes
 
 if TYPE_CHECKING:
+    from autobatch.estimating import Estimates
     from autobatch.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Training, Tuning
     from autobatch.results import Result
 
@@ -49,16 +50,17 @@ class Terminal:
         self._idle()
         self._stack.close()
 
-    def begin(self, workload: str | None) -> None:
-        """Say what is about to run."""
+    def begin(self, workload: str | None, *, predicts: bool = False) -> None:
+        """Say what is about to run; what only predicts has no use for the demo's small budget."""
         if workload is not None:
             self._say(f"autobatch {__version__} · {workload}", style="bold")
             return
         self._say(f"autobatch {__version__} · the embedded demo: no workload was named", style="bold")
-        self._say(
-            "1,797 real handwritten digits; a small memory budget of the demo's own makes the batch accumulate\n"
-            "(--memory-budget overrides it). Yours: autobatch fit train.py:workload --target-batch 1024"
-        )
+        if not predicts:
+            self._say(
+                "1,797 real handwritten digits; a small memory budget of the demo's own makes the batch\n"
+                "accumulate (--memory-budget overrides it). Yours: autobatch fit train.py:workload …"
+            )
 
     def note(self, text: str) -> None:
         """See `autobatch.progress.Progress`."""
@@ -155,6 +157,28 @@ class Terminal:
         self._stack.close()
         for label, value in summary(result):
             self._console.print(Text(f"{label:<11}{value}"), soft_wrap=True)
+
+    def estimated(self, estimates: Estimates) -> None:
+        """Say what is predicted to fit; always, quiet or not."""
+        self._idle()
+        for line in estimates.notes:
+            self.note(line)
+        table = Table(box=None, pad_edge=False)
+        for name, side in (("card", "left"), ("budget", "right"), ("micro-batch", "right")):
+            table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        for name in ("expected", "reserved", "precision", "steps"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in estimates.estimates:
+            table.add_row(
+                one.profile,
+                format_bytes(one.budget_bytes),
+                f"{one.micro_batch:,}" if one.fits else "does not fit",
+                f"{one.micro_batch_low:,} to {one.micro_batch_high:,}",
+                format_bytes(one.peak_reserved_bytes),
+                one.precision,
+                "" if one.plan is None else f"{one.plan.accumulation_steps:,}",
+            )
+        self._console.print(table)
 
     def _say(self, text: str, style: str | None = None) -> None:
         if not self._quiet:

@@ -1,0 +1,210 @@
+"""``estimate``: what fits on hardware that need not be here, predicted from shapes alone.
+
+The model is built on the meta device where its constructor allows that, so that a model of many billions of
+parameters needs no memory; the step is traced once for each kind of card.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from autobatch import __version__
+from autobatch.bench import build_model, find_workload
+from autobatch.card import HardwareProfile
+from autobatch.config import EstimateOptions
+from autobatch.device.simulated import card_budget
+from autobatch.errors import AutobatchError, DoesNotFitError
+from autobatch.footprint.explain import explain
+from autobatch.footprint.predict import Footprint, footprint, predict
+from autobatch.footprint.recorder import Setting
+from autobatch.hardware import data_home, list_profiles, load_profile
+from autobatch.planning import make_plan
+from autobatch.records import Plan, Precision, Record
+from autobatch.samples import Costliest
+from autobatch.state import preserved_random_state, seed_everything
+from autobatch.units import format_bytes
+from autobatch.workload import Workload
+
+SCHEMA = 1
+NATIVE_BF16 = (8, 0)
+"""Compute capability from which cards have matrix units for bf16 (NVIDIA Ampere)."""
+
+
+class Estimate(Record, frozen=True, kw_only=True):
+    """What is predicted to fit on one card."""
+
+    profile: str
+    budget_bytes: int
+    budget_source: str
+    precision: Precision
+    micro_batch: int
+    """The largest that is predicted to fit, 0 where none is; or the one that was asked about."""
+    micro_batch_low: int
+    micro_batch_high: int
+    """The interval in which the truth is expected."""
+    fits: bool
+    peak_allocated_bytes: int
+    """At ``micro_batch``; at 1 where none fits."""
+    peak_reserved_bytes: int | None
+    seconds: float
+    """What the prediction took; cards that run the same operators share the time of one trace."""
+    plan: Plan | None
+    retries: int | None
+    """Allocations that would succeed only after cached memory was given back: each is a stall."""
+    memory: dict[str, int]
+    """Live bytes at the peak, by what they are for."""
+    modules: dict[str, int]
+    """Bytes of activations at the peak, by module."""
+
+
+class Estimates(Record, frozen=True, kw_only=True):
+    """Predictions for one workload, a card each."""
+
+    estimates: list[Estimate]
+    notes: list[str] = []
+
+    def to_json(self, *_: str) -> dict[str, Any]:
+        """The object of ``--json``."""
+        return {"schema": SCHEMA, "autobatch": __version__, **msgspec.to_builtins(self)}
+
+
+def run_estimate(
+    workload: Workload | str | None, options: EstimateOptions, environ: Mapping[str, str]
+) -> Estimates:
+    """Predict what fits; touches no card.
+
+    Raises:
+        InputError: an option, a profile or the workload cannot be.
+        Unpredictable: the step cannot be traced; says why.
+        DoesNotFitError: not even a micro-batch of 1 fits on any of the cards.
+    """
+    home = data_home(environ)
+    cards = (
+        [load_profile(name, user_dir=home) for name in options.profile]
+        if options.profile
+        else list(list_profiles(user_dir=home).profiles)
+    )
+    found = find_workload(workload)
+    with preserved_random_state():
+        seed_everything(options.seed)
+        tracer = _Tracer(found)
+    estimates = [_estimate(tracer, card, options) for card in cards]
+    if estimates and not any(one.fits for one in estimates):
+        raise DoesNotFitError(_nothing_fits(estimates, options))
+    notes = dict.fromkeys([*tracer.costliest.notes, *tracer.notes()])
+    return Estimates(estimates=estimates, notes=list(notes))
+
+
+class _Tracer:
+    """Traces a workload once for each way in which cards run it."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.model = on_meta(workload)
+        self.costliest = Costliest(workload)
+        self._steps: dict[tuple[bool, Precision], Footprint] = {}
+
+    def trace(self, capability: tuple[int, int], precision: Precision) -> Footprint:
+        """The footprint on cards of a compute capability."""
+        # What a step allocates differs only between cards with and without flash attention and bf16.
+        key = (capability >= NATIVE_BF16, precision)
+        if key not in self._steps:
+            self._steps[key] = footprint(
+                Setting(
+                    workload=self.workload,
+                    model=self.model,
+                    batch_of=self.costliest.batch,
+                    precision=precision,
+                    capability=capability,
+                )
+            )
+        return self._steps[key]
+
+    def notes(self) -> Iterator[str]:
+        """What a person should know of the traces."""
+        for step in self._steps.values():
+            yield from step.notes
+
+
+def on_meta(workload: Workload) -> nn.Module:
+    """The workload's model without memory for its parameters; with it, where the constructor needs values."""
+    try:
+        with torch.device("meta"):
+            return build_model(workload)
+    except AutobatchError:
+        raise
+    except Exception:
+        return build_model(workload)
+
+
+def _estimate(tracer: _Tracer, card: HardwareProfile, options: EstimateOptions) -> Estimate:
+    start = time.perf_counter()
+    budget, source = card_budget(card, options.memory_budget)
+    precision = _precision(options, card.compute_capability)
+    step = tracer.trace(card.compute_capability, precision)
+    caps = [len(tracer.workload.train_data)]  # type: ignore[arg-type]
+    caps += [cap for cap in (options.max_micro_batch, options.target_batch) if cap is not None]
+    size, count = card.cublas_workspace, card.cublas_workspaces
+    found = predict(
+        step,
+        budget_bytes=budget,
+        cap=min(caps),
+        micro_batch=options.micro_batch,
+        workspaces=(size.value, count.value) if size and count else None,
+    )
+    where = explain(step, max(1, found.micro_batch))
+    return Estimate(
+        profile=card.name,
+        budget_bytes=budget,
+        budget_source=source,
+        precision=precision,
+        micro_batch=found.micro_batch,
+        micro_batch_low=found.micro_batch_low,
+        micro_batch_high=found.micro_batch_high,
+        fits=found.fits,
+        peak_allocated_bytes=found.peak_allocated_bytes,
+        peak_reserved_bytes=found.peak_reserved_bytes,
+        seconds=time.perf_counter() - start,
+        plan=_plan(tracer.workload, found.micro_batch, precision, options) if found.fits else None,
+        retries=found.outcome.retries,
+        memory=where.by_kind,
+        modules=where.by_module,
+    )
+
+
+def _precision(options: EstimateOptions, capability: tuple[int, int]) -> Precision:
+    if options.precision != "auto":
+        return options.precision
+    return "bf16" if capability >= NATIVE_BF16 else "fp32"
+
+
+def _plan(
+    workload: Workload, micro_batch: int, precision: Precision, options: EstimateOptions
+) -> Plan | None:
+    if options.target_batch is None:
+        return None
+    return make_plan(
+        target_batch=options.target_batch,
+        micro_batch_limit=micro_batch,
+        learning_rate=workload.learning_rate,
+        base_batch=workload.base_batch,
+        precision=precision,
+    )
+
+
+def _nothing_fits(estimates: list[Estimate], options: EstimateOptions) -> str:
+    asked = 1 if options.micro_batch is None else options.micro_batch
+    most = max(estimates, key=lambda one: one.budget_bytes)
+    where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
+    names = ", ".join(one.profile for one in estimates)
+    return (
+        f"a micro-batch of {asked} is predicted to fit on none of {names}: it takes "
+        f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has "
+        f"{format_bytes(most.budget_bytes)} to spend"
+    )
