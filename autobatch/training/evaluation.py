@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.errors import DoesNotFitError
+from autobatch.errors import DoesNotFitError, InputError
 from autobatch.samples import join
 from autobatch.step import Trainee, precision_context, tensors_of, to_device
-from autobatch.workload import Loss, Workload, user_code
+from autobatch.workload import Batch, Loss, Workload, kind_of, user_code
 
 
 def evaluate(
@@ -40,6 +40,7 @@ def evaluate(
 
     Raises:
         DoesNotFitError: out of memory at one sample at a time.
+        InputError: a figure is no number.
     """
     data = workload.validation_data
     if data is None:
@@ -80,18 +81,34 @@ def _figures(
             with meter.aside():
                 batch = to_device(join(workload, ids, data=workload.validation_data), trainee.device)
             meter.adopt(tensors_of(batch))
-            with precision_context(trainee.device, trainee.precision), user_code("loss or metrics"):
-                figures: dict[str, Tensor | Loss] = {"loss": workload.loss(trainee.model, batch)}
-                if workload.metrics is not None:
-                    figures |= dict(workload.metrics(trainee.model, batch))
-            return {name: _pair(figure, len(ids)) for name, figure in figures.items()}
+            with precision_context(trainee.device, trainee.precision):
+                with user_code("loss"):
+                    figures: dict[str, Tensor | Loss] = {"loss": workload.loss(trainee.model, batch)}
+                figures |= _metrics(workload, trainee, batch)
+            return {name: _pair(name, figure, len(ids)) for name, figure in figures.items()}
     except Exception as error:
         if classify(error) in (Verdict.DEVICE, Verdict.HOST):
             return first_line(error)
         raise
 
 
-def _pair(figure: Tensor | Loss, size: int) -> tuple[float, float]:
-    if isinstance(figure, Loss):
-        return float(figure.total), float(figure.count)
-    return float(figure) * size, float(size)
+def _metrics(workload: Workload, trainee: Trainee, batch: Batch) -> dict[str, Tensor | Loss]:
+    if workload.metrics is None:
+        return {}
+    with user_code("metrics"):
+        figures = workload.metrics(trainee.model, batch)
+    if not isinstance(figures, Mapping):
+        raise InputError(f"Workload(metrics=…) must return names and figures, found {kind_of(figures)}")
+    return dict(figures)
+
+
+def _pair(name: str, figure: Tensor | Loss, size: int) -> tuple[float, float]:
+    try:
+        if isinstance(figure, Loss):
+            return float(figure.total), float(figure.count)
+        return float(figure) * size, float(size)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"the figure {name!r} of validation must be a 0-d tensor, a number or a Loss, found "
+            f"{kind_of(figure)} ({error})"
+        ) from error

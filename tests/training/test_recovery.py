@@ -1,0 +1,301 @@
+"""Out of memory in training: the window runs again in smaller micro-batches, as if nothing had happened."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autobatch.device.base import MemoryStats
+from autobatch.device.cpu import CpuDevice
+from autobatch.errors import DoesNotFitError, RestartSmallerError
+from tests.training.helpers import (
+    Rows,
+    apart,
+    fingerprint,
+    make_loop,
+    make_workload,
+    network,
+    points,
+    weights,
+)
+
+WINDOW = 1
+"""The window that memory runs out in; the one before it gives the optimizer its state."""
+
+
+class Fault(TorchDispatchMode):
+    """Raises an error at the operators with the given numbers, counted from when it is armed."""
+
+    def __init__(self, *at: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.at = set(at)
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        self.armed = False
+        self.count = 0
+        self.phase = ""
+        self.phases: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.armed and func.namespace != "profiler":
+            self.count += 1
+            self.phases.append(self.phase)
+            if self.count - 1 in self.at:
+                raise self.error.with_traceback(None)
+        return func(*args, **(kwargs or {}))
+
+
+class Watching:
+    """A meter that tells a fault what the step is doing."""
+
+    def __init__(self, fault: Fault | None) -> None:
+        self._fault = fault
+
+    def adopt(self, tensors) -> None:
+        for _ in tensors:
+            pass
+
+    def aside(self):
+        return nullcontext()
+
+    def mark(self, phase: str) -> None:
+        if self._fault is not None:
+            self._fault.phase = phase
+
+    def stats(self) -> MemoryStats:
+        return MemoryStats(None, None, None, None, None)
+
+    def trace(self):
+        return None
+
+
+class Quick(CpuDevice):
+    """Collects no garbage, which takes longer than the rest of these tests together."""
+
+    def release(self) -> None:
+        pass
+
+
+class Stepping(torch.optim.AdamW):
+    """Says when it moves the weights."""
+
+    fault: Fault | None = None
+
+    def step(self, closure=None):
+        if self.fault is not None:
+            self.fault.phase = "step"
+        return super().step(closure)
+
+
+def plain(**changes):
+    return make_workload(**{"optimizer": lambda params, lr: Stepping(params, lr=0.01), **changes})
+
+
+class Noisy(Rows):
+    """Augmented by the generators of Python, NumPy and torch."""
+
+    def __getitem__(self, index: int):
+        inputs, labels = super().__getitem__(index)
+        return inputs + np.random.normal() + torch.randn((), dtype=inputs.dtype), labels
+
+
+def stateful(dtype: torch.dtype = torch.float64):
+    """Dropout, batch statistics and augmentation: all that a window draws from or leaves behind."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3)
+        ).to(dtype)
+
+    return plain(model=build, train_data=Noisy(*points(dtype=dtype).columns))
+
+
+def train(workload, fault: Fault | None, *, shrink_to: int | None = None, steps: int = 3, precision="fp32"):
+    """Train; the fault strikes in its window. ``shrink_to``: go on smaller from there by plan instead."""
+    loop = make_loop(
+        workload,
+        target_batch=8,
+        micro_batch=4,
+        steps=steps,
+        meter=Watching(fault),
+        device=Quick(memory_budget="1GiB"),
+        precision=precision,
+    )
+    for optimizer in loop.trainee.optimizers:
+        optimizer.fault = fault
+    records = []
+    with fault or nullcontext():
+        run = loop.run()
+        for _ in range(WINDOW):
+            records.append(next(run))
+        if fault is not None:
+            fault.armed, fault.phase = True, "data"
+        if shrink_to is not None:
+            loop.micro_batch = shrink_to
+        records.append(next(run))
+        if fault is not None:
+            fault.armed = False
+        records += run
+    return loop, records
+
+
+@contextmanager
+def phases_of(workload):
+    fault = Fault()
+    train(workload, fault)
+    yield list(enumerate(fault.phases))
+
+
+@pytest.mark.parametrize("make", [plain, stateful])
+def test_at_every_operator_the_window_is_run_again_as_if_planned_smaller(make) -> None:
+    undisturbed = weights(train(make(), None)[0].trainee.model)
+    smaller = fingerprint(train(make(), None, shrink_to=2)[0].trainee.model)
+    with phases_of(make()) as phases:
+        struck = [index for index, phase in phases if phase != "step"]
+    assert len(struck) > 60
+    for index in struck:
+        loop, records = train(make(), Fault(index))
+        assert fingerprint(loop.trainee.model) == smaller, f"operator {index} ({phases[index][1]})"
+        if make is plain:
+            assert apart(weights(loop.trainee.model), undisturbed) <= 1e-12
+        assert [record.recovered is not None for record in records] == [False, True, False]
+        assert "Tried to allocate" in records[1].recovered
+        assert [record.micro_batch for record in records] == [4, 2, 2]
+        assert [record.oom_recoveries for record in records] == [0, 1, 1]
+        assert (loop.steps_applied, loop.windows_seen) == (3, 3)
+
+
+def test_inside_the_optimizer_step_nothing_is_mended_in_place() -> None:
+    with phases_of(plain()) as phases:
+        struck = [index for index, phase in phases if phase == "step"]
+    assert len(struck) > 5
+    for index in struck:
+        with pytest.raises(RestartSmallerError, match="inside the optimizer step") as caught:
+            train(plain(), Fault(index))
+        assert caught.value.exit_code == 77
+
+
+def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened() -> None:
+    smaller, _ = train(stateful(torch.float32), None, shrink_to=2, precision="fp16")
+    fault = Fault()
+    train(stateful(torch.float32), fault, precision="fp16")
+    for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "backward")][::7]:
+        loop, _ = train(stateful(torch.float32), Fault(index), precision="fp16")
+        assert fingerprint(loop.trainee.model) == fingerprint(smaller.trainee.model)
+        assert loop.trainee.scaler.state_dict() == smaller.trainee.scaler.state_dict()
+
+
+def test_twice_in_a_window_halves_twice_and_three_times_end_the_run() -> None:
+    expected = fingerprint(train(plain(), None, shrink_to=1)[0].trainee.model)
+    loop, records = train(plain(), Fault(10, 30))
+    assert fingerprint(loop.trainee.model) == expected
+    assert [record.micro_batch for record in records] == [4, 1, 1]
+    assert loop.oom_recoveries == 2
+    big = make_loop(plain(), target_batch=8, micro_batch=8, steps=1)
+    with Fault(*range(40, 10_000)) as fault:
+        fault.armed = True
+        with pytest.raises(RestartSmallerError, match="3 times in a row, last at a micro-batch of 2"):
+            next(big.run())
+    assert big.micro_batch == 1
+
+
+def test_at_a_micro_batch_of_1_there_is_nothing_left_to_shrink() -> None:
+    loop = make_loop(plain(), micro_batch=1, steps=1)
+    with Fault(10) as fault:
+        fault.armed = True
+        with pytest.raises(DoesNotFitError, match="micro-batch of 1"):
+            next(loop.run())
+
+
+def test_an_error_of_the_driver_ends_the_process() -> None:
+    with pytest.raises(RestartSmallerError, match="in the driver"):
+        train(plain(), Fault(10, error=RuntimeError("CUDA error: out of memory")))
+
+
+def test_what_only_looks_like_memory_is_tried_smaller_once_and_then_raised_as_it_was() -> None:
+    suspect = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    loop, records = train(plain(), Fault(10, error=suspect))
+    assert [record.micro_batch for record in records] == [4, 2, 2]
+    with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_INITIALIZED"):
+        train(plain(), Fault(10, 30, error=suspect))
+
+
+def test_what_is_not_about_memory_is_raised_untouched() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        train(plain(), Fault(10, error=RuntimeError("out of memory slots")))
+    assert str(caught.value) == "out of memory slots"
+    assert "raised by the workload: loss" in caught.value.__notes__[0]
+
+
+def test_forty_recoveries_leave_nothing_behind() -> None:
+    quick = Quick(memory_budget="1GiB")
+    loop = make_loop(
+        stateful(), target_batch=8, micro_batch=4, steps=44, meter=Watching(None), device=quick
+    )
+    run = loop.run()
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+    with Fault(25) as fault:
+        for number in range(42):
+            fault.armed, fault.count = True, 0
+            fault.phases.clear()
+            loop.micro_batch = 4
+            next(run)
+            fault.armed = False
+            if number == 1:
+                before = alive()
+            assert all(p.grad is None for p in loop.trainee.model.parameters())
+    assert alive() == before
+    assert loop.oom_recoveries == 42
+
+
+def test_a_large_buffer_is_put_back_once_it_was_seen_to_change() -> None:
+    class Queue(nn.Module):
+        """Remembers features in a buffer too large to be copied for every window on suspicion."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+            self.register_buffer("queue", torch.zeros(2**19, dtype=torch.float64))
+            self.register_buffer("mask", torch.ones(2**19, dtype=torch.float64))
+
+        def forward(self, inputs):
+            out = self.body(inputs)
+            self.queue.roll(len(inputs))
+            self.queue[: len(inputs)] += out.detach().sum(1)
+            return out * self.mask[0]
+
+    smaller = fingerprint(train(plain(model=Queue), None, shrink_to=2)[0].trainee.model)
+    loop, _ = train(plain(model=Queue), Fault(40))
+    assert fingerprint(loop.trainee.model) == smaller
+    assert len(loop.trainee.buffers._changing) == 1
+    first = make_loop(plain(model=Queue), target_batch=8, micro_batch=4, steps=1)
+    with Fault(40) as fault:
+        fault.armed = True
+        with pytest.raises(RestartSmallerError, match="a large buffer"):
+            next(first.run())
+
+
+def test_a_buffer_that_the_forward_pass_replaces_is_put_back() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64), persistent=False)
+
+        def forward(self, inputs):
+            out = self.body(inputs)
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+            return out
+
+    smaller = fingerprint(train(plain(model=Average), None, shrink_to=2)[0].trainee.model)
+    loop, _ = train(plain(model=Average), Fault(40))
+    assert fingerprint(loop.trainee.model) == smaller
