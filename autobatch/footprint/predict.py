@@ -24,17 +24,17 @@ from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
 from autobatch.footprint.budget import Ledger
 from autobatch.footprint.personality import missing_parts
 from autobatch.footprint.program import Program, Replay, Untraceable, largest, replay
-from autobatch.footprint.recorder import Label, Recording, Setting, record
+from autobatch.footprint.recorder import Setting, record
+from autobatch.footprint.recording import Label, Recording
 from autobatch.footprint.selftest import self_test
 from autobatch.footprint.trace import Trace
 
 SIZES = (2, 3, 5, 8)
-"""Micro-batches that are traced: 1 is a special case to many operators; two tell a line, the third checks it.
-Where
-it does not hold, three tell a parabola and the fourth checks that."""
+"""Micro-batches that are traced: 1 is special to many operators; two tell a line, the third checks it.
+Where it does not hold, three tell a parabola and the fourth checks that."""
 MARGIN = 0.03
 CONVOLUTION_MARGIN = 0.1
-"""Shares of the budget by which a prediction may be too high: cuDNN's scratch is not seen (footprint research)."""
+"""Shares of the budget by which a prediction may be too high; cuDNN's scratch for convolutions is not seen."""
 
 
 class Unpredictable(AutobatchError, RuntimeError):  # noqa: N818 - says what a step is, not what went wrong
@@ -198,6 +198,8 @@ def _notes(setting: Setting, recording: Recording) -> list[str]:
     notes = []
     if recording.has_convolutions:
         notes.append("convolutions: cuDNN's scratch space is not predicted, the interval allows 10 % for it")
+    if recording.keeps_everything:
+        notes.append("a selection by a mask: predicted as if it kept everything, which is the most it can be")
     if any(isinstance(module, nn.RNNBase) for module in setting.model.modules()):
         notes.append("recurrent layers: cuDNN keeps more than is predicted here")
     if hasattr(setting.model, "_orig_mod"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autobatch.footprint.recorder import Recording, Setting, record
+from autobatch.footprint.recorder import Setting, record
+from autobatch.footprint.recording import Recording
 from autobatch.footprint.trace import FREE
 from autobatch.workload import Workload
 

@@ -265,8 +265,8 @@ def test_errors_from_every_phase_leave_the_books_at_the_baseline(recompute, cach
         step(meter, 4096)
         peak = meter.stats().peak_allocated_bytes
     phases = []
-    for share in range(1, 19):
-        limit = peak * share // 16 + (4 * MiB if caching else 0)
+    for share in range(1, 15):
+        limit = peak * share // 12 + (4 * MiB if caching else 0)
         with StorageTracker(CachingAllocator(limit) if caching else Ledger(limit)) as meter:
             meter.adopt(step.tensors())
             base = held(meter)

@@ -36,7 +36,7 @@ def bench(workload, *, precision="fp32", budget=GiB) -> Bench:
     )
 
 
-def setting(of: Bench, *, capability=None, windows=WINDOWS) -> Setting:
+def setting(of: Bench, *, capability=None, windows=(1, 2)) -> Setting:
     return Setting(
         workload=of.workload,
         model=of.model,
@@ -54,9 +54,9 @@ def test_records_every_event_of_a_real_attempt(name, precision):
     if (name, precision) == ("convolutions", "bf16"):
         pytest.skip("torch's meta kernel of batch norm keeps its statistics in bf16, the real one in fp32")
     real = bench(WORKLOADS[name](), precision=precision)
-    for size in (3, 11):
+    for size in (3, 11) if name == "perceptron" else (5,):
         ran = attempt(real, size)
-        assert record(setting(real), size).trace == ran.trace.canonical()
+        assert record(setting(real, windows=WINDOWS), size).trace == ran.trace.canonical()
 
 
 def test_windows_are_those_of_an_attempt():
@@ -169,9 +169,9 @@ def test_layers_that_hold_on_to_their_weights_elsewhere():
             self.out = nn.Linear(6, 5)
 
         def forward(self, x):
-            return self.out((self.gru(x.flatten(1, 2))[0] * self.scale).mean(1))
+            return self.out((self.gru(x.flatten(1, 2)[:, :4])[0] * self.scale).mean(1))
 
     one = bench(make(Recurrent, optimizer=sgd))
     ran = attempt(one, 3)
-    found = replay(record(setting(one), 3).trace, Ledger()).peak_allocated_bytes
+    found = replay(record(setting(one, windows=WINDOWS), 3).trace, Ledger()).peak_allocated_bytes
     assert found == pytest.approx(ran.attempt.peak_allocated_bytes, rel=0.01)
