@@ -218,7 +218,8 @@ def _stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
         made = workload.optimizer([nn.Parameter(torch.zeros(1))], workload.learning_rate)
     except Exception:
         return []
-    return list(made) if isinstance(made, list | tuple) else [made]
+    several = made if isinstance(made, list | tuple) else [made]
+    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
 
 
 def _digest(*lines: str) -> str:

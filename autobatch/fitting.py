@@ -29,7 +29,7 @@ from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoi
 from autobatch.training.loop import Loop
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from autobatch.training.windows import Course
-from autobatch.workload import Workload, user_code
+from autobatch.workload import Workload, kind_of, user_code
 
 RUNS = Path("runs")
 RESULT = "result.json"
@@ -157,6 +157,11 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> 
     if workload.schedule is not None:
         with user_code("schedule"):
             schedules = [workload.schedule(optimizer, course.total) for optimizer in trainee.optimizers]
+        for one in schedules:
+            if not (hasattr(one, "step") and hasattr(one, "state_dict")):
+                raise InputError(
+                    f"Workload(schedule=…) returned {kind_of(one)}, not a schedule of torch.optim"
+                )
     return Loop(
         workload=workload,
         trainee=trainee,

@@ -141,7 +141,7 @@ def describe(error: BaseException) -> str:
     """One line on an error of the user's code: the part, the exception, and their file and line."""
     place = user_frame(error)
     part = blamed_part(error)
-    whose = f"the workload's {part}" if part else "the workload"
+    whose = f"the workload's {part.removeprefix('the ')}" if part else "the workload"
     if isinstance(error, SystemExit):
         did = f"called sys.exit({'' if error.code is None else repr(error.code)})"
     else:

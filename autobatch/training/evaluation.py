@@ -107,7 +107,7 @@ def _pair(name: str, figure: Tensor | Loss, size: int) -> tuple[float, float]:
         if isinstance(figure, Loss):
             return float(figure.total), float(figure.count)
         return float(figure) * size, float(size)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError) as error:
         raise InputError(
             f"the figure {name!r} of validation must be a 0-d tensor, a number or a Loss, found "
             f"{kind_of(figure)} ({error})"
