@@ -1,0 +1,34 @@
+"""A run that is killed again and again ends with the weights of the run that was not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(folder: Path, kills: int) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.killing", str(folder), str(kills), "1"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_thirty_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    result = run(tmp_path, 30)
+    assert result["killed"] >= 30
+    assert result["finished"] >= 1
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    assert run(tmp_path, 200)["killed"] >= 200
