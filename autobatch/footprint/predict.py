@@ -34,7 +34,7 @@ SIZES = (2, 3, 5, 8)
 Where it does not hold, three tell a parabola and the fourth checks that."""
 MARGIN = 0.03
 CONVOLUTION_MARGIN = 0.1
-"""Shares of the budget by which a prediction may be too high; cuDNN's scratch for convolutions is not seen."""
+"""Shares of a budget by which a prediction may be too high; cuDNN's scratch for convolutions is unseen."""
 
 
 class Unpredictable(AutobatchError, RuntimeError):  # noqa: N818 - says what a step is, not what went wrong

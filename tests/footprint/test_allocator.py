@@ -107,7 +107,7 @@ def run(allocator, steps, check=lambda: None):
     return live
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(STEPS, LIMITS)
 def test_agrees_with_the_slow_model_event_by_event(steps, limit):
     fast, slow = CachingAllocator(limit), SlowModel(limit)
@@ -132,7 +132,7 @@ def test_agrees_with_the_slow_model_event_by_event(steps, limit):
         assert fast.retries == slow.retries
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(STEPS, LIMITS, st.booleans())
 def test_invariants(steps, limit, expandable):
     allocator = CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
@@ -161,7 +161,7 @@ def test_invariants(steps, limit, expandable):
         assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (0, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(STEPS, LIMITS, st.booleans())
 def test_a_refusal_changes_no_live_block(steps, limit, expandable):
     allocator = CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))

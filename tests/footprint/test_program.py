@@ -51,6 +51,7 @@ def trace_of(recipe, m: int, *, shuffle: random.Random | None = None) -> Trace:
     return Trace(tuple(events), ((0, "forward"),))
 
 
+@settings(max_examples=50, deadline=None)
 @given(recipes(), st.randoms(use_true_random=False))
 def test_two_points_tell_every_other_micro_batch(recipe, rng):
     program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3, shuffle=rng))])
@@ -62,6 +63,7 @@ def test_two_points_tell_every_other_micro_batch(recipe, rng):
     assert program.agrees_with(8, Trace(tuple(bigger), ((0, "forward"),))) is not grows
 
 
+@settings(max_examples=50, deadline=None)
 @given(recipes(square=True))
 def test_three_points_tell_a_quadratic(recipe):
     program = Program.fit([(m, trace_of(recipe, m)) for m in (2, 3, 5)])
@@ -69,6 +71,7 @@ def test_three_points_tell_a_quadratic(recipe):
         assert program.at(m) == trace_of(recipe, m).canonical()
 
 
+@settings(max_examples=50, deadline=None)
 @given(recipes(), st.randoms(use_true_random=False))
 def test_sorting_frees_changes_no_replay(recipe, rng):
     plain, other = trace_of(recipe, 9), trace_of(recipe, 9, shuffle=rng)
@@ -147,7 +150,7 @@ def test_frees_of_unknown_blocks_are_left_out():
     assert replay(one, Ledger()).peak_allocated_bytes == 6
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(recipes(), st.integers(1, 60 * MiB), st.integers(1, 90), st.booleans())
 def test_largest_against_brute_force(recipe, limit, cap, caching):
     program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3))])
