@@ -28,6 +28,7 @@ from autobatch.step import assemble
 from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
+from autobatch.training.selfcheck import check_decomposes
 from autobatch.training.windows import Course
 from autobatch.workload import Workload, kind_of, user_code
 
@@ -56,6 +57,9 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
         result, bench = _go_on(workload, options, environment, resumed)
     assert result.plan is not None
     key = facts_of(bench).key
+    course = _course(bench.workload, options)
+    for line in check_decomposes(bench, micro_batch=result.plan.micro_batch, course=course):
+        environment.progress.note(line)
     with bench.device.training() as meter:
         loop = _open_loop(bench, result.plan, options, meter)
         settings = RunSettings(
@@ -140,19 +144,7 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> 
         max_grad_norm=options.max_grad_norm,
         knobs=planned.knobs,
     )
-    course = Course(
-        samples=len(workload.train_data),  # type: ignore[arg-type]
-        target_batch=options.target_batch,
-        seed=options.seed,
-        steps=options.steps,
-        epochs=options.epochs,
-        last_window=options.last_window,
-    )
-    if course.total == 0:
-        raise InputError(
-            f"--last-window drop leaves no window: {course.samples} samples for a target batch of "
-            f"{course.target_batch}; carry or flush keeps them"
-        )
+    course = _course(workload, options)
     schedules = []
     if workload.schedule is not None:
         with user_code("schedule"):
@@ -171,6 +163,23 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> 
         micro_batch=planned.micro_batch,
         schedules=schedules,
     )
+
+
+def _course(workload: Workload, options: FitOptions) -> Course:
+    course = Course(
+        samples=len(workload.train_data),  # type: ignore[arg-type]
+        target_batch=options.target_batch,
+        seed=options.seed,
+        steps=options.steps,
+        epochs=options.epochs,
+        last_window=options.last_window,
+    )
+    if course.total == 0:
+        raise InputError(
+            f"--last-window drop leaves no window: {course.samples} samples for a target batch of "
+            f"{course.target_batch}; carry or flush keeps them"
+        )
+    return course
 
 
 def _with_length(options: FitOptions, *, is_demo: bool) -> FitOptions:

@@ -160,7 +160,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_so(tmp_path: Path) -
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*File too large.*make room"):
+        with pytest.raises(
+            CheckpointError, match=r"step 2 could not be written to .*File too large.*make room"
+        ):
             save(tmp_path, 2, size=100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -276,7 +278,9 @@ def test_at_no_call_of_the_system_are_there_fewer_than_are_to_be_kept(tmp_path: 
         save(tmp_path, step, keep_last=3)
         boundary.look = lambda: None
         made += 1
-        assert [p.name[-1] for p in list_checkpoints(tmp_path)] == [str(s) for s in range(max(1, step - 2), step + 1)]
+        assert [p.name[-1] for p in list_checkpoints(tmp_path)] == [
+            str(s) for s in range(max(1, step - 2), step + 1)
+        ]
     assert len(fewest) > 50
 
 

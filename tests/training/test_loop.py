@@ -57,9 +57,7 @@ def test_a_short_last_window_is_a_whole_step(last_window: str, expected: float) 
         loss=lambda model, batch: (model.weight * batch[0]).mean(),
         learning_rate=1.0,
     )
-    loop = make_loop(
-        workload, target_batch=4, micro_batch=1, steps=None, epochs=1, last_window=last_window
-    )
+    loop = make_loop(workload, target_batch=4, micro_batch=1, steps=None, epochs=1, last_window=last_window)
     steps = len(list(loop.run()))
     assert float(loop.trainee.model.weight.detach()) == (expected if last_window != "drop" else -1.0)
     assert steps == (1 if last_window == "drop" else 2)
@@ -79,9 +77,7 @@ def test_the_schedule_ends_exactly_with_the_run() -> None:
         seen.append(steps)
         return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
 
-    loop = make_loop(
-        make_workload(schedule=schedule), target_batch=7, steps=None, epochs=3, micro_batch=3
-    )
+    loop = make_loop(make_workload(schedule=schedule), target_batch=7, steps=None, epochs=3, micro_batch=3)
     records = list(loop.run())
     assert seen == [11] == [len(records)]
     rates = [record.learning_rate for record in records]
@@ -101,9 +97,7 @@ def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(value, precision) -> None:
     workload = make_workload(model=lambda: network(torch.float32))
     bad = list(make_loop(workload, target_batch=6, steps=4).course.windows())[2].ids[4]
-    workload = make_workload(
-        model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value})
-    )
+    workload = make_workload(model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value}))
     loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
     run = loop.run()
     next(run)
@@ -123,7 +117,9 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss(
 
     loop = make_loop(make_workload(loss=loss), target_batch=6, steps=4)
     before = weights(loop.trainee.model)
-    with pytest.raises(NonFiniteError, match="the gradient of step 1 is not finite: no step was taken; samples"):
+    with pytest.raises(
+        NonFiniteError, match="the gradient of step 1 is not finite: no step was taken; samples"
+    ):
         next(loop.run())
     assert torch.equal(weights(loop.trainee.model), before)
 

@@ -234,9 +234,7 @@ def test_what_is_not_about_memory_is_raised_untouched() -> None:
 
 def test_forty_recoveries_leave_nothing_behind() -> None:
     quick = Quick(memory_budget="1GiB")
-    loop = make_loop(
-        stateful(), target_batch=8, micro_batch=4, steps=44, meter=Watching(None), device=quick
-    )
+    loop = make_loop(stateful(), target_batch=8, micro_batch=4, steps=44, meter=Watching(None), device=quick)
     run = loop.run()
 
     def alive() -> int:

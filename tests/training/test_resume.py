@@ -85,7 +85,9 @@ def augmented():
 
 def scheduled(make):
     def build():
-        return make_workload(model=Everything, train_data=points(dtype=torch.float32), optimizer=adamw, schedule=make), {}
+        return make_workload(
+            model=Everything, train_data=points(dtype=torch.float32), optimizer=adamw, schedule=make
+        ), {}
 
     return build
 
@@ -148,9 +150,7 @@ def open_loop(kind: str, **changes):
 def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_path: Path) -> None:
     straight = open_loop(kind)
     for record in straight.run():
-        save_checkpoint(
-            tmp_path / str(record.step), step=record.step, state=straight.state_dict(), facts={}
-        )
+        save_checkpoint(tmp_path / str(record.step), step=record.step, state=straight.state_dict(), facts={})
     expected = fingerprint(straight.trainee.model)
     if kind == "overflowing":
         assert straight.steps_applied < STEPS

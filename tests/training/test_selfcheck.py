@@ -1,0 +1,254 @@
+"""Losses that cannot be split are told from those that can, and the likely cause is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+from autobatch.attempt import Bench
+from autobatch.device.cpu import CpuDevice
+from autobatch.errors import InputError
+from autobatch.planning import micro_batches
+from autobatch.samples import Costliest
+from autobatch.training.advice import advice, matching_momentum, smallest_micro_batch
+from autobatch.training.selfcheck import check_decomposes
+from autobatch.training.windows import Course
+from autobatch.workload import Loss
+from tests.test_state import looks
+from tests.training.helpers import (
+    IGNORED,
+    apart,
+    language_model,
+    make_loop,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+    token_loss,
+    tokens,
+    weights,
+)
+
+
+def bench_of(workload, budget: str = "1GiB") -> Bench:
+    torch.manual_seed(0)
+    return Bench(
+        workload=workload,
+        model=workload.model(),
+        device=CpuDevice(memory_budget=budget),
+        costliest=Costliest(workload),
+        precision="fp32",
+    )
+
+
+def check(workload, *, micro_batch: int = 8, target_batch: int = 24, budget: str = "1GiB", **options):
+    course = Course(
+        samples=len(workload.train_data), target_batch=target_batch, seed=0, **{"steps": 3, **options}
+    )
+    return check_decomposes(bench_of(workload, budget), micro_batch=micro_batch, course=course)
+
+
+TOKENS = {"model": language_model, "train_data": tokens(), "loss": token_loss}
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)
+
+
+def contrastive(model, batch):
+    features = normalize(model(batch[0]))
+    return cross_entropy(features @ features.roll(1, 1).T * 5, torch.arange(len(features)))
+
+
+def bare_tokens(model, batch):
+    ids, labels = batch
+    return cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def bare_class_weights(model, batch):
+    inputs, labels = batch
+    return cross_entropy(model(inputs), labels, weight=CLASS_WEIGHTS.to(inputs.dtype))
+
+
+def class_weights(model, batch):
+    inputs, labels = batch
+    weight = CLASS_WEIGHTS.to(inputs.dtype)
+    return Loss(cross_entropy(model(inputs), labels, weight=weight, reduction="sum"), weight[labels].sum())
+
+
+def batch_penalty(model, batch):
+    return mean_loss(model, batch) + model(batch[0]).mean(0).norm()
+
+
+def gradient_penalty(model, batch):
+    """A penalty a sample decomposes, though it differentiates on the way."""
+    inputs = batch[0].clone().requires_grad_()
+    out = model(inputs)
+    (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    return cross_entropy(out, batch[1]) + slope.norm(dim=1).pow(2).mean()
+
+
+def batch_gradient_penalty(model, batch):
+    inputs = batch[0].clone().requires_grad_()
+    out = model(inputs)
+    (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    return cross_entropy(out, batch[1]) + slope.norm()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        TOKENS,
+        {"loss": class_weights},
+        {"loss": gradient_penalty},
+        {"model": lambda: network(torch.float32), "train_data": points(dtype=torch.float32)},
+        {"model": lambda: nn.Sequential(network(), nn.Dropout(0.5)).double()},
+        {"model": lambda: network(torch.bfloat16), "train_data": points(dtype=torch.bfloat16)},
+    ],
+    ids=["mean", "tokens", "class weights", "gradient penalty", "fp32", "dropout", "bf16"],
+)
+@pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
+def test_losses_that_can_be_split_pass_without_a_word(changes, budget: str) -> None:
+    assert check(make_workload(**changes), budget=budget) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loss": contrastive}, "samples of a batch see each other"),
+        ({"loss": batch_penalty}, "samples of a batch see each other"),
+        ({"loss": batch_gradient_penalty}, "samples of a batch see each other"),
+        ({**TOKENS, "loss": bare_tokens}, r"a mean over something else than samples .* Loss\(total, count\)"),
+        ({"loss": bare_class_weights}, "a mean over something else than samples"),
+        ({"loss": lambda m, b: cross_entropy(m(b[0]), b[1], reduction="sum")}, "a sum over the batch"),
+        ({"loss": lambda m, b: Loss(mean_loss(m, b), len(b[0]))}, "must be a sum over the items"),
+        (
+            {"loss": lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1)},
+            "count of the workload's Loss is 1 for 6",
+        ),
+    ],
+)
+@pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
+def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, said, budget) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        check(make_workload(**changes), budget=budget)
+    assert "\n" not in str(caught.value)
+
+
+def test_where_no_window_is_split_it_is_a_note() -> None:
+    notes = check(make_workload(loss=contrastive), micro_batch=24)
+    assert len(notes) == 1
+    assert "see each other" in notes[0]
+    assert "stays exact while memory lasts" in notes[0]
+
+
+def test_what_cannot_be_checked_is_not_held_against_the_loss() -> None:
+    def noisy(model, batch):
+        return mean_loss(model, (batch[0] * torch.rand(()), batch[1]))
+
+    class TrainingOnly(nn.Sequential):
+        def forward(self, inputs):
+            assert self.training
+            return super().forward(inputs)
+
+    assert check(make_workload(loss=noisy)) == []
+    assert check(make_workload(model=lambda: TrainingOnly(network()))) == []
+    with pytest.raises(InputError, match="see each other"):
+        check(
+            make_workload(
+                model=lambda: TrainingOnly(network(torch.float32)),
+                loss=contrastive,
+                train_data=points(dtype=torch.float32),
+            )
+        )
+    assert check(make_workload(train_data=points(1)), target_batch=4) == []
+
+
+def test_nothing_is_changed() -> None:
+    workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
+    bench = bench_of(workload)
+    bench.model[1][0].weight.grad = torch.ones(8, 5, dtype=torch.float64)
+    before, state = looks(bench.model), torch.get_rng_state()
+    check_decomposes(bench, micro_batch=8, course=Course(samples=24, target_batch=24, seed=0, steps=3))
+    assert looks(bench.model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def normalised(features: int = 5) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(features), network()).double()
+
+
+def test_batch_norm_is_a_note_with_the_numbers() -> None:
+    (note,) = check(make_workload(model=normalised), micro_batch=7)
+    assert "1 BatchNorm layers take their statistics over 6 to 6 samples, not over the 24" in note
+    assert "move 4 times a step, where a momentum of 0.026 instead of 0.1" in note
+    assert check(make_workload(model=normalised), micro_batch=24) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "micro_batch"),
+    [
+        ({"steps": None, "epochs": 1, "target_batch": 23}, 8),
+        ({"steps": None, "epochs": 2, "target_batch": 23, "last_window": "flush"}, 8),
+        ({"target_batch": 9}, 2),
+        ({}, 1),
+    ],
+)
+def test_a_batch_norm_of_one_sample_is_refused_before_training(options, micro_batch: int) -> None:
+    with pytest.raises(InputError, match="a micro-batch of 1 comes up"):
+        check(make_workload(model=normalised), micro_batch=micro_batch, **options)
+
+
+def test_a_batch_norm_over_pixels_can_have_one_sample() -> None:
+    class Pixels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.body = nn.BatchNorm1d(1), network()
+
+        def forward(self, inputs):
+            return self.body(self.norm(inputs[:, None])[:, 0])
+
+    assert len(check(make_workload(model=lambda: Pixels().double()), micro_batch=1)) == 1
+
+
+@pytest.mark.parametrize("limit", range(3, 40))
+def test_sizes_of_one_come_only_from_limits_of_one_or_two(limit: int) -> None:
+    """BatchNorm needs two samples; the even split gives them wherever a limit allows it."""
+    for samples in range(2, 200):
+        assert min(micro_batches(samples, limit)) >= 2
+
+
+@pytest.mark.parametrize("last_window", ["carry", "flush", "drop"])
+def test_the_smallest_micro_batch_of_a_run_is_found_without_walking_it(last_window: str) -> None:
+    for samples in range(4, 30):
+        for target in range(1, samples + 3):
+            for epochs in (1, 2, 3):
+                course = Course(
+                    samples=samples, target_batch=target, seed=0, epochs=epochs, last_window=last_window
+                )
+                if course.total:
+                    expected = min(
+                        size for i in range(course.total) for size in micro_batches(course.size(i), 4)
+                    )
+                    assert smallest_micro_batch(course, 4) == expected
+
+
+def test_the_momentum_that_is_named_gives_the_running_averages_of_the_whole_batch() -> None:
+    def build(momentum: float):
+        return lambda: nn.Sequential(nn.BatchNorm1d(5, momentum=momentum), network()).double()
+
+    def averages(momentum: float, micro_batch: int) -> torch.Tensor:
+        data = points(512)
+        data.columns[0].mul_(2.0).add_(3.0)
+        loop = make_loop(
+            make_workload(model=build(momentum), train_data=data, learning_rate=1e-6),
+            target_batch=256,
+            micro_batch=micro_batch,
+            steps=4,
+        )
+        list(loop.run())
+        return loop.trainee.model[0].running_mean
+
+    whole = averages(0.1, 256)
+    assert apart(averages(matching_momentum(0.1, 4), 64), whole) < 0.02
+    assert apart(averages(0.1, 64), whole) > 0.5
