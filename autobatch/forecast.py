@@ -64,6 +64,9 @@ class ReplayForecast:
             return min(FIRST_SIZE, cap)
         budget = self._new_allocator().limit
         if len(known) == 1 and budget is not None:
+            if known[0] > FIRST_SIZE + DISTANCES[0]:
+                # A prediction led here and was not quite right: what is smaller fits.
+                return known[0] - DISTANCES[0]
             # Memory has a fixed part, so it grows slower than in proportion: this size fits.
             proportional = known[0] * budget // max(self._peaks[known[0]], 1)
             room = min(cap, proportional) - known[0]

@@ -26,9 +26,13 @@ from autobatch.attempt import Outcome, attempt
 from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
 from autobatch.errors import AutobatchError, UserCodeError
+from autobatch.footprint.predict import Footprint
+from autobatch.prior import prior_footprint
 from autobatch.records import Attempt
 from autobatch.workload import describe
 
+PRIOR = "prior"
+"""Asks the child for a prediction instead of an attempt."""
 ANSWER_SECONDS = 600.0
 """How long one attempt may take before the child counts as hung."""
 TAIL_LINES = 5
@@ -97,6 +101,21 @@ class ProbeChild:
                 return Outcome(_killed(micro_batch, time.perf_counter() - started), None)
             raise AutobatchError(self._epitaph(code, f"at a micro-batch of {micro_batch}")) from None
         return outcome
+
+    def prior(self) -> Footprint | None:
+        """What is predicted before anything runs; a child that tracing has crashed is replaced.
+
+        Raises:
+            AutobatchError: the child hung.
+        """
+        try:
+            self._connection.send(PRIOR)
+            step: Footprint | None = self._receive("predicting the footprint")
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self.close()
+            self._start()
+            return None
+        return step
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -175,7 +194,11 @@ def serve(connection: Connection, reference: str | None, options: Options, log: 
         bench = open_bench(find_workload(reference), options, demo=reference is None)
         connection.send(("facts", facts_of(bench)))
         while True:
-            connection.send(("outcome", attempt(bench, connection.recv())))
+            asked = connection.recv()
+            if asked == PRIOR:
+                connection.send(("prior", prior_footprint(bench)))
+            else:
+                connection.send(("outcome", attempt(bench, asked)))
     except (EOFError, BrokenPipeError):
         return
     except (Exception, SystemExit) as error:

@@ -6,92 +6,28 @@ import datetime
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-import msgspec
-
-from autobatch.attempt import Bench, Outcome, attempt
-from autobatch.bench import Facts, facts_of, find_workload, new_allocator, open_bench
+from autobatch.attempt import Outcome
+from autobatch.bench import Facts, new_allocator
 from autobatch.config import Options, PlanOptions, SearchOptions
 from autobatch.errors import DoesNotFitError, InputError
 from autobatch.fits import SavedFit, Stale, fit_path, recall, remember
+from autobatch.footprint.explain import explain
+from autobatch.footprint.predict import Footprint
+from autobatch.footprint.program import Untraceable
 from autobatch.forecast import ReplayForecast
 from autobatch.hardware import data_home
-from autobatch.isolation import ProbeChild
 from autobatch.planning import make_plan, rank_share
+from autobatch.probers import Prober, SpillGuard
 from autobatch.progress import Progress, Silent
 from autobatch.records import Attempt, LimitedBy, Plan, Probe
-from autobatch.search import Found, search
+from autobatch.search import search
 from autobatch.units import format_bytes
-from autobatch.workload import Workload
 
 CLOSE_BUDGETS = 0.05
 """Budgets that were not asked for by number follow what is free; within this share they count as the same."""
-SPILL_FACTOR = 3.0
-"""A size that takes this much longer a sample than the fastest is not running in the card's own memory."""
-
-
-class SpillGuard:
-    """Refuses sizes that run, but several times slower a sample: some drivers spill to the host's memory.
-
-    Args:
-        active: whether this device's driver might.
-    """
-
-    def __init__(self, *, active: bool) -> None:
-        self._active = active
-        self._best: float | None = None
-
-    def judge(self, outcome: Outcome) -> Outcome:
-        """The outcome, or the same as one that does not fit."""
-        attempted = outcome.attempt
-        if not (self._active and attempted.fits and attempted.window_seconds):
-            return outcome
-        a_sample = attempted.window_seconds / attempted.micro_batch
-        if self._best is None or a_sample <= SPILL_FACTOR * self._best:
-            self._best = a_sample if self._best is None else min(self._best, a_sample)
-            return outcome
-        reason = (
-            f"it runs, at {a_sample / self._best:.1f} times the best time a sample: the driver seems to "
-            "spill to the host's memory instead of failing"
-        )
-        return Outcome(msgspec.structs.replace(attempted, fits=False, reason=reason), None)
-
-
-class Prober(Protocol):
-    """Makes attempts, here or in a child process."""
-
-    facts: Facts
-
-    def run(self, micro_batch: int) -> Outcome:
-        """Make one attempt."""
-
-
-@dataclass
-class LocalProber:
-    """Attempts in this process."""
-
-    bench: Bench
-    facts: Facts
-
-    def run(self, micro_batch: int) -> Outcome:
-        """See `autobatch.attempt.attempt`."""
-        return attempt(self.bench, micro_batch)
-
-
-@contextmanager
-def open_prober(workload: Workload | str | None, options: Options, *, isolated: bool) -> Iterator[Prober]:
-    """Open what makes the attempts: a child process where a reference can be handed to one, else here."""
-    if isolated and not isinstance(workload, Workload):
-        with ProbeChild(workload, options) as child:
-            yield child
-        return
-    bench = open_bench(find_workload(workload), options, demo=workload is None)
-    yield LocalProber(bench, facts_of(bench))
 
 
 def run_probe(
@@ -138,7 +74,7 @@ def run_probe(
     else:
         saved = _saved(facts, options, home, progress)
         confirmed = _confirm(run, saved, caps, progress) if saved else None
-        result = confirmed or _search(run, facts, caps, options, clock)
+        result = confirmed or _search(run, prober, caps, _expiry(options, clock))
     progress.probed(result)
     return result, _remember(result, facts, min(caps.values()), home, progress)
 
@@ -170,23 +106,20 @@ def plan_from(facts: Facts, limit: int, options: PlanOptions) -> Plan:
     )
 
 
-def _search(
-    run: Callable[[int], Outcome],
-    facts: Facts,
-    caps: dict[LimitedBy, int],
-    options: Options,
-    clock: Callable[[], float],
-) -> Probe:
+def _expiry(options: Options, clock: Callable[[], float]) -> Callable[[], bool]:
     start = clock()
     limit = getattr(options, "time_limit", None) or math.inf
-    found = search(
-        run,
-        cap=min(caps.values()),
-        forecast=ReplayForecast(lambda: new_allocator(facts)),
-        expired=lambda: clock() - start > limit,
-    )
+    return lambda: clock() - start > limit
+
+
+def _search(
+    run: Callable[[int], Outcome], prober: Prober, caps: dict[LimitedBy, int], expired: Callable[[], bool]
+) -> Probe:
+    step = prober.prior()
+    forecast = ReplayForecast(lambda: new_allocator(prober.facts), None if step is None else step.program)
+    found = search(run, cap=min(caps.values()), forecast=forecast, expired=expired)
     if not found.micro_batch:
-        raise _does_not_fit(found, facts)
+        raise nothing_fits(found.attempts, prober.facts, step)
     return Probe(
         micro_batch=found.micro_batch,
         limited_by=_limit(found.micro_batch, caps),
@@ -276,10 +209,17 @@ def _remember(result: Probe, facts: Facts, cap: int, home: Path, progress: Progr
         return None
 
 
-def _does_not_fit(found: Found, facts: Facts) -> DoesNotFitError:
-    last = found.attempts[-1]
+def nothing_fits(attempts: list[Attempt], facts: Facts, step: Footprint | None) -> DoesNotFitError:
+    """Say where the memory of a micro-batch of 1 goes, and what would help."""
+    last = attempts[-1]
+    where = ""
+    if step is not None:
+        try:
+            where = f"; it takes {explain(step, 1).text()}"
+        except Untraceable:
+            where = ""
     return DoesNotFitError(
         f"a micro-batch of 1 does not fit in the budget of {format_bytes(facts.device.budget_bytes)}: "
-        f"{last.reason} (in {last.phase}); a larger --memory-budget, bf16, activation checkpointing or an "
-        "optimizer with less state would help"
+        f"{last.reason} (in the {last.phase}){where}; what would help: a larger --memory-budget, an "
+        "optimizer with less state, bf16, activation checkpointing"
     )

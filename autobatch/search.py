@@ -126,6 +126,8 @@ def _upper_bound(bracket: _Bracket, forecast: Forecast) -> UpperBoundBy | None:
 def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) -> int:
     """Choose the next size, always strictly inside the bracket."""
     top = min(bracket.cap + 1, bracket.high or bracket.cap + 1)
+    if guess == 0 and bracket.low == 0 and top > 1:
+        return 1
     if guess is not None and bracket.guided < FORECASTS:
         if bracket.low < guess < top:
             bracket.guided += 1

@@ -16,7 +16,8 @@ from autobatch.config import PlanOptions, ProbeOptions, TuneOptions
 from autobatch.hardware import data_home
 from autobatch.knobs import Situation, Value, applicable
 from autobatch.planning import micro_batches
-from autobatch.probing import open_prober, plan_from, run_probe
+from autobatch.probers import open_prober
+from autobatch.probing import plan_from, run_probe
 from autobatch.progress import Progress, Silent
 from autobatch.records import Plan, Tuning
 from autobatch.results import Result

@@ -1,0 +1,87 @@
+"""What makes the attempts: this process or a child; and what is not taken at its word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from autobatch.attempt import Bench, Outcome, attempt
+from autobatch.bench import Facts, facts_of, find_workload, open_bench
+from autobatch.config import Options
+from autobatch.footprint.predict import Footprint
+from autobatch.isolation import ProbeChild
+from autobatch.prior import prior_footprint
+from autobatch.workload import Workload
+
+SPILL_FACTOR = 3.0
+"""A size that takes this much longer a sample than the fastest is not running in the card's own memory."""
+
+
+class SpillGuard:
+    """Refuses sizes that run, but several times slower a sample: some drivers spill to the host's memory.
+
+    Args:
+        active: whether this device's driver might.
+    """
+
+    def __init__(self, *, active: bool) -> None:
+        self._active = active
+        self._best: float | None = None
+
+    def judge(self, outcome: Outcome) -> Outcome:
+        """The outcome, or the same as one that does not fit."""
+        attempted = outcome.attempt
+        if not (self._active and attempted.fits and attempted.window_seconds):
+            return outcome
+        a_sample = attempted.window_seconds / attempted.micro_batch
+        if self._best is None or a_sample <= SPILL_FACTOR * self._best:
+            self._best = a_sample if self._best is None else min(self._best, a_sample)
+            return outcome
+        reason = (
+            f"it runs, at {a_sample / self._best:.1f} times the best time a sample: the driver seems to "
+            "spill to the host's memory instead of failing"
+        )
+        return Outcome(msgspec.structs.replace(attempted, fits=False, reason=reason), None)
+
+
+class Prober(Protocol):
+    """Makes attempts, here or in a child process."""
+
+    facts: Facts
+
+    def prior(self) -> Footprint | None:
+        """What is predicted before anything runs, where it can be."""
+
+    def run(self, micro_batch: int) -> Outcome:
+        """Make one attempt."""
+
+
+@dataclass
+class LocalProber:
+    """Attempts in this process."""
+
+    bench: Bench
+    facts: Facts
+
+    def prior(self) -> Footprint | None:
+        """See `autobatch.prior.prior_footprint`."""
+        return prior_footprint(self.bench)
+
+    def run(self, micro_batch: int) -> Outcome:
+        """See `autobatch.attempt.attempt`."""
+        return attempt(self.bench, micro_batch)
+
+
+@contextmanager
+def open_prober(workload: Workload | str | None, options: Options, *, isolated: bool) -> Iterator[Prober]:
+    """Open what makes the attempts: a child process where a reference can be handed to one, else here."""
+    if isolated and not isinstance(workload, Workload):
+        with ProbeChild(workload, options) as child:
+            yield child
+        return
+    bench = open_bench(find_workload(workload), options, demo=workload is None)
+    yield LocalProber(bench, facts_of(bench))
