@@ -23,6 +23,7 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
     aten.addmm.default: lambda _, a, b, *__: a.shape[0] * b.shape[1],
     aten.baddbmm.default: lambda _, a, b, *__: a.shape[0] * a.shape[1] * b.shape[2],
     aten.embedding.default: lambda weight, ids, *_: ids.numel() * weight.shape[-1],
+    aten.repeat.default: lambda x, sizes, *_: x.numel() * prod(sizes),
     aten.convolution.default: lambda x, weight, *_: x.numel() * weight.shape[0],
 }
 """Elements, or more, that operators make out of much smaller arguments."""
@@ -36,7 +37,7 @@ def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, th
 
     Also 0 where it cannot be told: the operator has no meta kernel, or its outputs depend on the data.
     """
-    if _guess(func, args) <= threshold:
+    if _guess(func, args, threshold) <= threshold:
         return 0
     try:
         with torch.no_grad():
@@ -47,27 +48,31 @@ def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, th
     return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in _tensors(out))}.values())
 
 
-def _guess(func: Any, args: tuple[Any, ...]) -> int:
-    """An upper bound for most operators, from their arguments alone, in bytes."""
+def _guess(func: Any, args: tuple[Any, ...], threshold: int) -> int:
+    """An upper bound for most operators, from their arguments alone, in bytes; coarse where that will do."""
     product = _PRODUCTS.get(func)
     if product is not None:
         return product(*args) * _WIDEST_BYTES
-    given = [arg for arg in args if isinstance(arg, Tensor)]
+    given: list[Tensor] = []
+    coarse = made = 0
+    for arg in args:
+        if isinstance(arg, Tensor):
+            given.append(arg)
+            coarse = (coarse or _WIDEST_BYTES) * (arg.numel() or 1)
+        elif isinstance(arg, list | tuple) and arg:
+            if isinstance(arg[0], Tensor):
+                made = max(made, sum(each.nbytes for each in arg if isinstance(each, Tensor)))
+            elif isinstance(arg[0], int):
+                made = max(made, prod(arg) * _WIDEST_BYTES)
     if len(given) == 1:
-        return 2 * given[0].nbytes
-    if given:
+        coarse = 2 * given[0].nbytes
+    elif coarse > threshold:
         rows = zip_longest(*(reversed(tensor.shape) for tensor in given), fillvalue=1)
-        return max(
+        coarse = max(
             prod(map(max, rows)) * max(tensor.element_size() for tensor in given),
             sum(tensor.nbytes for tensor in given),
         )
-    first = args[0] if args else None
-    if isinstance(first, list | tuple):
-        if first and isinstance(first[0], Tensor):
-            return sum(tensor.nbytes for tensor in first if isinstance(tensor, Tensor))
-        if all(isinstance(each, int) for each in first):
-            return prod(first) * _WIDEST_BYTES
-    return 0
+    return max(coarse, made)
 
 
 def _on_meta(values: Any) -> Any:

@@ -70,11 +70,6 @@ class StorageMode(TorchDispatchMode):
         self._marks: list[tuple[int, str]] = []
         self._aside = False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare every operator a wrapper, and the first one the import of all of ``torch._dynamo``."""
-        return False
-
     def __exit__(self, *error: object) -> None:
         """Leave the mode; what is alive is watched no more."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
