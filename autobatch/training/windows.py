@@ -84,11 +84,13 @@ class Course:
         for index in range(start, self.total):
             first = self._position(index)
             ids: list[int] = []
-            for position in range(first, first + self.size(index)):
-                epoch, place = divmod(position, self.samples)
+            missing = self.size(index)
+            while missing:
+                epoch, place = divmod(first + len(ids), self.samples)
                 if epoch != drawn:
                     order, drawn = permutation(self.samples, seed=self.seed, epoch=epoch), epoch
-                ids.append(order[place])
+                ids += order[place : place + missing]
+                missing = self.size(index) - len(ids)
             yield Window(index, first // self.samples, ids)
 
     def _position(self, index: int) -> int:
