@@ -63,6 +63,8 @@ _WIDEST = _names(
 )
 """``AT_FORALL_PROMOTE``."""
 _LOW = (torch.float16, torch.bfloat16)
+_FUSED = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_softmax.default}
+"""On CUDA these make fp32 of fp16 without a copy in between, of bf16 with one (ATen/native/SoftMax.cpp)."""
 
 
 @contextmanager
@@ -154,6 +156,9 @@ def _casting(name: str, cast: Callable[[Any, _Arguments], _Arguments]) -> Callab
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(autocast):
             args, kwargs = cast(operator, (args, kwargs))
+            fused = _FUSED.get(name)
+            if fused is not None and args[0].dtype is torch.float16 and kwargs.get("dtype") is torch.float32:
+                return fused(args[0], args[1], True)
             return operator(*args, **kwargs)
 
     return kernel

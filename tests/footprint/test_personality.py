@@ -84,6 +84,19 @@ def test_types_under_autocast_are_those_of_cuda(low):
     }
 
 
+@pytest.mark.usefixtures("on_card")
+@pytest.mark.parametrize(("low", "steps"), [(fp16, ["LogSoftmax"]), (bf16, ["LogSoftmax", "ToCopy"])])
+def test_softmax_of_fp16_needs_no_copy_in_fp32(low, steps):
+    x = torch.randn(4, 8, dtype=low, requires_grad=True)
+    with torch.autocast("cpu", dtype=low):
+        y = x.log_softmax(-1)
+    assert y.dtype is fp32
+    nodes = [y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)][: len(steps)]
+    assert [node.name().removesuffix("Backward0") for node in nodes] == steps
+    y.sum().backward()
+    assert x.grad.dtype is low
+
+
 def test_afterwards_the_cpu_is_as_it_was():
     x = torch.randn(4, 4, requires_grad=True)
 
