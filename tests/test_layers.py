@@ -13,35 +13,40 @@ PACKAGE = Path(autobatch.__file__).parent
 
 FLOORS = [
     {"errors"},
-    {"units", "files"},
+    {"units", "files", "outlet"},
     {"records"},
-    {"workload", "planning", "card", "knobs"},
-    {"hardware", "config"},
-    {"sources", "failures", "finding", "outlet"},
-    {"batches", "state"},
-    {"gradients"},
+    {"workload", "planning", "card", "knobs", "progress"},
+    {"hardware", "config", "finding", "failures", "results", "demo"},
+    {"fits", "sources"},
+    {"batches", "state", "gradients"},
     {"trainee"},
-    {"fits", "step", "demo", "progress", "results"},
+    {"step"},
     {"samples"},
-    {"footprint.budget", "footprint.blocks", "footprint.trace"},
-    {"footprint.allocator", "footprint.program"},
-    {"device.base", "device.host", "device.nvml", "device.oom", "device.foresee", "device.storages"},
-    {"device.tracker"},
+    # What is allocated, as events: the devices record it, the predictions make it.
+    {"footprint.budget", "footprint.blocks", "footprint.foresee"},
+    {"footprint.allocator", "footprint.trace"},
+    {"footprint.program", "footprint.storages"},
+    {"footprint.watching"},
+    {"device.base", "device.host", "device.nvml", "device.oom"},
+    {"device.history", "device.tracker"},
     {"device.cpu", "device.cuda", "device.simulated"},
     {"attempt"},
+    {"footprint"},
     {"forecast", "bench", "trial"},
-    {"search", "isolation", "tuner"},
-    {"training"},
+    {"search", "prior", "estimating", "tuner"},
+    {"isolation"},
+    {"probers"},
     {"probing"},
+    {"training"},
     {"stages"},
     {"report"},
     {"fitting"},
-    {"pipeline"},
-    {"integrations"},
+    {"pipeline", "integrations"},
     {"commands", "arguments"},
     {"cli"},
     {"__main__"},
 ]
+"""From the ground up. A package stands where its name does; modules that are needed further down are named."""
 ONLY = {
     "pynvml": {"device.nvml"},
     "optuna": {"tuner"},
@@ -61,9 +66,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def floor_of(module: str) -> int | None:
     """The floor of a module: its own name's, else that of the package that it is in."""
-    for name in (module, module.split(".")[0]):
+    for name in (module, room_of(module)):
         for number, rooms in enumerate(FLOORS):
             if name in rooms:
                 return number
@@ -101,7 +110,7 @@ def test_a_room_imports_only_rooms_below_it(module: str) -> None:
         if not target.startswith("autobatch.") or name not in known or typing_only:
             continue
         other = floor_of(name)
-        same_room = name.split(".")[0] == module.split(".")[0] and own == other
+        same_room = room_of(name) == room_of(module) and own == other
         assert other is not None
         assert other < own or same_room, f"{module} (floor {own}) imports {name} (floor {other})"
 
