@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Tied(nn.Module):
-    """Ties, a frozen part, statistics, an integer buffer, and buffers that a forward pass replaces and adds."""
+    """Ties, a frozen part, statistics, and buffers that a forward pass replaces and adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,9 @@ def looks(model: nn.Module) -> dict[str, object]:
         "sha256": fingerprint(model),
         "objects": {name: id(tensor) for name, tensor in tensors.items()},
         "memory": {name: tensor.data_ptr() for name, tensor in tensors.items()},
-        "gradients": {n: (id(t.grad), t.grad.clone().tolist()) for n, t in tensors.items() if t.grad is not None},
+        "gradients": {
+            n: (id(t.grad), t.grad.clone().tolist()) for n, t in tensors.items() if t.grad is not None
+        },
         "requires_grad": {name: tensor.requires_grad for name, tensor in tensors.items()},
         "modes": {name: module.training for name, module in model.named_modules()},
         "hooks": [len(module._forward_hooks) for module in model.modules()],
@@ -137,7 +139,8 @@ def test_what_is_lent_comes_back_after_an_error_too() -> None:
 
 
 def test_lazy_modules_are_refused_with_what_to_do() -> None:
-    with pytest.raises(InputError, match="lazy modules .* run one forward pass"), lent(nn.LazyLinear(3), CPU):
+    refused = pytest.raises(InputError, match=r"lazy modules .* run one forward pass")
+    with refused, lent(nn.LazyLinear(3), CPU):
         pass
 
 

@@ -84,9 +84,7 @@ def test_any_split_takes_the_step_of_the_whole_window(kind: str, parts: int) -> 
     workload = make_workload(**changes)
     expected, losses = reference(workload, [range(SAMPLES)], whole)
     trainee = trainee_of(workload)
-    result = run_window(
-        trainee, split(workload, micro_batches(SAMPLES, math.ceil(SAMPLES / parts))), SAMPLES
-    )
+    result = run_window(trainee, split(workload, micro_batches(SAMPLES, math.ceil(SAMPLES / parts))), SAMPLES)
     assert off(trainee, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
     assert result.applied

@@ -1,4 +1,4 @@
-"""Small workloads and loops that the tests of this room share, and the full batch as an independent oracle."""
+"""Small workloads and loops that these tests share, and the full batch as an independent oracle."""
 
 from __future__ import annotations
 

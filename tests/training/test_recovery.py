@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.device.base import MemoryStats
 from autobatch.device.cpu import CpuDevice
+from autobatch.device.simulated import SimulatedDevice
 from autobatch.errors import DoesNotFitError, RestartSmallerError
+from autobatch.hardware import load_profile
 from tests.training.helpers import (
     Rows,
     apart,
@@ -219,7 +222,7 @@ def test_an_error_of_the_driver_ends_the_process() -> None:
 
 def test_what_only_looks_like_memory_is_tried_smaller_once_and_then_raised_as_it_was() -> None:
     suspect = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-    loop, records = train(plain(), Fault(10, error=suspect))
+    _, records = train(plain(), Fault(10, error=suspect))
     assert [record.micro_batch for record in records] == [4, 2, 2]
     with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_INITIALIZED"):
         train(plain(), Fault(10, 30, error=suspect))
@@ -297,3 +300,27 @@ def test_a_buffer_that_the_forward_pass_replaces_is_put_back() -> None:
     smaller = fingerprint(train(plain(model=Average), None, shrink_to=2)[0].trainee.model)
     loop, _ = train(plain(model=Average), Fault(40))
     assert fingerprint(loop.trainee.model) == smaller
+
+
+def test_on_a_simulated_card_a_run_too_large_for_it_comes_to_the_same_weights(tmp_path: Path) -> None:
+    """Real refusals of the allocator's model, several in one run, against a run with room for all."""
+    card = load_profile("rtx-4090", user_dir=tmp_path)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 3)).double()
+
+    workload = plain(model=build, train_data=points(600))
+    options = {"target_batch": 4096, "micro_batch": 4096, "steps": 3}
+    whole = make_loop(workload, **options)
+    losses = [record.loss for record in whole.run()]
+    device = SimulatedDevice(card, memory_budget="64MiB")
+    with device.training() as meter:
+        loop = make_loop(workload, **options, device=device, meter=meter)
+        meter.adopt(tensor.data for tensor in loop.trainee.model.parameters())
+        records = list(loop.run())
+    assert loop.oom_recoveries >= 1
+    assert records[-1].recovered is None
+    assert records[0].peak_reserved_bytes <= device.budget_bytes
+    assert records[-1].micro_batch < 4096
+    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
+    assert apart(weights(loop.trainee.model), weights(whole.trainee.model)) <= 1e-12

@@ -105,7 +105,7 @@ def overflowing():
         train_data=flagged({3, 17}, samples=24),
         loss=overflowing_loss,
         optimizer=adamw,
-        schedule=lambda optimizer, steps: CosineAnnealingLR(optimizer, steps),
+        schedule=CosineAnnealingLR,
     )
     return workload, {"precision": "fp16"}
 

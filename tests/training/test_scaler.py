@@ -105,7 +105,7 @@ class Two(nn.Module):
 
 
 def two_losses(model: Two, batch) -> torch.Tensor:
-    inputs, labels, bad = batch
+    inputs, labels, _ = batch
     return mean_loss(model.first, (inputs, labels)) + loss(model.second, batch)
 
 

@@ -12,7 +12,7 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.errors import InputError
 from autobatch.planning import micro_batches
 from autobatch.samples import Costliest
-from autobatch.training.advice import advice, matching_momentum, smallest_micro_batch
+from autobatch.training.advice import matching_momentum, smallest_micro_batch
 from autobatch.training.selfcheck import check_decomposes
 from autobatch.training.windows import Course
 from autobatch.workload import Loss
@@ -28,7 +28,6 @@ from tests.training.helpers import (
     points,
     token_loss,
     tokens,
-    weights,
 )
 
 
