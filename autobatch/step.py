@@ -33,10 +33,12 @@ __all__ = [
     "Trainee",
     "WindowResult",
     "accumulate",
+    "add_backward",
     "assemble",
     "finish",
     "precision_context",
     "run_window",
+    "share_of",
     "tensors_of",
     "to_device",
 ]
@@ -93,14 +95,10 @@ def accumulate(trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: 
                 part = "loss"
                 mark("forward")
                 with precision_context(trainee.device, trainee.precision):
-                    share = _share(trainee, tally, trainee.loss(trainee.model, batch), size)
+                    share = share_of(trainee, tally, trainee.loss(trainee.model, batch), size)
                 part = "the backward pass of its loss"
                 mark("backward")
-                # A constant is what a loss may return where nothing counts.
-                if share.requires_grad:
-                    (share if trainee.scaler is None else trainee.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
-                tally.total = tally.total + share.detach()
-                tally.micro_batches.append(size)
+                add_backward(trainee, tally, share, size)
                 part = "data"
                 # The next batch is fetched while this frame lives: let go of this one first.
                 del batch, share
@@ -110,6 +108,15 @@ def accumulate(trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: 
         blame(error, part)
         raise
     return tally
+
+
+def add_backward(trainee: Trainee, tally: Tally, share: Tensor, size: int) -> None:
+    """Go backward from what `share_of` returned; inside `Gradients.adding`."""
+    # A constant is what a loss may return where nothing counts.
+    if share.requires_grad:
+        (share if trainee.scaler is None else trainee.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+    tally.total = tally.total + share.detach()
+    tally.micro_batches.append(size)
 
 
 def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
@@ -175,8 +182,12 @@ def run_window(
     return finish(trainee, accumulate(trainee, batches, samples, mark), mark=mark)
 
 
-def _share(trainee: Trainee, tally: Tally, loss: Tensor | Loss, size: int) -> Tensor:
-    """What a micro-batch adds to the window's loss, as a 0-d tensor to go backward from."""
+def share_of(trainee: Trainee, tally: Tally, loss: Tensor | Loss, size: int) -> Tensor:
+    """What a micro-batch of ``size`` samples adds to the window's loss, as a 0-d tensor to go backward from.
+
+    Raises:
+        InputError: it is no loss, or of another kind than that of the micro-batch before.
+    """
     if tally.micro_batches and isinstance(loss, Loss) != (tally.count is not None):
         raise InputError("the workload's loss returned a Loss for one micro-batch and a tensor for another")
     if isinstance(loss, Loss):
