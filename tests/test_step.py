@@ -219,12 +219,13 @@ def test_gradients_of_16_bit_parameters_add_up(dtype: torch.dtype) -> None:
     workload = make_workload(
         model=One,
         train_data=Rows(torch.ones(1024)),
-        loss=lambda model, batch: (model.weight * batch[0].to(dtype)).mean(),
+        loss=lambda model, batch: (model.weight * batch[0].to(dtype)).mean() + 1.0,
         optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
     )
     trainee = trainee_of(workload)
-    run_window(trainee, split(workload, [1] * 1024), 1024)
+    result = run_window(trainee, split(workload, [1] * 1024), 1024)
     assert trainee.model.weight.item() == -1.0
+    assert result.loss == 1.0
     assert trainee.model.weight._backward_hooks is None
     assert not trainee.model.weight._post_accumulate_grad_hooks
 

@@ -5,6 +5,7 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/oom.js
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -76,7 +77,12 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     except RestartSmallerError as error:
         content = {"windows_seen": loop.windows_seen, "micro_batch": loop.micro_batch, "error": str(error)}
         write_atomic(settings.out / SHRINKING, json.dumps(content, indent=1).encode())
-        error.add_note(f"go on in smaller micro-batches with: {settings.resume_hint}")
+        if list_checkpoints(settings.out / CHECKPOINTS):
+            error.add_note(f"go on in smaller micro-batches with: {settings.resume_hint}")
+        else:
+            error.add_note(
+                f"there is no checkpoint yet: start again with --max-micro-batch {loop.micro_batch}"
+            )
         raise
     except AutobatchError as error:
         if list_checkpoints(settings.out / CHECKPOINTS):
@@ -99,10 +105,9 @@ class _Run:
     def train_windows(self, request: StopRequest, progress: Progress, tally: _Summary) -> None:
         """Train the windows that are left, with a checkpoint at the end."""
         every = self._settings.checkpoint_every
-        with (self._settings.out / METRICS).open("a", encoding="utf-8") as log:
+        with (self._settings.out / METRICS).open("ab", buffering=0) as log:
             for record in self._loop.run():
-                log.write(msgspec.json.encode(record).decode() + "\n")
-                log.flush()
+                _append(log, msgspec.json.encode(record) + b"\n")
                 tally.add(record)
                 progress.stepped(record, self._loop.course.total)
                 if every and record.step % every == 0:
@@ -236,6 +241,16 @@ def _rewind(path: Path, windows_seen: int, tally: _Summary) -> None:
                 tally.recall(row)
                 kept.append(line.rstrip(b"\n") + b"\n")
     write_atomic(path, b"".join(kept))
+
+
+def _append(log: io.FileIO, line: bytes) -> None:
+    """Write a line through to the system; what is left in a buffer would fail again when the file is closed."""
+    rest = memoryview(line)
+    try:
+        while rest:
+            rest = rest[log.write(rest) :]
+    except OSError as error:
+        raise CheckpointError(f"{log.name} cannot be written: {error.strerror or error}") from error
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -124,6 +124,21 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss(
     assert torch.equal(weights(loop.trainee.model), before)
 
 
+def test_a_gradient_that_is_not_finite_stops_the_other_optimizer_too() -> None:
+    def loss(model, batch):
+        return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
+
+    def optimizers(params, lr):
+        params = list(params)
+        return [torch.optim.SGD(params[:2], lr=lr), torch.optim.SGD(params[2:], lr=lr)]
+
+    loop = make_loop(make_workload(loss=loss, optimizer=optimizers), target_batch=6, steps=4)
+    before = weights(loop.trainee.model)
+    with pytest.raises(NonFiniteError, match="the gradient of step 1"):
+        next(loop.run())
+    assert torch.equal(weights(loop.trainee.model), before)
+
+
 def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
     def loss(model, batch):
         return Loss(mean_loss(model, batch) * 0.0, 0)

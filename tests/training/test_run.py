@@ -214,6 +214,16 @@ def test_out_of_memory_in_the_optimizer_goes_on_smaller(tmp_path: Path) -> None:
     assert not (tmp_path / "oom.json").exists()
 
 
+def test_out_of_memory_before_the_first_checkpoint_says_what_to_start_with(tmp_path: Path) -> None:
+    fault = Fault()
+    loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
+    loop.trainee.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
+    fault.armed = True
+    with fault, pytest.raises(RestartSmallerError) as caught:
+        train(loop, settings(tmp_path), Silent(), None)
+    assert "start again with --max-micro-batch 2" in caught.value.__notes__[0]
+
+
 def test_a_new_run_does_not_take_over_what_an_old_one_shrank_to(tmp_path: Path) -> None:
     (tmp_path / "oom.json").write_text('{"micro_batch": 1}')
     assert train(open_loop(), settings(tmp_path), Silent(), None).micro_batch == 3
