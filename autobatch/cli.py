@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
         # A terminal that cannot show a character shall not end a run.
         getattr(sys, name).reconfigure(errors="replace")
-    code = run(list(sys.argv[1:] if arguments is None else arguments))
     try:
+        code = run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except OSError as error:
         code = _undelivered(error)
@@ -111,6 +111,8 @@ def _guarded(name: str, arguments: list[str]) -> int:
             workload, options = parse(name, arguments, folder=Path.cwd(), environ=os.environ)
         except SystemExit:
             return 0  # help was printed
+        except OSError as error:  # or could not be
+            return _undelivered(error)
         verbose = options.verbose
         with _sigterm_raises():
             return _run_workload(name, workload, options, log)
@@ -133,7 +135,11 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
     if options.json:
         import msgspec
 
-        sys.stdout.write(msgspec.json.encode(result.to_json(*PARTS[name])).decode() + "\n")
+        try:
+            sys.stdout.write(msgspec.json.encode(result.to_json(*PARTS[name])).decode() + "\n")
+            sys.stdout.flush()
+        except OSError as error:
+            return _undelivered(error)
     return 0 if outlet.failure is None else _undelivered(outlet.failure)
 
 

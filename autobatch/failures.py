@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import os
@@ -69,6 +70,7 @@ class RunLog:
                 with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(text)
             except OSError:
+                _discard_if_empty(path)
                 continue
             return path
         return None
@@ -97,6 +99,12 @@ def complaint_of(error: BaseException, *, folder: Path | None = None) -> Complai
         return Complaint(line=_one_line(f"the system refuses: {error}"), exit_code=1, logged=True)
     line = f"unexpected {type(error).__name__}: {error}; this is a fault of autobatch, please report it"
     return Complaint(line=_one_line(line), exit_code=1, logged=True)
+
+
+def _discard_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if not path.stat().st_size:
+            path.unlink()
 
 
 def _kept(folder: Path | None) -> str:

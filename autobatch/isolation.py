@@ -185,9 +185,8 @@ def serve(connection: Connection, reference: str | None, options: Options, log: 
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    for stream in (sys.stdout, sys.stderr):
-        # What was written before a crash must not be lost in a buffer.
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # By the line: what was written before a crash must not be lost in a buffer.
+    sys.stdout = sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace")
     faulthandler.enable(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -244,7 +244,7 @@ def _rewind(path: Path, windows_seen: int, tally: _Summary) -> None:
 
 
 def _append(log: io.FileIO, line: bytes) -> None:
-    """Write a line through to the system; what is left in a buffer would fail again when the file is closed."""
+    """Write a line through to the system: what stays in a buffer would fail again at closing."""
     rest = memoryview(line)
     try:
         while rest:
