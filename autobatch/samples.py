@@ -6,11 +6,12 @@ the workload's `size_of`, else by how many numbers a sample holds.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -33,14 +34,32 @@ def join(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Batch:
     Raises:
         InputError: the samples cannot be joined; says which sizes were found.
     """
-    source = workload.train_data if data is None else data
+    samples = fetch(workload.train_data if data is None else data, ids)
+    return join_samples(samples, workload.collate, option="Workload(collate=…)")
+
+
+def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
+    """Read samples of map-style data."""
     with user_code("data"):
         # As torch's own loader does: a data set that can fetch many at once says so.
-        many = getattr(source, "__getitems__", None)
-        samples = many(list(ids)) if many else [source[index] for index in ids]
-    if workload.collate is not None:
+        many = getattr(data, "__getitems__", None)
+        return many(list(ids)) if many else [data[index] for index in ids]
+
+
+def join_samples(samples: list[Any], collate: Callable[[list[Any]], Batch] | None, *, option: str) -> Batch:
+    """Join samples to a batch; without ``collate`` as torch does by default.
+
+    Args:
+        samples: as the data give them.
+        collate: the user's own.
+        option: where the user can give a collate, for the error.
+
+    Raises:
+        InputError: the samples cannot be joined; says which sizes were found.
+    """
+    if collate is not None:
         with user_code("collate"):
-            return workload.collate(samples)
+            return collate(samples)
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
@@ -50,7 +69,7 @@ def join(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Batch:
         text = (str(error).splitlines() or [""])[0]
         raise InputError(
             f"the samples cannot be joined to a batch ({type(error).__name__}: {text}); "
-            f"shapes found: {', '.join(shapes[:3])}; give Workload(collate=…)"
+            f"shapes found: {', '.join(shapes[:3])}; give {option}"
         ) from error
 
 
@@ -65,14 +84,27 @@ class Costliest:
     def __init__(self, workload: Workload, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._workload = workload
         self.notes: list[str] = []
-        self._order = self._ranked(clock)
+        self._costs = self._read(clock)
+        self._order = sorted(self._costs, key=lambda index: (-self._costs[index], index))
+
+    def up_to(self, cost: float) -> Self:
+        """The costliest of the samples that cost no more than this; their sizes are not read again."""
+        limited = copy.copy(self)
+        limited._order = [index for index in self._order if self._costs[index] <= cost]
+        return limited
+
+    def levels(self) -> list[float]:
+        """The quartiles of the samples' costs, the largest last; empty where all cost alike."""
+        costs = sorted(self._costs.values())
+        levels = sorted({costs[max(0, math.ceil(len(costs) * part / 4) - 1)] for part in (1, 2, 3, 4)})
+        return levels if len(levels) > 1 else []
 
     def batch(self, size: int) -> Batch:
         """Join the ``size`` costliest samples, over again from the first where the data has fewer."""
         count = len(self._order)
         return join(self._workload, [self._order[i % count] for i in range(size)])
 
-    def _ranked(self, clock: Callable[[], float]) -> list[int]:
+    def _read(self, clock: Callable[[], float]) -> dict[int, float]:
         count = len(self._workload.train_data)  # type: ignore[arg-type]
         start = clock()
         costs: dict[int, float] = {}
@@ -95,7 +127,7 @@ class Costliest:
                 f"the sizes of {len(costs):,} of {count:,} samples were read in {seconds:.0f} s: "
                 "give Workload(size_of=…) for a quicker and complete answer"
             )
-        return sorted(costs, key=lambda index: (-costs[index], index))
+        return costs
 
     def _cost(self, index: int) -> float:
         with user_code("data"):
