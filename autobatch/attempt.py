@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -98,6 +98,13 @@ def attempt(bench: Bench, micro_batch: int) -> Outcome:
         ),
         trace,
     )
+
+
+def attempt_at(bench: Bench, micro_batch: int, level: float | None) -> Outcome:
+    """An attempt on the costliest of the samples that cost no more than ``level``; of all, for ``None``."""
+    if level is None:
+        return attempt(bench, micro_batch)
+    return attempt(replace(bench, costliest=bench.costliest.up_to(level)), micro_batch)
 
 
 def train_on_copies(bench: Bench, micro_batch: int, meter: Meter, mark: Callable[[str], None]) -> float:

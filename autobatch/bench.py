@@ -42,6 +42,8 @@ class Facts(Record, frozen=True, kw_only=True):
     name: str
     expandable_segments: bool = False
     """How the device's allocator grows, for those that cache."""
+    levels: list[float] = []
+    """Quartiles of the samples' costs; empty where all cost alike."""
     notes: list[str] = []
 
 
@@ -147,6 +149,7 @@ def facts_of(bench: Bench) -> Facts:
         precision=bench.precision,
         name=workload.name,
         expandable_segments=_is_expandable(bench.device.new_allocator()),
+        levels=bench.costliest.levels(),
         notes=[*device.notes, *bench.costliest.notes],
     )
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from autobatch.attempt import Outcome, attempt
+from autobatch.attempt import Outcome, attempt_at
 from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
 from autobatch.errors import AutobatchError, UserCodeError
@@ -35,6 +35,8 @@ PRIOR = "prior"
 """Asks the child for a prediction instead of an attempt."""
 ANSWER_SECONDS = 600.0
 """How long one attempt may take before the child counts as hung."""
+PATIENCE_SECONDS = 2.0
+"""How long a child that is no longer needed may take to leave by itself."""
 TAIL_LINES = 5
 """Lines of what a child wrote that its epitaph quotes."""
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
@@ -73,16 +75,17 @@ class ProbeChild:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # Nobody waits for the end of an attempt after Ctrl-C.
+        self.close(patience=PATIENCE_SECONDS if kind is None else 0.0)
 
-    def close(self) -> None:
+    def close(self, *, patience: float = PATIENCE_SECONDS) -> None:
         """End the child, and forget what it wrote."""
-        self._stop()
+        self._stop(patience=patience)
         self._log.close()
 
-    def run(self, micro_batch: int) -> Outcome:
-        """Make one attempt in the child; see `autobatch.attempt.attempt`.
+    def run(self, micro_batch: int, level: float | None = None) -> Outcome:
+        """Make one attempt in the child; see `autobatch.attempt.attempt_at`.
 
         Raises:
             InputError: the workload raised in the child.
@@ -91,7 +94,7 @@ class ProbeChild:
         kills = self._oom_kills()
         started = time.perf_counter()
         try:
-            self._connection.send(micro_batch)
+            self._connection.send((micro_batch, level))
             outcome: Outcome = self._receive(f"an attempt at a micro-batch of {micro_batch}")
         except (EOFError, BrokenPipeError, ConnectionResetError):
             code = self._stop()
@@ -147,7 +150,7 @@ class ProbeChild:
             raise content
         return content
 
-    def _stop(self, *, patience: float = 2.0) -> int | None:
+    def _stop(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
         """End the child, which leaves by itself when the pipe closes; returns its exit code."""
         with suppress(OSError):
             self._connection.close()
@@ -197,7 +200,7 @@ def serve(connection: Connection, reference: str | None, options: Options, log: 
             if asked == PRIOR:
                 connection.send(("prior", prior_footprint(bench)))
             else:
-                connection.send(("outcome", attempt(bench, asked)))
+                connection.send(("outcome", attempt_at(bench, *asked)))
     except (EOFError, BrokenPipeError):
         return
     except (Exception, SystemExit) as error:

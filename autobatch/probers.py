@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from autobatch.attempt import Bench, Outcome, attempt
+from autobatch.attempt import Bench, Outcome, attempt_at
 from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
 from autobatch.footprint.predict import Footprint
@@ -56,8 +56,8 @@ class Prober(Protocol):
     def prior(self) -> Footprint | None:
         """What is predicted before anything runs, where it can be."""
 
-    def run(self, micro_batch: int) -> Outcome:
-        """Make one attempt."""
+    def run(self, micro_batch: int, level: float | None = None) -> Outcome:
+        """Make one attempt, on samples that cost no more than ``level`` if that is given."""
 
 
 @dataclass
@@ -71,9 +71,9 @@ class LocalProber:
         """See `autobatch.prior.prior_footprint`."""
         return prior_footprint(self.bench)
 
-    def run(self, micro_batch: int) -> Outcome:
-        """See `autobatch.attempt.attempt`."""
-        return attempt(self.bench, micro_batch)
+    def run(self, micro_batch: int, level: float | None = None) -> Outcome:
+        """See `autobatch.attempt.attempt_at`."""
+        return attempt_at(self.bench, micro_batch, level)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from autobatch.attempt import Outcome
 from autobatch.bench import Facts, new_allocator
 from autobatch.config import Options, PlanOptions, SearchOptions
@@ -22,7 +24,7 @@ from autobatch.hardware import data_home
 from autobatch.planning import make_plan, rank_share
 from autobatch.probers import Prober, SpillGuard
 from autobatch.progress import Progress, Silent
-from autobatch.records import Attempt, LimitedBy, Plan, Probe
+from autobatch.records import Attempt, LengthLimit, LimitedBy, Plan, Probe
 from autobatch.search import search
 from autobatch.units import format_bytes
 
@@ -77,6 +79,29 @@ def run_probe(
         result = confirmed or _search(run, prober, caps, _expiry(options, clock))
     progress.probed(result)
     return result, _remember(result, facts, min(caps.values()), home, progress)
+
+
+def run_lengths(prober: Prober, options: Options, found: Probe, progress: Progress) -> Probe:
+    """Also find what fits of shorter samples, where they differ: a table from size to micro-batch.
+
+    The limit on tokens of a micro-batch follows from it: size times micro-batch, where that is flat.
+    """
+    caps = caps_of(prober.facts, options)
+    if not prober.facts.levels or found.stopped_by is not None:
+        return found
+    *shorter, longest = prober.facts.levels
+    lengths = [LengthLimit(size=longest, micro_batch=found.micro_batch, upper_bound_by=found.upper_bound_by)]
+    for level in reversed(shorter):
+        one = search(
+            lambda size, level=level: prober.run(size, level),  # type: ignore[misc]
+            cap=min(caps.values()),
+            forecast=ReplayForecast(lambda: new_allocator(prober.facts)),
+        )
+        lengths.append(
+            LengthLimit(size=level, micro_batch=one.micro_batch, upper_bound_by=one.upper_bound_by)
+        )
+        progress.note(f"of samples of size {level:g} and less, {one.micro_batch:,} fit")
+    return msgspec.structs.replace(found, lengths=lengths[::-1])
 
 
 def caps_of(facts: Facts, options: Options) -> dict[LimitedBy, int]:

@@ -63,6 +63,15 @@ class Attempt(Record, frozen=True, kw_only=True):
     """Where in the step it failed: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
 
 
+class LengthLimit(Record, frozen=True, kw_only=True):
+    """What fits of samples that cost no more than a given size."""
+
+    size: float
+    """As `size_of` gives it, else the elements of a sample."""
+    micro_batch: int
+    upper_bound_by: UpperBoundBy | None
+
+
 class Probe(Record, frozen=True, kw_only=True):
     """The largest micro-batch that fits, and how it was found."""
 
@@ -75,6 +84,8 @@ class Probe(Record, frozen=True, kw_only=True):
     attempts: list[Attempt]
     source: str = "search"
     """``search``, or ``saved DATE`` where an earlier answer was confirmed by one run."""
+    lengths: list[LengthLimit] = []
+    """Where the samples differ in size: the largest micro-batch for each quartile of the sizes."""
     stopped_by: str | None = None
     """``time limit`` or ``interrupt``, where the best certified size so far is the answer."""
 

@@ -17,7 +17,7 @@ from autobatch.hardware import data_home
 from autobatch.knobs import Situation, Value, applicable
 from autobatch.planning import micro_batches
 from autobatch.probers import open_prober
-from autobatch.probing import plan_from, run_probe
+from autobatch.probing import plan_from, run_lengths, run_probe
 from autobatch.progress import Progress, Silent
 from autobatch.records import Plan, Tuning
 from autobatch.results import Result
@@ -56,6 +56,8 @@ def run_probe_command(
     """``autobatch probe``."""
     with open_prober(workload, options, isolated=environment.isolated) as prober:
         found, profile = run_probe(prober, options, progress=environment.progress, home=environment.home)
+        if options.micro_batch is None:
+            found = run_lengths(prober, options, found, environment.progress)
         return Result(device=prober.facts.device, probe=found, profile=profile, command=environment.command)
 
 
