@@ -144,6 +144,8 @@ def _search(
     forecast = ReplayForecast(lambda: new_allocator(prober.facts), None if step is None else step.program)
     found = search(run, cap=min(caps.values()), forecast=forecast, expired=expired)
     if not found.micro_batch:
+        if found.stopped_by == "interrupt":
+            raise KeyboardInterrupt
         raise nothing_fits(found.attempts, prober.facts, step)
     return Probe(
         micro_batch=found.micro_batch,

@@ -65,18 +65,28 @@ def run_plan_command(
     workload: Workload | str | None, options: PlanOptions, environment: Environment
 ) -> Result:
     """``autobatch plan``."""
-    return plan_only(workload, options, environment)[0]
+    return plan_only(workload, options, environment, is_whole=True)[0]
 
 
 def plan_only(
-    workload: Workload | str | None, options: PlanOptions, environment: Environment
+    workload: Workload | str | None,
+    options: PlanOptions,
+    environment: Environment,
+    *,
+    is_whole: bool = False,
 ) -> tuple[Result, Facts]:
-    """Probe and plan; also what the plan rests on."""
+    """Probe and plan; also what the plan rests on.
+
+    An interrupted probe answers with the best size so far where the plan is the whole of what was asked;
+    where more was to follow, the interrupt ends that too.
+    """
     with open_prober(workload, options, isolated=environment.isolated) as prober:
         facts = prober.facts
         # What the plan cannot be must be known before minutes are spent on a probe.
         plan_from(facts, 1, options)
         found, profile = run_probe(prober, options, progress=environment.progress, home=environment.home)
+    if found.stopped_by == "interrupt" and not is_whole:
+        raise KeyboardInterrupt
     planned = plan_from(facts, found.micro_batch, options)
     environment.progress.planned(planned)
     result = Result(
