@@ -57,8 +57,8 @@ class Terminal:
             return
         self._say(f"autobatch {__version__} · the embedded demo: no workload was named", style="bold")
         if not predicts:
-            self._say("1,797 real handwritten digits, in a small memory budget of the demo's own, so that")
-            self._say("the batch accumulates; --memory-budget overrides it. To train yours, name it:")
+            self._say("1,797 real handwritten digits, in a small memory budget of the demo's own, so")
+            self._say("that the batch accumulates; --memory-budget overrides it. To train yours:")
             self._say("autobatch fit train.py:workload --target-batch 1024")
 
     def note(self, text: str) -> None:
