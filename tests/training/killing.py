@@ -23,7 +23,7 @@ from autobatch.progress import Silent
 from autobatch.training.checkpoint import clean_leftovers, load_newest
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from tests.training.helpers import fingerprint, make_loop
-from tests.training.test_resume import augmented
+from tests.training.kinds import augmented
 
 STEPS = 40
 

@@ -16,8 +16,8 @@ from autobatch.errors import CheckpointError, Interrupted, NonFiniteError, Resta
 from autobatch.progress import Silent
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.run import RunSettings, train
+from tests.training.faults import Fault, Watching, plain
 from tests.training.helpers import fingerprint, make_loop, make_workload, mean_loss, points
-from tests.training.test_recovery import Fault, Watching, plain
 
 STEPS = 6
 HINT = "autobatch fit --resume"
