@@ -28,6 +28,8 @@ from autobatch.records import Attempt, LengthLimit, LimitedBy, Plan, Probe
 from autobatch.search import search
 from autobatch.units import format_bytes
 
+ASKED_FOR = {"budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm"}
+"""What a user changes by asking for it; an answer to another question is not stale."""
 CLOSE_BUDGETS = 0.05
 """Budgets that were not asked for by number follow what is free; within this share they count as the same."""
 
@@ -188,7 +190,8 @@ def _saved(facts: Facts, options: Options, home: Path, progress: Progress) -> Sa
         old, new = saved.changed[0].old, saved.changed[0].new
         if isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new:
             return saved.fit
-    progress.note(f"{saved}: probing anew")
+    if {one.field for one in saved.changed} - ASKED_FOR:
+        progress.note(f"{saved}: probing anew")
     return None
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-MEMORY_BUDGET = {"cpu": "6MiB", "cuda": "160MiB", "sim": "64MiB"}
+MEMORY_BUDGET = {"cpu": "6MiB", "cuda": "160MiB", "sim": "32MiB"}
 """Small, so that the very first run shows a limit that was found and a plan that accumulates."""
 STEPS = 60
 """Optimizer steps where the command line names none: a held-out accuracy of about 97 %."""
