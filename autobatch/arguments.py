@@ -12,6 +12,7 @@ import difflib
 import inspect
 import io
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -225,7 +226,8 @@ def _spelled(option: str) -> str:
 
 
 def _first_paragraph(box: str) -> str:
-    """The message inside tyro's box: its first paragraph, as one line."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    paragraph = itertools.takewhile(lambda line: set(line) != {"─"}, lines)
-    return " ".join(paragraph).rstrip(".") or " ".join(box.split())
+    """The message inside tyro's box, as one line: without its title, its frame and its advice."""
+    lines = (" ".join(re.sub(r"[│|╭╮╰╯─]|-{3,}", " ", line).split()) for line in box.splitlines())
+    title, *texts = [line for line in lines if line] or [""]
+    message = itertools.takewhile(lambda line: not line.startswith("For full helptext"), texts)
+    return " ".join(message).rstrip(".") or title

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 HELP = """\
 usage: autobatch COMMAND [WORKLOAD] [options]
 
-Finds the largest micro-batch that fits in memory, plans the accumulation that makes
-the batch you ask for exactly, tunes what is left, and trains.
+Finds the largest micro-batch that fits in memory, plans the accumulation that
+makes the batch you ask for exactly, tunes what is left, and trains.
 
 commands:
   fit        probe, plan, tune, train; save the profile and the report
@@ -38,8 +38,8 @@ commands:
   report     write the report of a run again: report RUN
   doctor     what this machine offers, and what is missing
 
-WORKLOAD is module:function or path/to/file.py:function; without one, `workload` of
-autobatch.toml or of [tool.autobatch] in pyproject.toml; with neither, the demo.
+WORKLOAD is module:function or path/to/file.py:function; without one, `workload`
+of autobatch.toml or of [tool.autobatch] in pyproject.toml; else the demo.
 
   autobatch fit --target-batch 1024
   autobatch fit train.py:workload --target-batch 1024 --memory-budget 6GiB
@@ -123,7 +123,10 @@ def _guarded(name: str, arguments: list[str]) -> int:
 def _run_other(name: str, arguments: list[str]) -> int:
     from autobatch.commands import doctor, profiles, report
 
-    return {"doctor": doctor, "profiles": profiles, "report": report}[name](arguments, print)
+    try:
+        return {"doctor": doctor, "profiles": profiles, "report": report}[name](arguments, print)
+    except BrokenPipeError as error:
+        return _undelivered(error)
 
 
 def _run_workload(name: str, workload: str | None, options: Options, log: RunLog) -> int:

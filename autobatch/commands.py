@@ -53,14 +53,14 @@ def report(arguments: list[str], say: Say) -> int:
     Raises:
         InputError: there is no such run.
     """
-    from autobatch.report.data import load_run
-    from autobatch.report.page import write_report
-
     words, as_json = _words(arguments, "report RUN", say)
     if words is None:
         return 0
     if len(words) != 1:
         raise InputError("report takes one folder of a run: autobatch report runs/NAME/DATE")
+    from autobatch.report.data import load_run
+    from autobatch.report.page import write_report
+
     folder = Path(words[0])
     path = write_report(folder / "report.html", load_run(folder))
     say(_json({"report": str(path)}) if as_json else str(path))
