@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
+import autobatch
 from autobatch.attempt import Bench
 from autobatch.device.cpu import CpuDevice
 from autobatch.errors import InputError
@@ -161,6 +164,23 @@ def test_what_cannot_be_checked_is_not_held_against_the_loss() -> None:
             )
         )
     assert check(make_workload(train_data=points(1)), target_batch=4) == []
+
+
+def test_fit_asks_before_it_trains(tmp_path: Path) -> None:
+    """Also where the probe has confirmed that the micro-batch fits."""
+    options = {
+        "target_batch": 24,
+        "max_micro_batch": 8,
+        "steps": 1,
+        "trials": 0,
+        "device": "cpu",
+        "memory_budget": "64MiB",
+        "out": str(tmp_path / "run"),
+    }
+    with pytest.raises(InputError, match="see each other"):
+        autobatch.fit(make_workload(loss=contrastive), **options)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert autobatch.fit(make_workload(), **options).training.optimizer_steps == 1
 
 
 def test_nothing_is_changed() -> None:
