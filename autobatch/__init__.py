@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from autobatch.errors import AutobatchError, DoesNotFitError, InputError
+    from autobatch.integrations.windows import windows
     from autobatch.pipeline import estimate, fit, plan, probe, tune
     from autobatch.records import Plan, Probe
     from autobatch.results import Result
@@ -27,6 +28,7 @@ _HOMES = {
     "plan": "pipeline",
     "probe": "pipeline",
     "tune": "pipeline",
+    "windows": "integrations.windows",
 }
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "plan",
     "probe",
     "tune",
+    "windows",
 ]
 
 
