@@ -1,0 +1,151 @@
+"""The finders, each on the same limit: what it found, in how many runs and out-of-memory errors."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from autobatch.attempt import WINDOWS, attempt
+from autobatch.bench import facts_of
+from autobatch.device.base import Device, Meter
+from autobatch.device.tracker import StorageTracker
+from autobatch.errors import DoesNotFitError
+from autobatch.probers import LocalProber
+from autobatch.probing import run_probe
+from autobatch.samples import join
+from autobatch.step import assemble, run_window, tensors_of
+from autobatch.workload import Workload
+from benchmarks.probe.limits import Limit, bisected
+
+
+@dataclass
+class Answer:
+    """What a finder answered."""
+
+    found: int
+    runs: int
+    ooms: int
+    seconds: float
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
+    start = time.perf_counter()
+    bench = limit.bench()
+    with tempfile.TemporaryDirectory() as home:
+        try:
+            probe, _ = run_probe(LocalProber(bench, facts_of(bench)), limit.options, home=Path(home))
+        except DoesNotFitError:
+            return Answer(0, 1, 1, time.perf_counter() - start), {"limited_by": "nothing fits"}
+    answer = Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
+    return answer, {
+        "limited_by": probe.limited_by,
+        "upper_bound_by": probe.upper_bound_by,
+        "predicted": probe.predicted_micro_batch,
+        "sizes": [one.micro_batch for one in probe.attempts],
+    }
+
+
+def by_hand(limit: Limit) -> Answer:
+    """Doubling, then bisection, with the very attempts that autobatch makes."""
+    start = time.perf_counter()
+    bench = limit.bench()
+    seen: list[bool] = []
+
+    def fits(size: int) -> bool:
+        seen.append(attempt(bench, size).attempt.fits)
+        return seen[-1]
+
+    found = bisected(fits, limit.cap)
+    return Answer(found, len(seen), seen.count(False), time.perf_counter() - start)
+
+
+def by_accelerate(limit: Limit, start_size: int) -> Answer:
+    """As its documentation shows: model and optimizer are built inside of the function that is decorated."""
+    from accelerate.utils import find_executable_batch_size
+
+    device = limit.bench().device
+    counts = [0, 0]
+    start = time.perf_counter()
+
+    # Where the data has fewer samples, a loader would run fewer than the size that it is asked for.
+    @find_executable_batch_size(starting_batch_size=min(start_size, limit.cap))
+    def train(batch_size: int) -> int:
+        counts[0] += 1
+        try:
+            with meter_of(device) as meter:
+                train_anew(limit.workload, meter, batch_size)
+        except torch.OutOfMemoryError:
+            counts[1] += 1
+            raise
+        return batch_size
+
+    try:
+        found = train()
+    except RuntimeError as error:
+        if "reached zero" not in str(error):
+            raise
+        found = 0
+    return Answer(found, *counts, time.perf_counter() - start)
+
+
+def train_anew(workload: Workload, meter: Meter, size: int) -> None:
+    """The windows of an attempt, on the first samples of a shuffled loader."""
+    torch.manual_seed(0)
+    model = workload.model().train()
+    cpu = torch.device("cpu")
+    trainee = assemble(workload, model, cpu, precision="fp32", learning_rate=workload.learning_rate)
+    order = torch.randperm(len(workload.train_data)).tolist()  # type: ignore[arg-type]
+    for count in WINDOWS:
+
+        def batches(count: int = count):
+            for _ in range(count):
+                with meter.aside():
+                    batch = join(workload, [order[i % len(order)] for i in range(size)])
+                meter.adopt(tensors_of(batch))
+                order[:] = order[size:] + order[:size]
+                yield batch, size
+
+        run_window(trainee, batches(), count * size)
+
+
+def meter_of(device: Device) -> AbstractContextManager[Meter]:
+    """The device's own meter; on the CPU in the words of torch's allocator, which is what others look for."""
+    if device.kind != "cpu":
+        return device.enforced()
+    return StorageTracker(
+        device.new_allocator(),  # type: ignore[attr-defined]
+        text=lambda error: (
+            f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {error.requested} bytes."
+        ),
+        record=False,
+    )
+
+
+def finders(*, lightning: bool) -> dict[str, Callable[[Limit], Answer] | None]:
+    """Every other finder by its name; ``None`` where what it needs is not installed."""
+    found: dict[str, Callable[[Limit], Answer] | None] = {"doubling and bisection by hand": by_hand}
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        found["accelerate, start 4096"] = found["accelerate, start 128"] = None
+    else:
+        found["accelerate, start 4096"] = lambda limit: by_accelerate(limit, 4096)
+        found["accelerate, start 128"] = lambda limit: by_accelerate(limit, 128)
+    try:
+        from benchmarks.probe.lightning_finder import by_lightning
+    except ImportError:
+        found["Lightning power"] = found["Lightning binsearch"] = None
+    else:
+        if lightning:
+            found["Lightning power"] = lambda limit: by_lightning(limit, "power")
+            found["Lightning binsearch"] = lambda limit: by_lightning(limit, "binsearch")
+    return found

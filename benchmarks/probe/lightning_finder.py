@@ -1,0 +1,104 @@
+"""Lightning's ``Tuner.scale_batch_size`` around a workload, inside the meter of a limit."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
+
+from autobatch.device.base import Meter
+from autobatch.samples import join
+from autobatch.step import tensors_of
+from autobatch.workload import Loss, Workload
+from benchmarks.probe.finders import Answer, meter_of
+from benchmarks.probe.limits import Limit
+
+
+class Module(LightningModule):
+    """A workload as Lightning wants it; batches are joined out of the meter's sight, as for everyone here.
+
+    The tuner sets callbacks aside, so the module counts its trials and their out-of-memory errors.
+    """
+
+    def __init__(self, workload: Workload, meter: Meter) -> None:
+        super().__init__()
+        self.net = workload.model()
+        self.workload, self.meter = workload, meter
+        self.batch_size = 2
+        self.runs = 0
+        self.failed: set[int] = set()
+
+    def train_dataloader(self) -> DataLoader:
+        count = len(self.workload.train_data)  # type: ignore[arg-type]
+        return DataLoader(range(count), batch_size=self.batch_size, shuffle=True, collate_fn=self.fetch)  # type: ignore[arg-type]
+
+    def fetch(self, ids: list[int]) -> object:
+        with self.meter.aside():
+            return join(self.workload, ids)
+
+    def on_train_start(self) -> None:
+        self.runs += 1
+
+    def training_step(self, batch: object, _: int) -> torch.Tensor:
+        with self.counted():
+            self.meter.adopt(tensors_of(batch))
+            loss = self.workload.loss(self.net, batch)
+        return loss.total / loss.count if isinstance(loss, Loss) else loss
+
+    def backward(self, *args: object, **more: object) -> None:
+        with self.counted():
+            super().backward(*args, **more)
+
+    def optimizer_step(self, *args: object, **more: object) -> None:
+        # The last micro-batch of a window runs inside of this one.
+        with self.counted():
+            super().optimizer_step(*args, **more)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.failed.add(self.runs)
+            raise
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.workload.optimizer(self.parameters(), self.workload.learning_rate)
+
+
+def by_lightning(limit: Limit, mode: str) -> Answer:
+    """Its defaults, with two micro-batches an optimizer step as everyone here."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    device = limit.bench().device
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(action="ignore"),
+        meter_of(device) as meter,
+    ):
+        module = Module(limit.workload, meter)
+        meter.adopt(tensor.data for tensor in [*module.parameters(), *module.buffers()])
+        trainer = Trainer(
+            accelerator="cpu",
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accumulate_grad_batches=2,
+        )
+        try:
+            found = Tuner(trainer).scale_batch_size(module, mode=mode)
+        except (ValueError, RuntimeError):
+            # Where nothing fits it goes on to a batch of 0, which its loader refuses.
+            found = 0
+    return Answer(int(found or 0), module.runs, len(module.failed), time.perf_counter() - start)

@@ -1,0 +1,161 @@
+"""The limits: every workload under three budgets on two devices; and the truth of each, by real attempts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.utils.data import Dataset
+
+from autobatch.attempt import Bench, attempt
+from autobatch.bench import open_bench
+from autobatch.config import ProbeOptions
+from autobatch.device.oom import is_oom
+from autobatch.samples import join
+from autobatch.state import lent, preserved_random_state
+from autobatch.step import assemble, run_window, tensors_of
+from autobatch.workload import Workload
+from benchmarks.workloads import WORKLOADS
+
+BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "cpu": {
+        "mlp": ("160KiB", "300KiB", "900KiB"),
+        "mlp-heavy": ("2730KiB", "3200KiB", "5MiB"),
+        "mlp-deep-sgd": ("350KiB", "600KiB", "1500KiB"),
+        "conv": ("250KiB", "1MiB", "5MiB"),
+        "resnet-bn": ("130KiB", "1MiB", "7MiB"),
+        "u-net": ("170KiB", "1MiB", "5MiB"),
+        "gpt": ("3MiB", "12MiB", "40MiB"),
+        "gpt-checkpointed": ("3MiB", "8MiB", "20MiB"),
+        "gpt-ragged": ("4MiB", "15MiB", "50MiB"),
+        "encoder-dropout": ("700KiB", "4MiB", "16MiB"),
+        "lstm": ("900KiB", "3MiB", "12MiB"),
+        "experts": ("300KiB", "600KiB", "1500KiB"),
+        "contrastive": ("150KiB", "500KiB", "4MiB"),
+    },
+    # CUDA's allocator takes memory in segments of 2 MiB (blocks up to 1 MiB) and 20 MiB (up to 10 MiB).
+    "sim:t4": {
+        "mlp": ("2MiB", "4MiB", "6MiB"),
+        "mlp-heavy": ("4MiB", "6MiB", "30MiB"),
+        "mlp-deep-sgd": ("2MiB", "4MiB", "6MiB"),
+        "conv": ("2MiB", "4MiB", "30MiB"),
+        "resnet-bn": ("2MiB", "6MiB", "30MiB"),
+        "u-net": ("2MiB", "6MiB", "30MiB"),
+        "gpt": ("4MiB", "12MiB", "60MiB"),
+        "gpt-checkpointed": ("4MiB", "8MiB", "40MiB"),
+        "gpt-ragged": ("6MiB", "18MiB", "60MiB"),
+        "encoder-dropout": ("2MiB", "8MiB", "40MiB"),
+        "lstm": ("2MiB", "22MiB", "30MiB"),
+        "experts": ("2MiB", "4MiB", "6MiB"),
+        "contrastive": ("2MiB", "22MiB", "40MiB"),
+    },
+}
+WINDOW = 8
+"""On the simulated card memory need not be monotone: this many sizes on either side are run besides."""
+LATER = 20
+"""Windows of training at a found size, on samples drawn at random."""
+
+
+class Kept(Dataset):
+    """Samples in memory: making them is not what is measured."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.samples = [data[index] for index in range(len(data))]  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> object:
+        return self.samples[index]
+
+
+def workload_of(name: str) -> Workload:
+    workload = WORKLOADS[name]()
+    return replace(workload, train_data=Kept(workload.train_data))
+
+
+@dataclass
+class Limit:
+    """One limit, and which sizes fit under it: each is run once, however often it is asked for."""
+
+    workload: Workload
+    device: str
+    budget: str
+    known: dict[int, bool] = field(default_factory=dict)
+    survived: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def options(self) -> ProbeOptions:
+        return ProbeOptions(device=self.device, memory_budget=self.budget)
+
+    @property
+    def cap(self) -> int:
+        return len(self.workload.train_data)  # type: ignore[arg-type]
+
+    def bench(self) -> Bench:
+        return open_bench(self.workload, self.options)
+
+    def fits(self, bench: Bench, size: int) -> bool:
+        if size not in self.known:
+            self.known[size] = attempt(bench, size).attempt.fits
+        return self.known[size]
+
+    def later(self, bench: Bench, size: int) -> int:
+        """The number of windows of training at a size that ran before memory was out."""
+        if size and size not in self.survived:
+            self.survived[size] = later(bench, size)
+        return self.survived[size] if size else LATER
+
+    def true(self, bench: Bench, *around: int) -> int:
+        """The largest size that is known to fit: by bisection, and by running all sizes near the answers."""
+        found = bisected(lambda size: self.fits(bench, size), self.cap)
+        if self.device != "cpu":
+            for answer in {found, *around}:
+                for size in range(max(1, answer - WINDOW), min(self.cap, answer + WINDOW) + 1):
+                    self.fits(bench, size)
+        return max((size for size, fits in self.known.items() if fits), default=0)
+
+
+def bisected(fits, cap: int) -> int:
+    """Double until it fails, then halve the bracket."""
+    low, high = 0, 1
+    while high <= cap and fits(high):
+        low, high = high, (min(2 * high, cap) if high < cap else cap + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def later(bench: Bench, size: int, windows: int = LATER) -> int:
+    """Train at a size on samples drawn at random; the number of windows that ran before memory was out."""
+    generator = torch.Generator().manual_seed(size)
+    count = len(bench.workload.train_data)  # type: ignore[arg-type]
+    done = 0
+    with preserved_random_state(), bench.device.enforced() as meter, lent(bench.model, torch.device("cpu")):
+        meter.adopt(tensor.data for tensor in [*bench.model.parameters(), *bench.model.buffers()])
+        bench.model.train()
+        trainee = assemble(
+            bench.workload,
+            bench.model,
+            torch.device("cpu"),
+            precision=bench.precision,
+            learning_rate=bench.workload.learning_rate,
+        )
+
+        def batches():
+            for _ in range(2):
+                with meter.aside():
+                    ids = torch.randint(count, (size,), generator=generator).tolist()
+                    batch = join(bench.workload, ids)
+                meter.adopt(tensors_of(batch))
+                yield batch, size
+
+        try:
+            for _ in range(windows):
+                run_window(trainee, batches(), 2 * size)
+                done += 1
+        except Exception as error:
+            if not is_oom(error):
+                raise
+    return done

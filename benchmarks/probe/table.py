@@ -1,0 +1,92 @@
+"""The results as Markdown."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from benchmarks.probe.limits import LATER, WINDOW
+
+HEAD = (
+    "| finder | limits | found ÷ true: worst … best, median | runs: median, most "
+    "| out-of-memory errors: median, most | over (ran out later) | seconds: median, most |"
+)
+
+
+def markdown(environment: dict[str, Any], limits: list[dict[str, Any]]) -> str:
+    exact = sum(one["exact"] for one in limits)
+    names = list(dict.fromkeys(name for one in limits for name in one["finders"]))
+    lines = [
+        "# Finding the limit",
+        "",
+        f"`{environment['command']}` on {environment['date']}: {environment['cpu']}, {environment['cores']} cores,"
+        f" {environment['memory']}; Python {environment['python']}, torch {environment['torch']}, accelerate"
+        f" {environment['accelerate']}, lightning {environment['lightning']}; {environment['seconds']} s in all.",
+        "",
+        f"**autobatch is exact in {exact} of {len(limits)} limits**: its answer ran and fits, and the next size",
+        "does not fit in a real attempt (or is the cap).",
+    ]
+    for title, chosen in (
+        ("All limits", limits),
+        ("Host memory (`cpu`)", [one for one in limits if one["device"] == "cpu"]),
+        ("A simulated T4 (`sim:t4`)", [one for one in limits if one["device"] != "cpu"]),
+    ):
+        lines += ["", f"## {title}", "", HEAD, "|---" * 7 + "|", *(row(name, chosen) for name in names)]
+    return "\n".join([*lines, "", *notes(environment), "", *details(limits), ""])
+
+
+def row(name: str, limits: list[dict[str, Any]]) -> str:
+    """One finder over some limits."""
+    pairs = [(one["true"], one["finders"][name]) for one in limits if name in one["finders"]]
+    answers = [(true, answer) for true, answer in pairs if answer is not None]
+    if not answers:
+        return f"| {name} | – | left out: not installed | | | | |"
+    shares = sorted(answer["found"] / true for true, answer in answers)
+    over = sum(answer["windows_later"] < LATER for _, answer in answers)
+    return (
+        f"| {name} | {len(answers)} | {shares[0]:.3f} … {shares[-1]:.3f}, {median(shares):.3f} "
+        f"| {spread(answers, 'runs')} | {spread(answers, 'ooms')} | {over} | {spread(answers, 'seconds', '.2f')} |"
+    )
+
+
+def spread(answers: list[tuple[int, dict[str, Any]]], field: str, form: str = "g") -> str:
+    values = [answer[field] for _, answer in answers]
+    return f"{median(values):{form}}, {max(values):{form}}"
+
+
+def notes(environment: dict[str, Any]) -> list[str]:
+    return [
+        "## How",
+        "",
+        "- Everyone runs in the same meter: on `cpu` the tensors' bytes are counted against the budget, on `sim:t4`",
+        "  they go through a model of CUDA's caching allocator. A batch is joined out of the meter's sight, then counted.",
+        "- The truth is found by real attempts alone (doubling, then bisection), on `sim:t4` also by running every",
+        f"  size within {WINDOW} of the answers, for there memory need not be monotone: what finds the nearest boundary",
+        "  can be under 1 there.",
+        f"- Over: of {LATER} windows of two micro-batches on samples drawn at random, one ran out of memory.",
+        "- accelerate runs the windows that autobatch runs (three optimizer steps), with model and optimizer built",
+        "  inside of the decorated function, from 4096 or from the whole data set where that is smaller.",
+        "- Lightning runs with its defaults, `accumulate_grad_batches=2`, no logger and no checkpoints, on",
+        f"  {', '.join(environment['lightning_on'])}.",
+        "- Seconds are those of two processes side by side, and only to be compared with one another.",
+    ]
+
+
+def details(limits: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## Every limit",
+        "",
+        "| workload | device | budget | true | found | first prediction | bounded by | runs | out of memory | exact |",
+        "|---" * 10 + "|",
+    ]
+    for one in limits:
+        answer = one["finders"]["autobatch"]
+        bound = answer.get("upper_bound_by")
+        if bound == "cap":
+            bound = f"cap ({answer['limited_by']})"
+        lines.append(
+            f"| {one['workload']} | {one['device']} | {one['budget']} | {one['true']} | {answer['found']} "
+            f"| {answer.get('predicted')} | {bound} | {answer['runs']} | {answer['ooms']} "
+            f"| {'yes' if one['exact'] else '**no**'} |"
+        )
+    return lines
