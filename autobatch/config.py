@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from autobatch.errors import InputError
+from autobatch.knobs import parse_knobs
 from autobatch.records import LearningRateRule
 from autobatch.units import TiB, parse_budget
 
@@ -87,6 +88,8 @@ class TuneOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     """Where the study is kept: a database URL, or the path of a journal file."""
     study: str | None = None
     """Name of the study; runs that share storage and name share the trials."""
+    knobs: str | None = None
+    """What to tune, such as precision,checkpointing; without it: all that applies here by itself."""
 
 
 class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +103,10 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     """carry windows over the end of an epoch, flush a short one, or drop it."""
     checkpoint_every: AtLeastOne | None = None
     """Write a checkpoint every this many optimizer steps, besides the one at the end."""
+    checkpoint_minutes: Positive | None = None
+    """Write a checkpoint when this many minutes have passed since the last one."""
+    validate_every: AtLeastOne | None = None
+    """Validate every this many optimizer steps, besides the end."""
     keep_last: Annotated[int, Meta(ge=2)] = 3
     """Checkpoints to keep."""
     resume: bool = False
@@ -217,6 +224,11 @@ def _check(values: Mapping[str, Any], names: Mapping[str, str]) -> None:
             parse_budget(budget, whole_bytes=TiB)
         except InputError as error:
             raise InputError(f"{called['memory_budget']}: {error}") from None
+    if values.get("knobs") is not None:
+        try:
+            parse_knobs(values["knobs"])
+        except InputError as error:
+            raise InputError(f"{called['knobs']}: {error}") from None
     if values.get("steps") is not None and values.get("epochs") is not None:
         raise InputError(
             f"{called['steps']} {values['steps']} and {called['epochs']} {values['epochs']} exclude each "

@@ -62,19 +62,14 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
         environment.progress.note(line)
     with bench.device.training() as meter:
         loop = _open_loop(bench, result.plan, options, meter)
-        settings = RunSettings(
-            out=out,
-            checkpoint_every=options.checkpoint_every,
-            keep_last=options.keep_last,
-            facts={
-                "plan": msgspec.to_builtins(result.plan),
-                "key": key,
-                "seed": options.seed,
-                "windows": loop.course.total,
-                "versions": versions(),
-            },
-            resume_hint=_resume_hint(environment.command, out),
-        )
+        facts = {
+            "plan": msgspec.to_builtins(result.plan),
+            "key": key,
+            "seed": options.seed,
+            "windows": loop.course.total,
+            "versions": versions(),
+        }
+        settings = _settings(options, out, facts, environment.command)
         if resumed is not None:
             _same_horizon(resumed, loop)
             loop.load_state_dict(resumed.state, same_hardware=_same_hardware(resumed, key))
@@ -83,6 +78,18 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
         result, training=record, command=environment.command, model=loop.trainee.model
     )
     return _write(result, out, environment.progress)
+
+
+def _settings(options: FitOptions, out: Path, facts: dict[str, Any], command: str) -> RunSettings:
+    return RunSettings(
+        out=out,
+        checkpoint_every=options.checkpoint_every,
+        checkpoint_minutes=options.checkpoint_minutes,
+        validate_every=options.validate_every,
+        keep_last=options.keep_last,
+        facts=facts,
+        resume_hint=_resume_hint(command, out),
+    )
 
 
 def versions() -> dict[str, str]:

@@ -164,6 +164,8 @@ class StepRecord(Record, frozen=True, kw_only=True):
     peak_reserved_bytes: int | None
     oom_recoveries: int
     """So far."""
+    validation: dict[str, float] = {}
+    """Held-out figures, where this step was one to validate after."""
     recovered: str | None = None
     """What an out-of-memory error said, where this window was run again in smaller micro-batches."""
 

@@ -20,6 +20,7 @@ from autobatch.errors import AutobatchError, CheckpointError, Interrupted, Resta
 from autobatch.files import write_atomic
 from autobatch.progress import Progress
 from autobatch.records import StepRecord, Training
+from autobatch.state import preserved_random_state
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
 from autobatch.training.evaluation import evaluate
 from autobatch.training.loop import Loop
@@ -39,11 +40,16 @@ class RunSettings:
 
     out: Path
     checkpoint_every: int | None
+    """Optimizer steps between two checkpoints."""
     keep_last: int
     facts: Mapping[str, Any]
     """Stored beside every checkpoint."""
     resume_hint: str
     """The command that goes on from here."""
+    checkpoint_minutes: float | None = None
+    """Minutes between two checkpoints."""
+    validate_every: int | None = None
+    """Optimizer steps between two validations."""
 
 
 def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded | None) -> Training:
@@ -64,14 +70,7 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     try:
         with stop_on_signals() as request:
             run.train_windows(request, progress, tally)
-            validation = evaluate(
-                loop.workload,
-                loop.trainee,
-                device=loop.device,
-                meter=loop.meter,
-                micro_batch=loop.micro_batch,
-                poll=lambda: run.stop_if_asked(request),
-            )
+            validation = run.validate(request)
     except Interrupted:
         raise
     except RestartSmallerError as error:
@@ -101,20 +100,48 @@ class _Run:
         self._spare = None if resumed is None else resumed.path
         self.saved = self._spare
         """The last checkpoint."""
+        self._saved_at = loop.clock()
 
     def train_windows(self, request: StopRequest, progress: Progress, tally: _Summary) -> None:
         """Train the windows that are left, with a checkpoint at the end."""
-        every = self._settings.checkpoint_every
         with (self._settings.out / METRICS).open("ab", buffering=0) as log:
-            for record in self._loop.run():
-                _append(log, msgspec.json.encode(record) + b"\n")
+            for step in self._loop.run():
+                record = step
+                try:
+                    if self._validation_is_due(step.step):
+                        record = msgspec.structs.replace(step, validation=self.validate(request))
+                finally:
+                    _append(log, msgspec.json.encode(record) + b"\n")
                 tally.add(record)
                 progress.stepped(record, self._loop.course.total)
-                if every and record.step % every == 0:
+                if self._checkpoint_is_due(record.step):
                     self._save()
                 self.stop_if_asked(request)
         if self.saved is None or self._loop.windows_seen != _step_of(self.saved):
             self._save()
+
+    def validate(self, request: StopRequest) -> dict[str, float]:
+        """Held-out figures; the random states of the training are left alone."""
+        loop = self._loop
+        with preserved_random_state():
+            return evaluate(
+                loop.workload,
+                loop.trainee,
+                device=loop.device,
+                meter=loop.meter,
+                micro_batch=loop.micro_batch,
+                poll=lambda: self.stop_if_asked(request),
+            )
+
+    def _validation_is_due(self, step: int) -> bool:
+        every = self._settings.validate_every
+        return bool(every) and step % every == 0 and step != self._loop.course.total
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        every, minutes = self._settings.checkpoint_every, self._settings.checkpoint_minutes
+        if every and step % every == 0:
+            return True
+        return minutes is not None and self._loop.clock() - self._saved_at > 60 * minutes
 
     def stop_if_asked(self, request: StopRequest) -> None:
         """Leave once a signal has come; what was trained is in a checkpoint."""
@@ -139,6 +166,7 @@ class _Run:
             keep_last=self._settings.keep_last,
             spare=self._spare,
         )
+        self._saved_at = self._loop.clock()
         # The smaller micro-batch stands in the checkpoint from now on.
         (self._settings.out / SHRINKING).unlink(missing_ok=True)
 
