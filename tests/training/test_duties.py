@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from autobatch.progress import Silent
@@ -24,7 +25,9 @@ def noisy_workload():
 
 def test_validation_at_intervals_changes_no_bit_of_the_training(tmp_path: Path) -> None:
     plain, watched = open_loop(noisy_workload()), open_loop(noisy_workload())
+    torch.manual_seed(0)
     train(plain, settings(tmp_path / "plain"), Silent(), None)
+    torch.manual_seed(0)
     done = train(watched, settings(tmp_path / "watched", validate_every=2), Silent(), None)
     assert fingerprint(watched.trainee.model) == fingerprint(plain.trainee.model)
     found = {row["step"]: row["validation"] for row in rows(tmp_path / "watched")}
