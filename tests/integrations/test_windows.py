@@ -366,7 +366,7 @@ def test_backward_that_was_not_called_is_named() -> None:
     micros = iter(a_window())
     next(micros)
     with pytest.raises(
-        InputError, match="not called for micro-batch 1 of window 0.*in place of loss.backward"
+        InputError, match=r"not called for micro-batch 1 of window 0.*in place of loss\.backward"
     ):
         next(micros)
 
@@ -394,10 +394,12 @@ def test_a_step_before_the_end_is_refused() -> None:
 
 def test_a_window_without_a_step_does_not_leak_into_the_next() -> None:
     model = network()
+    windows = iter(autobatch.windows(points(), a_plan(8), steps=2))
+    window = next(windows)
+    for micro in window:
+        window.backward(mean_loss(model, micro.batch))
     with pytest.raises(InputError, match="no step was taken for window 0"):
-        for window in autobatch.windows(points(), a_plan(8), steps=2):
-            for micro in window:
-                window.backward(mean_loss(model, micro.batch))
+        next(windows)
 
 
 @pytest.mark.parametrize(
