@@ -9,6 +9,7 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,10 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     return tally.training(loop, validation, run.saved, resumed)
 
 
+class _Asked(Exception):  # noqa: N818 - an event, not a fault
+    """A signal came while validating."""
+
+
 class _Run:
     """A loop with the folder that it writes to."""
 
@@ -123,19 +128,28 @@ class _Run:
     def validate(self, request: StopRequest) -> dict[str, float]:
         """Held-out figures; the random states of the training are left alone."""
         loop = self._loop
-        with preserved_random_state():
-            return evaluate(
+        figures: dict[str, float] = {}
+
+        def poll() -> None:
+            if request.signal_number is not None:
+                raise _Asked
+
+        with suppress(_Asked), preserved_random_state():
+            figures = evaluate(
                 loop.workload,
                 loop.trainee,
                 device=loop.device,
                 meter=loop.meter,
                 micro_batch=loop.micro_batch,
-                poll=lambda: self.stop_if_asked(request),
+                poll=poll,
             )
+        # Only now are the random states those that a checkpoint must hold.
+        self.stop_if_asked(request)
+        return figures
 
     def _validation_is_due(self, step: int) -> bool:
         every = self._settings.validate_every
-        return bool(every) and step % every == 0 and step != self._loop.course.total
+        return every is not None and step % every == 0 and step != self._loop.course.total
 
     def _checkpoint_is_due(self, step: int) -> bool:
         every, minutes = self._settings.checkpoint_every, self._settings.checkpoint_minutes

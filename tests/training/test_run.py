@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from autobatch.errors import CheckpointError, Interrupted, NonFiniteError, RestartSmallerError
 from autobatch.progress import Silent
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.run import RunSettings, train
 from tests.training.faults import Fault, Watching, plain
-from tests.training.helpers import fingerprint, make_loop, make_workload, mean_loss, points
+from tests.training.helpers import fingerprint, make_loop, make_workload, mean_loss, network, points
 
 STEPS = 6
 HINT = "autobatch fit --resume"
@@ -127,6 +128,35 @@ def test_a_signal_is_obeyed_during_validation(tmp_path: Path) -> None:
     assert done.validation["loss"] > 0
     assert done.optimizer_steps == STEPS
     assert len(rows(tmp_path)) == STEPS
+
+
+def test_a_signal_during_a_validation_in_between_does_not_change_the_rest(tmp_path: Path) -> None:
+    """The checkpoint holds the random states of the training, not those in the middle of a validation."""
+
+    def workload(strike_at: int | None = None):
+        seen = []
+
+        def metrics(model, batch):
+            torch.rand(7)
+            seen.append(1)
+            if len(seen) == strike_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return {}
+
+        return make_workload(
+            model=lambda: nn.Sequential(nn.Dropout(0.5), network()).double(),
+            validation_data=points(30),
+            metrics=metrics,
+        )
+
+    straight = open_loop(workload())
+    train(straight, settings(tmp_path / "straight", validate_every=2), Silent(), None)
+    out = tmp_path / "stopped"
+    with pytest.raises(Interrupted, match="after step 2 of 6"):
+        train(open_loop(workload(strike_at=4)), settings(out, validate_every=2), Silent(), None)
+    assert [row["step"] for row in rows(out)] == [1, 2]
+    loop, _ = go_on(out, workload())
+    assert fingerprint(loop.trainee.model) == fingerprint(straight.trainee.model)
 
 
 def test_off_the_main_thread_no_signal_is_touched(tmp_path: Path) -> None:
