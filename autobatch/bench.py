@@ -193,20 +193,9 @@ def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
     }
 
 
-def can_fuse(workload: Workload) -> bool:
-    """Whether a fused implementation of the workload's optimizer is left to choose."""
-    made = _stand_in_optimizers(workload)
-    return bool(made) and all(
-        type(one) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-        and one.defaults.get("fused") is None
-        and one.defaults.get("foreach") is None
-        for one in made
-    )
-
-
 def _optimizer_line(workload: Workload) -> str:
     """Class and settings of the optimizer."""
-    made = _stand_in_optimizers(workload)
+    made = stand_in_optimizers(workload)
     if not made:
         return str(getattr(workload.optimizer, "__qualname__", type(workload.optimizer).__qualname__))
     return ";".join(
@@ -215,7 +204,7 @@ def _optimizer_line(workload: Workload) -> str:
     )
 
 
-def _stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
     """The optimizer made for a stand-in parameter; none where it wants the model's own."""
     try:
         made = workload.optimizer([nn.Parameter(torch.zeros(1))], workload.learning_rate)

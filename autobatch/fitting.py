@@ -35,7 +35,6 @@ from autobatch.workload import Workload, kind_of, user_code
 RUNS = Path("runs")
 RESULT = "result.json"
 REPORT = "report.html"
-STUDY = "study.log"
 
 
 def run_fit_command(workload: Workload | str | None, options: FitOptions, environment: Environment) -> Result:
@@ -101,12 +100,14 @@ def _start(
     named: Workload | str | None, options: FitOptions, environment: Environment, out: Path
 ) -> tuple[Result, Bench]:
     """Probe, plan and tune; the bench to train on."""
-    result, _ = plan_only(named, options, environment)
+    result, facts = plan_only(named, options, environment)
     _set_aside(out)
-    bench = _bench(named, options, environment)
+    in_child = environment.isolated and not isinstance(named, Workload)
+    # A child that runs trials needs the memory that a bench here would hold.
+    bench = None if in_child else _bench(named, options, environment)
     if options.trials:
-        result = tuned(result, bench, options, environment, storage=options.storage or str(out / STUDY))
-    return result, bench
+        result = tuned(result, facts, named, options, environment, bench=bench)
+    return result, bench or _bench(named, options, environment)
 
 
 def _go_on(
@@ -274,11 +275,7 @@ def _same_horizon(resumed: Loaded, loop: Loop) -> None:
 
 def _set_aside(out: Path) -> None:
     """Move an earlier run of the same folder out of the way: nothing is lost, nothing is mixed."""
-    old = [
-        path
-        for path in (out / CHECKPOINTS, out / METRICS, out / RESULT, out / REPORT, out / STUDY)
-        if path.exists()
-    ]
+    old = [path for path in (out / CHECKPOINTS, out / METRICS, out / RESULT, out / REPORT) if path.exists()]
     if not old:
         return
     number = 1

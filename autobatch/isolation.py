@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from autobatch.attempt import Outcome, attempt_at
+from autobatch.attempt import Bench, Outcome, attempt_at
 from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
 from autobatch.errors import AutobatchError, UserCodeError
@@ -42,6 +42,12 @@ TAIL_LINES = 5
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 """Where Linux counts such kills: of a container's control group (version 2), and of the whole machine."""
 
+Answers = Callable[[Bench, Options], Callable[[Any], Any]]
+
+
+class ChildLost(AutobatchError, RuntimeError):  # noqa: N818 - what became of it, not what went wrong
+    """A child process crashed or hung; the message says how, and what it wrote."""
+
 
 class ProbeChild:
     """A process that makes attempts on a workload.
@@ -49,6 +55,7 @@ class ProbeChild:
     Args:
         reference: the workload, as ``module:function`` or ``path.py:function``; ``None``: the demo.
         options: what the bench is opened with.
+        answers: makes of a bench what answers, in the child; a function of a module.
         answer_seconds: how long the child may take for one answer.
         oom_kills: reads how many processes the host has killed for want of memory.
     """
@@ -58,11 +65,13 @@ class ProbeChild:
         reference: str | None,
         options: Options,
         *,
+        answers: Answers | None = None,
         answer_seconds: float = ANSWER_SECONDS,
         oom_kills: Callable[[], int] | None = None,
     ) -> None:
         self._reference = reference
         self._options = options
+        self._answers = answers or probe_answers
         self._answer_seconds = answer_seconds
         self._oom_kills = oom_kills or count_oom_kills
         self.facts: Facts
@@ -120,12 +129,36 @@ class ProbeChild:
             return None
         return step
 
+    def ask(self, message: Any, what: str) -> Any:
+        """Have the child answer a message.
+
+        Args:
+            message: what its answering function is called with.
+            what: what it does, for people.
+
+        Raises:
+            ChildLost: it crashed, or gave no answer in time; `restart` starts another.
+            AutobatchError: what the child raised.
+        """
+        try:
+            self._connection.send(message)
+            return self._receive(what)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise ChildLost(self._epitaph(self._stop(), f"during {what}")) from None
+
+    def restart(self) -> None:
+        """Replace the child by a new one."""
+        self.close(patience=0.0)
+        self._start()
+
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._log = tempfile.NamedTemporaryFile(prefix="autobatch-probe-", suffix=".log")  # noqa: SIM115
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=serve, args=(theirs, self._reference, self._options, self._log.name), daemon=True
+            target=serve,
+            args=(theirs, self._reference, self._options, self._log.name, self._answers),
+            daemon=True,
         )
         with _interrupts_held_back():
             self._process.start()
@@ -141,7 +174,7 @@ class ProbeChild:
         while not self._connection.poll(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 self._stop(patience=0.0)
-                raise AutobatchError(
+                raise ChildLost(
                     f"the probe's process gave no answer in {self._answer_seconds:.0f} s during {what}, "
                     f"and was ended; it wrote: {self._tail()}"
                 )
@@ -183,8 +216,15 @@ class ProbeChild:
         return "nothing"
 
 
-def serve(connection: Connection, reference: str | None, options: Options, log: str) -> None:
-    """The child: open the workload, then answer one micro-batch after the other until the pipe closes."""
+def probe_answers(bench: Bench, _: Options) -> Callable[[Any], Any]:
+    """What a child for a probe does with what it is asked: a micro-batch and a level, or for a prediction."""
+    return lambda asked: prior_footprint(bench) if asked == PRIOR else attempt_at(bench, *asked)
+
+
+def serve(
+    connection: Connection, reference: str | None, options: Options, log: str, answers: Answers
+) -> None:
+    """The child: open the workload, then answer one message after the other until the pipe closes."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -195,12 +235,9 @@ def serve(connection: Connection, reference: str | None, options: Options, log: 
     try:
         bench = open_bench(find_workload(reference), options, demo=reference is None)
         connection.send(("facts", facts_of(bench)))
+        answer = answers(bench, options)
         while True:
-            asked = connection.recv()
-            if asked == PRIOR:
-                connection.send(("prior", prior_footprint(bench)))
-            else:
-                connection.send(("outcome", attempt_at(bench, *asked)))
+            connection.send(("answer", answer(connection.recv())))
     except (EOFError, BrokenPipeError):
         return
     except (Exception, SystemExit) as error:

@@ -1,64 +1,190 @@
-"""What may be tuned: each knob says its choices, when it applies and what it does. In one place, as data."""
+"""What may be tuned: each knob says its choices, when it applies and what it does. In one place, as data.
+
+How each is applied to a model and its optimizer stands in `autobatch.applying`, and is the same for a probe,
+a trial and the training that follows.
+"""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from autobatch.errors import InputError
 from autobatch.records import Precision
 
 Value = str | int | float | bool | None
+Configuration = Mapping[str, Value]
+"""A value for each knob, by name; what is missing is at its default."""
+
+SPLIT = "micro_batch_shift"
+PRECISION = "precision"
+CHECKPOINTING = "checkpointing"
+COMPILE = "compile"
+CHANNELS_LAST = "channels_last"
+OPTIMIZER = "optimizer"
+MOST_HALVINGS = 3
+"""How often the micro-batch may be halved."""
 
 
 class Situation(NamedTuple):
-    """What decides which knobs apply."""
+    """What decides which knobs apply: the device, the workload, and what was asked for."""
 
     device_kind: str
     """``cuda``, ``cpu`` or ``sim``."""
-    precision_is_open: bool
-    """No precision was asked for."""
-    bf16_is_native: bool
-    fused_optimizer: bool
-    """The workload's optimizer has a fused implementation on this device."""
-    micro_batch_limit: int
-    samples: int
-    """Samples that one rank runs in a window."""
+    precisions: tuple[Precision, ...]
+    """That the device computes in natively, the default first; only one where it was asked for."""
+    optimizers: tuple[str, ...]
+    """Implementations of the workload's optimizer that are left to choose, ``default`` first."""
+    blocks: int
+    """Repeated blocks of the model."""
+    images: bool
+    """The model has 4-D weights, and its batches 4-D tensors."""
+    compiler: str | None
+    """Why ``torch.compile`` cannot work here; ``None``: it can."""
+    micro_batch: int
+    """The largest that the plan may use, in samples."""
 
 
 class Knob(NamedTuple):
     """One thing that may be tuned."""
 
     name: str
-    choices: tuple[Value, ...]
-    """The first is the default."""
     effect: str
     """What it does, for people."""
+    choices: Callable[[Situation], tuple[Value, ...]]
+    """What can be chosen, the default first; fewer than two where it does not apply."""
+    why_not: Callable[[Situation], str]
+    """Why it does not apply."""
+    changes_memory: bool
+    """Whether it changes what a micro-batch takes: each choice then has a limit of its own."""
+    changes_numbers: bool
+    """Whether it may change what is computed, be it by rounding: each choice then has its loss checked."""
+    only_asked_on: frozenset[str] = frozenset()
+    """Kinds of device on which it is tuned only where it was asked for by name."""
 
 
-SHIFTS = 4
-"""How often the micro-batch may be halved."""
+class Axis(NamedTuple):
+    """A knob that applies, with what can be chosen here, the default first."""
+
+    name: str
+    choices: tuple[Value, ...]
 
 
-def applicable(situation: Situation) -> list[Knob]:
-    """The knobs that make a difference here, each with the choices that are possible."""
-    knobs = [
-        Knob(
-            "micro_batch_shift",
-            tuple(range(min(SHIFTS, _halvings(situation)))),
-            "halves the micro-batch: the largest that fits is not always the fastest",
-        )
-    ]
-    if situation.precision_is_open:
-        choices: tuple[Precision, ...] = ("bf16", "fp32") if situation.bf16_is_native else ("fp32",)
-        knobs.append(Knob("precision", choices, "what the forward pass computes in"))
-    if situation.fused_optimizer:
-        knobs.append(Knob("fused", (False, True), "one kernel for the whole optimizer step"))
-    return [knob for knob in knobs if len(knob.choices) > 1]
+KNOBS = (
+    Knob(
+        SPLIT,
+        "halves the micro-batch so often: the largest that fits is not always the fastest",
+        lambda here: tuple(range(min(MOST_HALVINGS + 1, here.micro_batch.bit_length()))),
+        lambda _: "the micro-batch is a single sample",
+        changes_memory=False,
+        changes_numbers=False,
+    ),
+    Knob(
+        PRECISION,
+        "what the forward pass computes in",
+        lambda here: here.precisions,
+        lambda _: "a precision was asked for, or the device computes natively in one alone",
+        changes_memory=True,
+        changes_numbers=True,
+    ),
+    Knob(
+        CHECKPOINTING,
+        "recomputes activations in the backward pass: slower a sample, and far larger micro-batches fit",
+        lambda here: ("none", "full") if here.blocks else (),
+        lambda _: "the model has no repeated blocks in a ModuleList or a Sequential",
+        changes_memory=True,
+        changes_numbers=True,
+    ),
+    Knob(
+        COMPILE,
+        "torch.compile: fused kernels, after a while of compiling that is spread over the planned steps",
+        lambda here: ("off", "default") if here.compiler is None else (),
+        lambda here: str(here.compiler),
+        changes_memory=True,
+        changes_numbers=True,
+        only_asked_on=frozenset({"cpu", "sim"}),
+    ),
+    Knob(
+        CHANNELS_LAST,
+        "keeps images and convolutions with their channels innermost, as fast kernels want them",
+        lambda here: (False, True) if here.images else (),
+        lambda _: "the model has no 4-D weights, or its batches no 4-D tensors",
+        changes_memory=True,
+        changes_numbers=True,
+    ),
+    Knob(
+        OPTIMIZER,
+        "how the optimizer steps: parameter by parameter, in lists, or in one fused kernel",
+        lambda here: here.optimizers,
+        lambda _: "the workload's optimizer has one implementation, or has chosen it",
+        changes_memory=True,
+        changes_numbers=True,
+    ),
+)
+LEFT_OUT = {
+    "loader_workers": "what a data set draws at random would move into worker processes, whose generators no "
+    "checkpoint holds: a resumed run would not be the same bit for bit",
+    "pin_memory": "it needs loader workers to pay off",
+    "prefetch": "it needs loader workers",
+    "expandable_segments": "the allocator reads it when a process starts: set "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True yourself; probe and plan follow it",
+    "learning_rate": "throughput does not depend on it",
+}
+"""What people look for here and do not find, and why."""
 
 
-def defaults(knobs: list[Knob]) -> dict[str, Value]:
+def parse_knobs(text: str) -> list[str]:
+    """The names in ``micro_batch_shift,precision``, as ``--knobs`` takes them.
+
+    Raises:
+        InputError: a name is none of a knob, or is left out for a reason; says which, and what is near.
+    """
+    names = [name.strip().replace("-", "_") for name in text.split(",")]
+    known = [knob.name for knob in KNOBS]
+    for name in names:
+        if name in LEFT_OUT:
+            raise InputError(f"{name} is not tuned: {LEFT_OUT[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+            raise InputError(f"there is no knob {name!r}; {hint}")
+    return list(dict.fromkeys(names))
+
+
+def applicable(here: Situation, asked: Sequence[str] | None = None) -> tuple[list[Axis], list[str]]:
+    """The knobs that make a difference here.
+
+    Args:
+        here: the device, the workload and the options.
+        asked: names of knobs; ``None``: all that are tuned without being asked for.
+
+    Returns:
+        Each with what can be chosen; and a line for each that was asked for and does not apply.
+    """
+    axes: list[Axis] = []
+    notes: list[str] = []
+    for knob in KNOBS:
+        if knob.name not in asked if asked is not None else here.device_kind in knob.only_asked_on:
+            continue
+        choices = knob.choices(here)
+        if len(choices) > 1:
+            axes.append(Axis(knob.name, choices))
+        elif asked is not None:
+            notes.append(f"{knob.name} is not tuned: {knob.why_not(here)}")
+    return axes, notes
+
+
+def defaults(axes: Sequence[Axis]) -> dict[str, Value]:
     """Every knob at its default."""
-    return {knob.name: knob.choices[0] for knob in knobs}
+    return {axis.name: axis.choices[0] for axis in axes}
 
 
-def _halvings(situation: Situation) -> int:
-    return min(situation.micro_batch_limit, situation.samples).bit_length()
+def memory_signature(values: Configuration) -> dict[str, Value]:
+    """The part of a configuration that decides how large a micro-batch fits."""
+    return {knob.name: values[knob.name] for knob in KNOBS if knob.changes_memory and knob.name in values}
+
+
+def numeric_signature(values: Configuration) -> dict[str, Value]:
+    """The part of a configuration that decides what is computed."""
+    return {knob.name: values[knob.name] for knob in KNOBS if knob.changes_numbers and knob.name in values}

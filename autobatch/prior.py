@@ -8,6 +8,7 @@ from autobatch.attempt import WINDOWS, Bench
 from autobatch.errors import AutobatchError
 from autobatch.footprint.predict import Footprint, footprint
 from autobatch.footprint.recorder import Setting
+from autobatch.knobs import COMPILE
 
 
 def prior_footprint(bench: Bench) -> Footprint | None:
@@ -29,6 +30,8 @@ def prior_footprint(bench: Bench) -> Footprint | None:
                 capability=None,
                 windows=WINDOWS,
                 max_grad_norm=bench.max_grad_norm,
+                # A compiled model is predicted as its module runs without the compiler.
+                knobs={name: value for name, value in bench.knobs.items() if name != COMPILE},
             )
         )
     except AutobatchError:

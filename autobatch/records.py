@@ -123,6 +123,8 @@ class Trial(Record, frozen=True, kw_only=True):
     feasible: bool = True
     """Whether it ran inside the budget."""
     parameters: dict[str, str | int | float | bool | None] = {}
+    micro_batch: int | None = None
+    """That it ran at; ``None`` where it did not run."""
     note: str | None = None
     """Why it is not feasible, or where its figure comes from."""
 
@@ -139,6 +141,14 @@ class Tuning(Record, frozen=True, kw_only=True):
     """Every configuration that was measured, in order."""
     importance: dict[str, float] = {}
     """How much each knob mattered, by its name; shares that sum to one."""
+    sampler: str = ""
+    """Who chose what to try, in words."""
+    seconds: float = 0.0
+    """Of the whole search, the comparison of the best with the default included."""
+    sampler_seconds: float = 0.0
+    """What choosing and keeping the trials took of it."""
+    notes: list[str] = []
+    """What a person should know of the choice, a line each."""
 
 
 class StepRecord(Record, frozen=True, kw_only=True):

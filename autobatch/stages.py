@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from autobatch.attempt import Bench
-from autobatch.bench import Facts, can_fuse, facts_of, find_workload, open_bench
-from autobatch.config import PlanOptions, ProbeOptions, TuneOptions
+from autobatch.bench import Facts, find_workload, open_bench
+from autobatch.config import FitOptions, PlanOptions, ProbeOptions, TuneOptions
 from autobatch.hardware import data_home
-from autobatch.knobs import Situation, Value, applicable
+from autobatch.knobs import COMPILE, PRECISION, SPLIT, Axis, applicable, defaults, parse_knobs
 from autobatch.planning import micro_batches
 from autobatch.probers import open_prober
-from autobatch.probing import plan_from, run_lengths, run_probe
+from autobatch.probing import caps_of, plan_from, run_lengths, run_probe
 from autobatch.progress import Progress, Silent
-from autobatch.records import Plan, Tuning
+from autobatch.records import Plan
 from autobatch.results import Result
-from autobatch.trial import measure, micro_batch_of, outgrows
-from autobatch.tuner import Budget, Measurement
-from autobatch.tuner import tune as search_knobs
+from autobatch.tuning.lab import Task
+from autobatch.tuning.labs import open_trials
+from autobatch.tuning.tuner import Budget, Place, Tuned, tune
 from autobatch.workload import Workload
 
-TRIAL_SECONDS = 0.3
+TRIAL_SECONDS = 0.5
 """Time that a trial measures for, about."""
+PLANNED_STEPS = 1000
+"""Optimizer steps of the run that is tuned for, where nobody says how many it will be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,84 +104,122 @@ def run_tune_command(
     workload: Workload | str | None, options: TuneOptions, environment: Environment
 ) -> Result:
     """``autobatch tune``."""
-    result, _ = plan_only(workload, options, environment)
-    bench = open_bench(find_workload(workload), options, demo=workload is None)
-    storage = options.storage or str(environment.home / "studies" / f"{study_name(bench, options)}.log")
-    return tuned(result, bench, options, environment, storage=storage)
+    result, facts = plan_only(workload, options, environment)
+    return tuned(result, facts, workload, options, environment)
 
 
 def tuned(
-    result: Result, bench: Bench, options: TuneOptions, environment: Environment, *, storage: str
+    result: Result,
+    facts: Facts,
+    workload: Workload | str | None,
+    options: TuneOptions,
+    environment: Environment,
+    *,
+    bench: Bench | None = None,
 ) -> Result:
-    """Tune what the plan leaves open, and put the choice into the plan."""
-    assert result.plan is not None
-    assert result.probe is not None
-    limit, samples = result.probe.micro_batch, sum(result.plan.micro_batches)
-    knobs = applicable(_situation(bench, options, limit, samples))
+    """Tune what the plan leaves open, and put the choice into the plan.
+
+    Args:
+        result: with a probe and a plan.
+        facts: what they rest on.
+        workload: the workload, or a reference to it.
+        options: of the command.
+        environment: what surrounds the call.
+        bench: where trials run in this process; opened here if there is none.
+
+    Raises:
+        InputError: the storage cannot be used, or the study was made for something else.
+        AutobatchError: the workload cannot be run with every knob at its default.
+    """
+    plan, probe = result.plan, result.probe
+    assert plan is not None
+    assert probe is not None
+    progress = environment.progress
     start = environment.clock()
-    refused: dict[tuple[tuple[str, Value], ...], str | None] = {}
-
-    def run(values: Mapping[str, Value]) -> Measurement:
-        key = tuple(sorted(values.items()))
-        if key not in refused:
-            refused[key] = outgrows(bench, limit=limit, samples=samples, values=values)
-        reason = refused[key]
-        if reason is None:
-            cost = measure(bench, limit=limit, samples=samples, values=values, seconds=TRIAL_SECONDS)
-            reason = cost.failure
-        return Measurement(0.0, reason) if reason else Measurement(samples / cost.step_seconds)
-
-    def expired() -> bool:
-        return options.timeout is not None and environment.clock() - start > options.timeout
-
-    found = search_knobs(
-        run,
-        knobs,
-        budget=Budget(options.trials, expired),
-        seed=options.seed,
-        study_name=options.study or study_name(bench, options),
-        storage=storage,
-        progress=lambda number, values, one: environment.progress.measured(
-            number, options.trials, values, one.samples_per_s, one.failure
-        ),
+    task = Task(
+        limit=probe.micro_batch,
+        cap=min(caps_of(facts, options).values()),
+        samples=sum(plan.micro_batches),
+        planned_steps=_planned_steps(options, facts),
+        seconds=TRIAL_SECONDS,
     )
-    environment.progress.tuned(found)
-    planned = with_knobs(result.plan, found, limit)
-    if planned != result.plan:
-        environment.progress.planned(planned)
-    return msgspec.structs.replace(result, tuning=found, plan=planned)
+    named = None if isinstance(workload, Workload) else workload
+    isolated = environment.isolated and not isinstance(workload, Workload)
+
+    def open_it() -> Bench:
+        return bench or open_bench(find_workload(workload), options, demo=workload is None)
+
+    with open_trials(named, options, task, bench=open_it, isolated=isolated) as trials:
+        asked = None if options.knobs is None else parse_knobs(options.knobs)
+        axes, notes = applicable(trials.situation(), asked)
+        trials.begin(defaults(axes))
+        for line in notes:
+            progress.note(line)
+        found = tune(
+            trials.measure,
+            axes,
+            budget=Budget(
+                options.trials,
+                lambda: options.timeout is not None and environment.clock() - start > options.timeout,
+            ),
+            seed=options.seed,
+            place=_place(facts, options, task, axes, environment.home),
+            certify=trials.certify,
+            progress=lambda number, values, one: progress.measured(
+                number, options.trials, values, one.samples_per_s, one.failure
+            ),
+        )
+    for line in found.tuning.notes:
+        progress.note(line)
+    progress.tuned(found.tuning)
+    planned = with_choice(plan, found, axes)
+    if planned != plan:
+        progress.planned(planned)
+    return msgspec.structs.replace(result, tuning=found.tuning, plan=planned)
 
 
-def with_knobs(planned: Plan, tuning: Tuning, limit: int) -> Plan:
+def with_choice(planned: Plan, found: Tuned, axes: Sequence[Axis]) -> Plan:
     """The plan with what the tuner chose; the effective batch stays what it is."""
-    samples = sum(planned.micro_batches)
-    sizes = micro_batches(samples, micro_batch_of(limit, samples, tuning.best))
-    # A knob at its default (off) is no choice that a plan need repeat.
-    knobs = {name: value for name, value in tuning.best.items() if value and name != "micro_batch_shift"}
+    if found.winner is None or found.tuning.best == defaults(axes):
+        return planned
+    sizes = micro_batches(sum(planned.micro_batches), found.winner.micro_batch)
+    base = defaults(axes)
+    # What is at its default is no choice that a plan need repeat; the split is the plan itself.
+    knobs = {
+        name: value for name, value in found.tuning.best.items() if value != base[name] and name != SPLIT
+    }
     return msgspec.structs.replace(
         planned,
         micro_batch=sizes[0],
         accumulation_steps=len(sizes),
         micro_batches=sizes,
-        precision=knobs.pop("precision", None) or planned.precision,
+        precision=knobs.pop(PRECISION, None) or planned.precision,
         knobs=knobs,
     )
 
 
-def study_name(bench: Bench, options: TuneOptions) -> str:
-    """Names a study by what its figures depend on."""
-    key = facts_of(bench).key
-    return (
-        f"{key['workload']}-{key['model']}-{key['device_kind']}-{key['budget_bytes']}-{options.target_batch}"
-    )
+def _place(facts: Facts, options: TuneOptions, task: Task, axes: Sequence[Axis], home: Path) -> Place:
+    """The study: named by what its figures depend on, unless a name was given."""
+    key: dict[str, Any] = {name: value for name, value in facts.key.items() if name not in _NOT_A_PURPOSE}
+    made_for = key | {
+        "target_batch": options.target_batch,
+        "memory_budget": None if options.memory_budget is None else str(options.memory_budget),
+        "max_micro_batch": options.max_micro_batch,
+    }
+    if any(axis.name == COMPILE for axis in axes):
+        made_for["planned_steps"] = task.planned_steps
+    content = msgspec.json.encode([made_for, axes], order="deterministic")
+    name = options.study or f"{facts.name}-{hashlib.sha256(content).hexdigest()[:12]}"
+    return Place(name, options.storage or str(home / "studies" / f"{name}.log"), made_for)
 
 
-def _situation(bench: Bench, options: TuneOptions, limit: int, samples: int) -> Situation:
-    return Situation(
-        device_kind=bench.device.kind,
-        precision_is_open=options.precision == "auto",
-        bf16_is_native=bench.precision == "bf16",
-        fused_optimizer=can_fuse(bench.workload),
-        micro_batch_limit=limit,
-        samples=samples,
-    )
+_NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
+"""What is free differs from one minute to the next, and says nothing about which configuration is fast."""
+
+
+def _planned_steps(options: TuneOptions, facts: Facts) -> int:
+    if not isinstance(options, FitOptions):
+        return PLANNED_STEPS
+    if options.steps is not None:
+        return options.steps
+    return max(1, math.ceil((options.epochs or 1) * facts.samples / options.target_batch))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from autobatch.applying import apply_forward, apply_implementation, apply_layout
 from autobatch.errors import InputError
 from autobatch.gradients import Gradients, Optimizers
 from autobatch.records import Precision
@@ -53,11 +54,13 @@ def assemble(
 ) -> Trainee:
     """Put a model with its optimizer and its loss scale together; the model is on ``device`` already.
 
-    Of the tuner's ``knobs``, those that are settings of the optimizer are set here.
+    What the tuner chose, ``knobs``, is applied here; see `autobatch.applying`.
 
     Raises:
         InputError: the workload's optimizer is none, or trains nothing that can be trained in this precision.
     """
+    knobs = knobs or {}
+    apply_layout(model, knobs)
     with user_code("optimizer"):
         made = workload.optimizer(model.parameters(), learning_rate)
     optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
@@ -67,9 +70,7 @@ def assemble(
                 f"Workload(optimizer=…) returned a {type(one).__name__}, not a torch.optim.Optimizer"
             )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if knobs and knobs.get("fused") is not None:
-        for group in groups:
-            group["fused"], group["foreach"] = bool(knobs["fused"]), None
+    apply_implementation(optimizers, knobs)
     parameters = list({id(p): p for group in groups for p in group["params"]}.values())
     if not any(parameter.requires_grad for parameter in parameters):
         raise InputError("the workload's optimizer was given no parameter that requires a gradient")
@@ -80,7 +81,7 @@ def assemble(
         )
     return Trainee(
         model=model,
-        loss=workload.loss,
+        loss=apply_forward(workload.loss, model, knobs),
         optimizers=optimizers,
         parameters=parameters,
         device=device,

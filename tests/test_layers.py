@@ -19,6 +19,7 @@ FLOORS = [
     {"hardware", "config", "finding", "failures", "results", "demo"},
     {"fits", "sources"},
     {"batches", "state", "gradients"},
+    {"applying"},
     {"trainee"},
     {"step"},
     {"samples"},
@@ -32,11 +33,13 @@ FLOORS = [
     {"device.cpu", "device.cuda", "device.simulated"},
     {"attempt"},
     {"footprint"},
-    {"forecast", "bench", "trial"},
-    {"search", "prior", "estimating", "tuner"},
+    {"forecast", "bench"},
+    {"search", "prior", "estimating"},
     {"isolation"},
     {"probers"},
     {"probing"},
+    {"tuning.measurement", "tuning.worker"},
+    {"tuning"},
     {"training"},
     {"stages"},
     {"report"},
@@ -49,7 +52,7 @@ FLOORS = [
 """From the ground up. A package stands where its name does; modules needed further down are named."""
 ONLY = {
     "pynvml": {"device.nvml"},
-    "optuna": {"tuner"},
+    "optuna": {"tuning.study", "tuning.storage"},
     "torch.distributed": {"distributed"},
     "tyro": {"arguments"},
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from autobatch.batches import tensors_of
 from autobatch.footprint.fakes import new_mode, twin_batch, twin_model
 from autobatch.footprint.personality import cuda_personality, prefer_foreach
 from autobatch.footprint.recording import Recorder, Recording, named
+from autobatch.knobs import Configuration
 from autobatch.records import Precision
 from autobatch.state import preserved_random_state
 from autobatch.step import run_window
@@ -40,6 +41,8 @@ class Setting:
     windows: Sequence[int] = (1, 2, 2)
     """Micro-batches a window: as in an attempt on a device (`autobatch.attempt.WINDOWS`)."""
     max_grad_norm: float | None = None
+    knobs: Configuration = field(default_factory=dict)
+    """What the tuner chose; see `autobatch.knobs`."""
 
 
 def record(setting: Setting, micro_batch: int) -> Recording:
@@ -77,6 +80,7 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
         precision=setting.precision,
         learning_rate=setting.workload.learning_rate,
         max_grad_norm=setting.max_grad_norm,
+        knobs=setting.knobs,
     )
     if setting.capability is not None:
         for optimizer in trainee.optimizers:

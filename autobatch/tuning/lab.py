@@ -1,0 +1,239 @@
+"""Runs trials: how large a micro-batch a configuration allows, whether it trains right, and what it costs.
+
+    configuration ──► limit (predicted, else searched) ──► fits? ──► losses ──► seconds a step
+
+What the trace on tensors without memory puts well inside the budget, or out of it, is not run to find that
+out; what is close to the limit is run once inside the enforced budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from autobatch.attempt import Bench, Outcome, attempt
+from autobatch.config import TuneOptions
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.footprint.predict import Footprint
+from autobatch.footprint.program import Untraceable, largest, replay
+from autobatch.forecast import ReplayForecast
+from autobatch.knobs import (
+    COMPILE,
+    SPLIT,
+    Configuration,
+    Situation,
+    Value,
+    memory_signature,
+    numeric_signature,
+)
+from autobatch.planning import micro_batches
+from autobatch.prior import prior_footprint
+from autobatch.records import Precision
+from autobatch.search import search
+from autobatch.tuning.losscheck import LossCheck
+from autobatch.tuning.measurement import LOSS, MEMORY, RUNS, Measurement, refused
+from autobatch.tuning.situation import situation_of
+from autobatch.tuning.timing import time_steps
+from autobatch.units import format_bytes
+
+Signature = tuple[tuple[str, Value], ...]
+
+
+class Task(NamedTuple):
+    """What trials are made for; plain values, that travel to another process."""
+
+    limit: int
+    """The largest micro-batch that fits with every knob at its default: what a probe found."""
+    cap: int
+    """The largest micro-batch that any configuration may use."""
+    samples: int
+    """Of an optimizer step, on one rank."""
+    planned_steps: int
+    """Optimizer steps that what comes once a run is spread over."""
+    seconds: float
+    """Time that a trial measures for, about."""
+
+
+@dataclass
+class Lab:
+    """Runs trials on a bench; remembers what it found out on the way."""
+
+    bench: Bench
+    options: TuneOptions
+    task: Task
+    defaults: Configuration = field(default_factory=dict)
+    """Values that change nothing; what is missing is at its default."""
+    _limits: dict[Signature, int | str] = field(default_factory=dict)
+    _predicted: dict[Signature, Footprint | None] = field(default_factory=dict)
+    _ran: dict[Signature, int] = field(default_factory=dict)
+    _gaps: dict[Signature, float] = field(default_factory=dict)
+    _setups: dict[Signature, float] = field(default_factory=dict)
+    _check: LossCheck | None = None
+
+    def begin(self, defaults: Configuration) -> None:
+        """Say what every knob is at when nothing is changed; before the first trial."""
+        self.defaults = defaults
+
+    def situation(self) -> Situation:
+        """What decides which knobs apply."""
+        return situation_of(
+            self.bench,
+            precision_is_open=self.options.precision == "auto",
+            micro_batch=micro_batches(self.task.samples, self.task.limit)[0],
+        )
+
+    def measure(self, values: Configuration) -> Measurement:
+        """Run a trial.
+
+        Whatever goes wrong with a configuration makes it infeasible; only what goes wrong with every knob at
+        its default, and is not about memory, is the workload's own fault.
+
+        Raises:
+            Exception: whatever the workload raises with every knob at its default.
+        """
+        try:
+            return self._measure(values)
+        except Exception as error:
+            out_of_memory = classify(error) is not Verdict.NONE
+            if not out_of_memory and not self._changes(values):
+                raise
+            found = refused(MEMORY if out_of_memory else RUNS, first_line(error))
+        # The except block is left: nothing keeps the failed step's tensors alive any more.
+        self.bench.device.release()
+        return found
+
+    def certify(self, values: Configuration) -> str | None:
+        """Run a configuration inside the enforced budget, whatever was predicted."""
+        limit = self._limit(values)
+        if isinstance(limit, str):
+            return limit
+        size = micro_batch_of(limit, self.task.samples, values)
+        return attempt(bench_with(self.bench, values), size).attempt.reason
+
+    def _measure(self, values: Configuration) -> Measurement:
+        limit = self._limit(values)
+        if isinstance(limit, str):
+            return refused(MEMORY, limit)
+        size = micro_batch_of(limit, self.task.samples, values)
+        reason = self._does_not_fit(values, size)
+        if reason is not None:
+            limit = self._search(values, cap=size - 1) if size > 1 else 0
+            if not limit:
+                return refused(MEMORY, reason, micro_batch=size)
+            self._limits[_key(memory_signature(values))] = limit
+            size = micro_batch_of(limit, self.task.samples, values)
+        over = self._loss_over(values)
+        if over > 0:
+            reason = f"its losses are not those of the reference (by {over:.1%} more than is tolerated)"
+            return refused(LOSS, reason, over=over, micro_batch=size)
+        sizes = micro_batches(self.task.samples, size)
+        timing = time_steps(bench_with(self.bench, values), sizes, self.task.seconds)
+        # Compiled code is found again when a configuration is measured once more.
+        setup = self._setups.setdefault(_key(values), timing.setup)
+        seconds = timing._replace(setup=setup).a_step(len(sizes), self.task.planned_steps)
+        return Measurement(
+            self.task.samples / seconds, size, constraints={MEMORY: -1.0, LOSS: over, RUNS: -1.0}
+        )
+
+    def _changes(self, values: Configuration) -> dict[str, Value]:
+        """What is not at its default, the split aside."""
+        return {
+            name: value
+            for name, value in values.items()
+            if name != SPLIT and value != self.defaults.get(name, value)
+        }
+
+    def _limit(self, values: Configuration) -> int | str:
+        """The largest micro-batch of a configuration; in words, why there is none."""
+        signature = memory_signature(values)
+        if not self._changes(signature):
+            return self.task.limit
+        key = _key(signature)
+        if key not in self._limits:
+            self._limits[key] = self._predict_limit(values)
+        return self._limits[key]
+
+    def _predict_limit(self, values: Configuration) -> int | str:
+        step = self._footprint(values)
+        if step is not None:
+            try:
+                found = largest(step.program, self.bench.device.new_allocator, self.task.cap) or 0
+            except Untraceable:
+                return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
+            budget = format_bytes(self.bench.device.budget_bytes)
+            return found or f"not even a micro-batch of 1 is predicted to fit in {budget}"
+        return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
+
+    def _search(self, values: Configuration, *, cap: int) -> int:
+        """The largest micro-batch by attempts."""
+        bench = bench_with(self.bench, values)
+        key = _key(memory_signature(values))
+
+        def run(size: int) -> Outcome:
+            outcome = attempt(bench, size)
+            if outcome.attempt.fits:
+                self._ran[key] = max(size, self._ran.get(key, 0))
+            return outcome
+
+        step = self._predicted.get(key)
+        forecast = ReplayForecast(self.bench.device.new_allocator, None if step is None else step.program)
+        return search(run, cap=cap, forecast=forecast).micro_batch
+
+    def _does_not_fit(self, values: Configuration, size: int) -> str | None:
+        """Why a micro-batch does not fit; not run where less is known to, or where it is predicted to."""
+        if not self._changes(memory_signature(values)):
+            return None
+        key = _key(memory_signature(values))
+        if size <= self._ran.get(key, 0) or self._has_room(values, size):
+            return None
+        outcome = attempt(bench_with(self.bench, values), size).attempt
+        if outcome.fits:
+            self._ran[key] = size
+        return outcome.reason
+
+    def _has_room(self, values: Configuration, size: int) -> bool:
+        """Whether a micro-batch is predicted to fit with more to spare than a prediction may be wrong by."""
+        step = self._footprint(values)
+        if step is None:
+            return False
+        try:
+            outcome = replay(step.program.at(size), self.bench.device.new_allocator())
+        except Untraceable:
+            return False
+        peak = outcome.peak_reserved_bytes or outcome.peak_allocated_bytes
+        return outcome.fits and peak <= (1 - step.margin) * self.bench.device.budget_bytes
+
+    def _footprint(self, values: Configuration) -> Footprint | None:
+        signature = memory_signature(values)
+        # A compiled model is traced as its module: it is the same footprint.
+        key = _key({name: value for name, value in signature.items() if name != COMPILE})
+        if key not in self._predicted:
+            self._predicted[key] = prior_footprint(bench_with(self.bench, signature))
+        return self._predicted[key]
+
+    def _loss_over(self, values: Configuration) -> float:
+        signature = numeric_signature(values)
+        reference = {name: value for name, value in signature.items() if name in self._changes(signature)}
+        if not reference and self.bench.precision == "fp32":
+            return -1.0
+        key = _key(signature)
+        if key not in self._gaps:
+            self._check = self._check or LossCheck(self.bench, self.task.limit)
+            self._gaps[key] = self._check.over(bench_with(self.bench, values))
+        return self._gaps[key]
+
+
+def micro_batch_of(limit: int, samples: int, values: Configuration) -> int:
+    """The micro-batch of a configuration: the even split at the limit, halved as often as it says."""
+    return max(1, micro_batches(samples, limit)[0] >> int(values.get(SPLIT) or 0))
+
+
+def bench_with(bench: Bench, values: Configuration) -> Bench:
+    """The bench of a configuration."""
+    precision: Precision = values.get("precision") or bench.precision  # type: ignore[assignment]
+    return replace(bench, precision=precision, knobs=values)
+
+
+def _key(values: Mapping[str, Value]) -> Signature:
+    return tuple(sorted(values.items()))

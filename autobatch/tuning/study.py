@@ -1,0 +1,329 @@
+"""A study in Optuna's hands: what was tried, and what to try next.
+
+    WAITING ──► RUNNING ──► COMPLETE    feasible or not; samplers learn nothing from what is failed or pruned
+                   └──────► FAIL        its process ended, or was stopped
+
+Several workers may share a study. What a trial draws depends on the seed and its number alone, so that no two
+draw the same, and a study that goes on does not draw again what it drew before.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState
+
+from autobatch.errors import AutobatchError, InputError
+from autobatch.knobs import Axis, Configuration, Value, defaults
+from autobatch.tuning.measurement import Measurement
+from autobatch.tuning.storage import describe_storage, open_storage, reason_of
+from autobatch.tuning.worker import Worker, is_gone, this_worker
+
+Key = tuple[tuple[str, Value], ...]
+MADE_FOR = "made_for"
+WORKER = "worker"
+ORPHAN_SECONDS = 60.0
+"""A trial that runs this long without a word of whose it is has lost its process in its first moment."""
+STARTUP_SHARE = 4
+MOST_STARTUP = 10
+"""Trials drawn at random before a model is fitted: one of so many, and at most so many."""
+
+
+class Asked(NamedTuple):
+    """A configuration to try."""
+
+    trial: optuna.Trial
+    values: dict[str, Value]
+
+
+class Finished(NamedTuple):
+    """A configuration that was tried."""
+
+    values: dict[str, Value]
+    found: Measurement
+
+
+class Study:
+    """Configurations that were tried, and the next one.
+
+    Args:
+        axes: what can be chosen.
+        name: of the study in its storage.
+        storage: a database URL, ``grpc://host:port``, or the path of a journal file; ``None``: in memory.
+        made_for: what its figures depend on; plain values by name.
+        seed: same seed, same figures, same questions.
+        trials: how many are planned; a space that is no larger is tried whole.
+
+    Raises:
+        InputError: the storage cannot be opened or is locked, or the study was made for something else.
+    """
+
+    def __init__(
+        self,
+        axes: Sequence[Axis],
+        *,
+        name: str,
+        storage: str | None,
+        made_for: Mapping[str, Any],
+        seed: int,
+        trials: int,
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._axes = list(axes)
+        self._seed = seed
+        self._storage = storage
+        self._is_small = self.size <= trials
+        self._me = this_worker()
+        self._sampler = _Numbered(seed, min(MOST_STARTUP, max(2, trials // STARTUP_SHARE)))
+        with self._in_storage("opened"):
+            self._study = optuna.create_study(
+                study_name=name,
+                storage=open_storage(storage),
+                direction="maximize",
+                load_if_exists=True,
+                sampler=self._sampler,
+            )
+            self._check_purpose(dict(made_for))
+            self._close_orphans()
+            base = defaults(self._axes)
+            if _key(base) not in self._occupied(TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE):
+                self._study.enqueue_trial(dict(base), user_attrs={"why": "default"})
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._study.study_name
+
+    @property
+    def sampler(self) -> str:
+        """Who asks the questions, for people."""
+        return "every configuration" if self._is_small else self._sampler.kind
+
+    @property
+    def size(self) -> int:
+        """How many configurations there are."""
+        return math.prod(len(axis.choices) for axis in self._axes)
+
+    def taken(self) -> int:
+        """Configurations that were tried, or are being tried by a process that lives."""
+        with self._in_storage("read"):
+            return len(self._occupied(TrialState.RUNNING, TrialState.COMPLETE))
+
+    def ask(self) -> Asked | None:
+        """A configuration that nobody has tried; ``None`` where none is left.
+
+        Raises:
+            InputError: the storage is gone.
+        """
+        with self._in_storage("used"):
+            while True:
+                done = self._occupied(TrialState.COMPLETE)
+                taken = self._occupied(TrialState.RUNNING, TrialState.COMPLETE)
+                if len(taken) >= self.size:
+                    return None
+                if self._is_small and not self._states(TrialState.WAITING):
+                    self._enqueue_unseen(taken)
+                trial = self._study.ask()
+                trial.set_user_attr(WORKER, list(self._me))
+                values: dict[str, Value] = {
+                    axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in self._axes
+                }
+                if _key(values) not in taken:
+                    return Asked(trial, values)
+                # Samplers repeat points by design; a repeat costs nothing.
+                self._close_repeat(trial, done.get(_key(values)))
+                self._enqueue_unseen(taken)
+
+    def tell(self, asked: Asked, found: Measurement) -> None:
+        """Keep what a trial found: the logarithm of its speed, and the worst so far where there is none.
+
+        Raises:
+            InputError: the storage is gone.
+        """
+        with self._in_storage("written"), suppress(UpdateFinishedTrialError):
+            for name, value in found._asdict().items():
+                asked.trial.set_user_attr(name, dict(value) if name == "constraints" else value)
+            for name, value in found.constraints.items():
+                asked.trial.set_constraint(name, value)
+            values = [one.value for one in self._states(TrialState.COMPLETE) if one.value is not None]
+            speed = math.log(found.samples_per_s) if found.feasible else min(values, default=0.0)
+            self._study.tell(asked.trial, speed)
+
+    def abandon(self, asked: Asked) -> None:
+        """Close a trial that is not going to end; whatever fails here is not worth another error."""
+        with suppress(Exception):
+            self._study.tell(asked.trial, state=TrialState.FAIL)
+
+    def finished(self) -> list[Finished]:
+        """Every configuration that was tried, in order, each once.
+
+        Raises:
+            InputError: the storage is gone.
+        """
+        with self._in_storage("read"):
+            return [
+                Finished(dict(trial.params), _measurement(trial))
+                for trial in self._occupied(TrialState.COMPLETE).values()
+            ]
+
+    def importance(self) -> dict[str, float]:
+        """How much each knob mattered (PED-ANOVA, Watanabe et al. 2023, arXiv:2304.10255)."""
+        # Too few trials, or all of them equal.
+        with suppress(RuntimeError, ValueError):
+            return dict(optuna.importance.get_param_importances(self._study))
+        return {}
+
+    def _states(self, *states: TrialState) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False, states=states)
+
+    def _occupied(self, *states: TrialState) -> dict[Key, FrozenTrial]:
+        """Trials by their configuration, the first of each."""
+        found: dict[Key, FrozenTrial] = {}
+        for trial in self._states(*states):
+            values = trial.params or trial.system_attrs.get("fixed_params", {})
+            if len(values) == len(self._axes):
+                found.setdefault(_key(values), trial)
+        return found
+
+    def _enqueue_unseen(self, taken: Mapping[Key, object]) -> None:
+        """Put a configuration that nobody tries in line: near the best, of those at random."""
+        names = [axis.name for axis in self._axes]
+        choices = itertools.product(*(axis.choices for axis in self._axes))
+        every = (dict(zip(names, one, strict=True)) for one in choices)
+        waiting = self._occupied(TrialState.WAITING)
+        unseen = [values for values in every if _key(values) not in taken and _key(values) not in waiting]
+        if not unseen:
+            return
+        done = [one for one in self._states(TrialState.COMPLETE) if one.user_attrs.get("failure") is None]
+        best = max(done, key=lambda one: one.value or -math.inf, default=None)
+        base = defaults(self._axes) if best is None else best.params
+        distance = {_key(v): sum(v[name] != base.get(name) for name in names) for v in unseen}
+        nearest = min(distance.values())
+        near = [values for values in unseen if distance[_key(values)] == nearest]
+        draw = random.Random(f"{self._seed} {len(self._study.get_trials(deepcopy=False))}")
+        self._study.enqueue_trial(dict(draw.choice(near)), user_attrs={"why": "not tried before"})
+
+    def _close_repeat(self, trial: optuna.Trial, known: FrozenTrial | None) -> None:
+        if known is None:  # another worker is at it
+            self._study.tell(trial, state=TrialState.FAIL)
+            return
+        for name, value in known.user_attrs.items():
+            if name != WORKER:
+                trial.set_user_attr(name, value)
+        trial.set_user_attr("reused", known.number)
+        for name, value in known.constraints.items():
+            trial.set_constraint(name, value)
+        self._study.tell(trial, known.value)
+
+    def _check_purpose(self, made_for: dict[str, Any]) -> None:
+        made_for = made_for | {axis.name: list(axis.choices) for axis in self._axes}
+        known = self._study.user_attrs.get(MADE_FOR)
+        if known is None and not self._study.get_trials(deepcopy=False):
+            self._study.set_user_attr(MADE_FOR, made_for)
+            return
+        known = known or {}
+        differing = [
+            f"{name} is {made_for.get(name, 'not there')!r} here and {known.get(name, 'not there')!r} there"
+            for name in sorted({*made_for, *known})
+            if made_for.get(name) != known.get(name)
+        ]
+        if differing:
+            raise InputError(
+                f"the study {self.name!r} in {describe_storage(self._storage)} was made for something else: "
+                f"{'; '.join(differing)}: choose another --study"
+            )
+
+    def _close_orphans(self) -> None:
+        """Close the trials of processes that have ended."""
+        now = datetime.datetime.now(tz=datetime.UTC)
+        for trial in self._states(TrialState.RUNNING):
+            owner = trial.user_attrs.get(WORKER)
+            if owner is not None:
+                gone = is_gone(Worker(*owner), self._me)
+            else:
+                begun = trial.datetime_start or now
+                gone = (now - begun.astimezone(datetime.UTC)).total_seconds() > ORPHAN_SECONDS
+            if gone:
+                with suppress(UpdateFinishedTrialError):
+                    self._study.tell(trial.number, state=TrialState.FAIL)
+
+    @contextmanager
+    def _in_storage(self, what: str) -> Iterator[None]:
+        """Inside, whatever a storage raises becomes one line."""
+        try:
+            with warnings.catch_warnings():
+                # Of interfaces that Optuna calls experimental.
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                yield
+        except AutobatchError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the storage {describe_storage(self._storage)} of the study cannot be {what}: "
+                f"{reason_of(error)}; give a database URL, grpc://host:port or the path of a journal file"
+            ) from error
+
+
+class _Numbered(BaseSampler):
+    """A sampler made anew for every trial, with a seed that the trial's number moves on.
+
+    A Gaussian process where scipy is there, which finds more in few trials; else a tree of Parzen estimators.
+    """
+
+    def __init__(self, seed: int, startup: int) -> None:
+        self._seed = seed
+        self._startup = startup
+        self._new: type[GPSampler] | type[TPESampler] = (
+            GPSampler if importlib.util.find_spec("scipy") else TPESampler
+        )
+        self._current: BaseSampler | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its name, for people."""
+        return "a Gaussian process" if self._new is GPSampler else "Parzen estimators, for scipy is not there"
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """See the base class; what was put in line needs no model."""
+        seed = (self._seed + trial.number) % 2**32
+        self._current = self._new(seed=seed, n_startup_trials=self._startup)
+        if "fixed_params" in trial.system_attrs:
+            return {}
+        return self._current.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """See the base class."""
+        assert self._current is not None
+        return self._current.sample_relative(study, trial, search_space) if search_space else {}
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """See the base class."""
+        assert self._current is not None
+        return self._current.sample_independent(study, trial, param_name, param_distribution)
+
+
+def _measurement(trial: FrozenTrial) -> Measurement:
+    stored = {name: trial.user_attrs[name] for name in Measurement._fields if name in trial.user_attrs}
+    return Measurement(0.0, failure="nothing is known of it")._replace(**stored)
+
+
+def _key(values: Configuration) -> Key:
+    return tuple(sorted(values.items()))
