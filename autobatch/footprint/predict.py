@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -94,12 +95,11 @@ def footprint(setting: Setting, *, clock: Callable[[], float] = time.perf_counte
     trouble = f"this torch has no {', '.join(missing)}" if missing else self_test()
     if trouble:
         raise Unpredictable(f"cannot predict: {trouble}")
-    recordings = [(size, _record(setting, size)) for size in SIZES[:3]]
+    first = _record(setting, SIZES[0])
     try:
-        program = _fit(setting, [(size, recording.trace) for size, recording in recordings])
+        program = _fit(setting, first.trace)
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
-    first = recordings[0][1]
     return Footprint(
         program=program,
         labels=first.labels,
@@ -134,14 +134,14 @@ def predict(
     """
     program = with_workspaces(step, workspaces)
 
-    def allocator() -> CachingAllocator:
-        return CachingAllocator(budget_bytes, config)
+    def allocator(share: float = 1) -> CachingAllocator:
+        return CachingAllocator(int(budget_bytes * share), config)
 
     try:
-        high = largest(program, lambda: Ledger(budget_bytes), cap) or 0
-        best = largest(program, allocator, cap) or 0
-        cautious = int(budget_bytes * (1 - step.margin))
-        low = largest(program, lambda: CachingAllocator(cautious, config), cap) or 0
+        # Each is a cap for the next: what live bytes alone outgrow fits in no allocator.
+        high = largest(program, lambda: Ledger(budget_bytes), cap, neighbours=0) or 0
+        best = largest(program, allocator, high) or 0
+        low = largest(program, lambda: allocator(1 - step.margin), best, neighbours=0) or 0
         asked = best if micro_batch is None else micro_batch
         outcome = replay(program.at(max(1, asked)), allocator())
         fits = outcome.fits and asked > 0
@@ -149,7 +149,7 @@ def predict(
             outcome = replay(program.at(max(1, asked)), CachingAllocator(None, config))
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
-    return Prediction(asked, min(low, best), max(high, best), fits, outcome)
+    return Prediction(asked, low, high, fits, outcome)
 
 
 def with_workspaces(step: Footprint, workspaces: tuple[int, int] | None) -> Program:
@@ -164,13 +164,16 @@ def with_workspaces(step: Footprint, workspaces: tuple[int, int] | None) -> Prog
     return step.program.with_blocks([(index, size) for index in step.first_products[:count]])
 
 
-def _fit(setting: Setting, points: list[tuple[int, Trace]]) -> Program:
-    program = Program.fit(points[:2])
-    if program.agrees_with(*points[2]):
-        return program
-    program = Program.fit(points)
-    if program.agrees_with(SIZES[3], _record(setting, SIZES[3]).trace):
-        return program
+def _fit(setting: Setting, first: Trace) -> Program:
+    """The program behind traces at the first sizes, that a trace at the size after them begins like."""
+    points = [(SIZES[0], first)]
+    # Sizes follow the micro-batch in the first window as in all; only the first ends without later ones.
+    short = replace(setting, windows=setting.windows[:1])
+    for size, check in pairwise(SIZES[1:]):
+        points.append((size, _record(setting, size).trace))
+        program = Program.fit(points)
+        if program.begins_with(check, _record(short, check).trace):
+            return program
     raise Untraceable("its allocations follow no polynomial in the micro-batch")
 
 

@@ -25,7 +25,7 @@ __all__ = ["FREE", "Polynomial", "Program", "Replay", "Trace", "Untraceable", "l
 _ROUNDS = 8
 """How often `largest` goes on from such a size: near the limit what is reserved can be all jumps."""
 _NEIGHBOURS = 16
-"""How far behind the answer `largest` looks for a micro-batch that fits all the same."""
+"""How far behind the answer `largest` looks for a micro-batch that fits all the same, by default."""
 
 
 class Untraceable(AutobatchError, ValueError):  # noqa: N818 - says what a step is, not what went wrong
@@ -144,9 +144,20 @@ class Program:
         Raises:
             Untraceable: a size would be negative there.
         """
-        return Trace(
-            tuple((block, FREE if size is None else size.at(m)) for block, size in self.events), self.marks
-        )
+        # Most allocations share their rule with others: each is worked out once.
+        sizes: dict[Polynomial | None, int] = {None: FREE}
+        for rule in {size for _, size in self.events}:
+            if rule is not None:
+                sizes[rule] = rule.at(m)
+        return Trace(tuple((block, sizes[size]) for block, size in self.events), self.marks)
+
+    def begins_with(self, m: int, trace: Trace) -> bool:
+        """Whether the program begins with ``trace`` for micro-batch ``m``, down to its last allocation."""
+        events = trace.canonical().events
+        try:
+            return self.at(m).events[: len(events)] == events
+        except Untraceable:
+            return False
 
     def agrees_with(self, m: int, trace: Trace) -> bool:
         """Whether ``trace`` is what the program says for micro-batch ``m``."""
@@ -200,6 +211,8 @@ def largest(
     make_allocator: Callable[[], Allocator],
     cap: int,
     refuses: Callable[[Replay], str | None] | None = None,
+    *,
+    neighbours: int = _NEIGHBOURS,
 ) -> int | None:
     """The largest micro-batch whose replay fits; ``None`` if none is found.
 
@@ -212,6 +225,7 @@ def largest(
         make_allocator: a new allocator with the budget as its limit, for every replay.
         cap: the largest micro-batch asked for, at least 1.
         refuses: says why a replay that got through does not count all the same.
+        neighbours: how far behind the answer to look for a micro-batch that fits all the same.
 
     Raises:
         Untraceable: the program gives no trace at a size that was tried.
@@ -226,7 +240,7 @@ def largest(
 
     low = _last_fitting(fits, 0, cap)
     for _ in range(_ROUNDS):
-        later = [m for m in range(low + 2, min(low + _NEIGHBOURS, cap) + 1) if fits(m)]
+        later = [m for m in range(low + 2, min(low + neighbours, cap) + 1) if fits(m)]
         if not later:
             break
         low = _last_fitting(fits, later[-1], cap)

@@ -105,7 +105,14 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
                 recorder.label("gradients", gradients)
         recorder.mark(phase)
 
-    for count in setting.windows:
+    before: tuple[int, tuple[int, int]] | None = None
+    for number, count in enumerate(setting.windows):
+        # The first window is never repeated: the optimizer's state appears in it.
+        if number > 1 and before is not None and before[0] == count and number == len(setting.windows) - 1:
+            recorder.settle()
+            if recorder.repeat(before[1]):
+                return
+        before = (count, recorder.place())
         run_window(trainee, batches(count), micro_batch * count, mark=mark)
         recorder.label("optimizer state", _state_of(trainee))
 

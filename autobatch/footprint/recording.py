@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autobatch.footprint.attention import backward_scratch_bytes
 from autobatch.footprint.budget import Ledger
-from autobatch.footprint.trace import Trace
+from autobatch.footprint.trace import Trace, repetition
 from autobatch.footprint.watching import StorageMode
 
 aten = torch.ops.aten
 
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 """Operators that run on cuBLAS, which takes a workspace at its first call in each thread."""
+_DEVICE = torch.ops.prim.device.default
+"""Asked more often than all other operators together, for autograd asks it of every fake."""
 _CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -70,10 +73,30 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         self._found_inf: set[int] = set()
         self.keeps_everything = False
         """Whether a selection by values was met, and taken to keep everything."""
+        self._again: Trace | None = None
+
+    def place(self) -> tuple[int, int]:
+        """The number of events and of marks so far."""
+        return self.position, len(self._marks)
+
+    def repeat(self, since: tuple[int, int]) -> bool:
+        """Record once more all that came after a `place`, without running it.
+
+        Returns:
+            Whether it can be: in a steady state, what is alive here is what was alive there.
+        """
+        trace = self.trace()
+        again = None if trace is None else repetition(trace, *since)
+        if trace is None or again is None:
+            return False
+        self._again = trace.followed_by(again)
+        self._labels += self._labels[len(self._labels) - again.blocks :]
+        return True
 
     def recording(self) -> Recording:
         """What was recorded; call it outside of the mode."""
-        trace = self.trace()
+        # What is freed after a repetition is its end, which no peak depends on.
+        trace = self._again or self.trace()
         assert trace is not None
         return Recording(
             trace=trace.canonical(),
@@ -105,8 +128,13 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on fakes; see the class."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if func is aten._local_scalar_dense.default:
             return self._answer(args[0])
+        if func.name().startswith("aten::_foreach_") and func._schema.name.endswith("_"):
+            # In place over hundreds of tensors: nothing comes of it but time.
+            return None
         if self._on_card and func is aten.lift_fresh.default:
             # ``torch.tensor(1.0)``: where no device is named, it stands on the host, also with a card.
             return func(*args, **(kwargs or {}))

@@ -29,6 +29,10 @@ class Trace:
         at = bisect_right(self.marks, index, key=lambda mark: mark[0])
         return self.marks[at - 1][1] if at else None
 
+    def followed_by(self, again: Repetition) -> Trace:
+        """The trace with a `repetition` behind it."""
+        return Trace(self.events + again.events, self.marks + again.marks)
+
     def canonical(self) -> Trace:
         """The same trace with blocks numbered as they are allocated, and runs of frees in that order.
 
@@ -60,6 +64,56 @@ class Trace:
         marks = [(min(position, len(events)), phase) for position, phase in marks]
         marks.extend((len(events), phase) for _, phase in reversed(coming))
         return Trace(tuple(events), tuple(marks))
+
+
+class Repetition(NamedTuple):
+    """What a part of a trace adds when it runs once more."""
+
+    events: tuple[tuple[int, int], ...]
+    marks: tuple[tuple[int, str], ...]
+    blocks: int
+    """How many blocks it takes."""
+
+
+def repetition(trace: Trace, since: int, first_mark: int) -> Repetition | None:
+    """What comes after a trace whose last part, from event ``since`` on, runs once more.
+
+    A window in the steady state leaves behind what it found: the same state, and of what the window before
+    it left (its batch, say) a new one of the same size in the same place. Then the next window is the same.
+
+    Args:
+        trace: with blocks numbered as they are taken.
+        since: index of the first event of that part.
+        first_mark: index of its first mark.
+
+    Returns:
+        ``None`` where the part leaves something else behind than it found.
+    """
+    sizes = {block: size for block, size in trace.events if size != FREE}
+    found = _live(trace.events[:since])
+    left = _live(trace.events)
+    gone, come = sorted(found - left), sorted(left - found)
+    if [sizes[block] for block in gone] != [sizes[block] for block in come]:
+        return None
+    first = 1 + max((block for block, size in trace.events[:since] if size != FREE), default=-1)
+    count = 1 + max(sizes, default=-1) - first
+    next_of = dict(zip(gone, come, strict=True))
+    shift = len(trace.events) - since
+    return Repetition(
+        tuple(
+            (block + count if block >= first else next_of[block], size)
+            for block, size in trace.events[since:]
+        ),
+        tuple((position + shift, phase) for position, phase in trace.marks[first_mark:]),
+        count,
+    )
+
+
+def _live(events: tuple[tuple[int, int], ...]) -> set[int]:
+    live: set[int] = set()
+    for block, size in events:
+        (live.discard if size == FREE else live.add)(block)
+    return live
 
 
 class Replay(NamedTuple):

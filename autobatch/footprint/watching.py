@@ -103,6 +103,10 @@ class StorageMode(TorchDispatchMode):
         self._book.check_all()
         self._marks.append((len(self._book.events), phase))
 
+    def settle(self) -> None:
+        """Count what an operator left undecided; see `_is_gradient_sum`."""
+        self._book.settle()
+
     def trace(self) -> Trace | None:
         """The events so far; ``None`` if they are not recorded."""
         return Trace(tuple(self._book.events), tuple(self._marks)) if self._record else None

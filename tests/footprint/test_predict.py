@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from autobatch.attempt import WINDOWS, attempt
 from autobatch.errors import InputError
 from autobatch.footprint import predict as predicting
 from autobatch.footprint import selftest
+from autobatch.footprint.allocator import CachingAllocator
+from autobatch.footprint.budget import Ledger
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Unpredictable, footprint, predict
 from autobatch.footprint.program import largest, replay
@@ -65,6 +68,23 @@ def test_a_prediction_is_an_interval_with_its_answer_inside():
     none = predict(step, budget_bytes=MiB, cap=10**6)
     assert (none.micro_batch, none.fits) == (0, False)
     assert none.peak_allocated_bytes > 0
+
+
+def test_a_prediction_is_what_three_searches_of_their_own_say():
+    step = footprint(setting(bench(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
+    for budget in (MiB, 8 * MiB, 48 * MiB, 256 * MiB):
+        found = predict(step, budget_bytes=budget, cap=5000)
+        best, cautious, ideal = (
+            largest(step.program, partial(kind, limit), 5000) or 0
+            for kind, limit in (
+                (CachingAllocator, budget),
+                (CachingAllocator, int(budget * 0.97)),
+                (Ledger, budget),
+            )
+        )
+        assert found.micro_batch_high == ideal
+        assert found.micro_batch == pytest.approx(best, abs=1)
+        assert found.micro_batch_low == pytest.approx(min(cautious, best), rel=0.02, abs=1)
 
 
 def test_workspaces_come_at_the_first_products_and_stay():

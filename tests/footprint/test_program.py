@@ -84,6 +84,18 @@ def trace(*sizes: int) -> Trace:
     return Trace(tuple(enumerate(sizes)))
 
 
+def test_a_beginning_is_compared_down_to_its_last_allocation():
+    def trace(m, extra=()):
+        return Trace(((0, 10 * m), (1, 7), (0, FREE), *extra))
+
+    program = Program.fit([(m, trace(m, ((2, m), (1, FREE), (3, 5)))) for m in (2, 3)])
+    assert program.begins_with(9, trace(9))
+    assert program.begins_with(9, trace(9, ((2, 9),)))
+    assert not program.begins_with(9, trace(8))
+    assert not program.begins_with(9, trace(9, ((2, 8),)))
+    assert not program.begins_with(9, trace(9, ((2, 9), (3, 5), (4, 5), (5, 5))))
+
+
 def test_pairs_of_samples_have_a_half_in_their_rule():
     """m(m-1)/2 distances of 4 bytes: whole everywhere, with a fraction in the coefficients."""
     program = Program.fit([(m, trace(6 * m * (m - 1) // 2)) for m in (2, 3, 4)])

@@ -16,6 +16,7 @@ from autobatch.footprint.budget import Ledger
 from autobatch.footprint.fakes import new_mode, twin_batch, twin_model
 from autobatch.footprint.program import replay
 from autobatch.footprint.recorder import Setting, record
+from autobatch.footprint.recording import Recorder
 from autobatch.footprint.trace import FREE
 from autobatch.samples import Costliest
 from autobatch.units import GiB
@@ -57,6 +58,38 @@ def test_records_every_event_of_a_real_attempt(name, precision):
     for size in (3, 11) if name == "perceptron" else (5,):
         ran = attempt(real, size)
         assert record(setting(real, windows=WINDOWS), size).trace == ran.trace.canonical()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["convolutions", "transformer", "recomputed"])
+def test_a_steady_window_is_not_run_twice(name, precision, monkeypatch):
+    one = setting(bench(WORKLOADS[name](), precision=precision), capability=(8, 0), windows=WINDOWS)
+    forwards = []
+    one.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    short = record(one, 3)
+    assert len(forwards) == 3
+    monkeypatch.setattr(Recorder, "repeat", lambda *_: False)
+    assert record(one, 3) == short
+    assert len(forwards) == 3 + 5
+
+
+def test_a_window_that_leaves_something_behind_is_run():
+    """A model that keeps what it saw grows from window to window."""
+
+    class Hoarder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(432, 5)
+            self.seen = []
+
+        def forward(self, x):
+            self.seen.append(x * 2)
+            return self.layer(x.flatten(1))
+
+    one = bench(make(Hoarder))
+    ran = attempt(one, 3)
+    one.model.seen.clear()
+    assert record(setting(one, windows=WINDOWS), 3).trace == ran.trace.canonical()
 
 
 def test_windows_are_those_of_an_attempt():
