@@ -73,6 +73,12 @@ class Estimates(Record, frozen=True, kw_only=True):
         """The object of ``--json``."""
         return {"schema": SCHEMA, "autobatch": __version__, **msgspec.to_builtins(self)}
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from autobatch.report.notebook import estimates_html
+
+        return estimates_html(self)
+
 
 def run_estimate(
     workload: Workload | str | None, options: EstimateOptions, environ: Mapping[str, str]

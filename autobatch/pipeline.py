@@ -33,6 +33,12 @@ class ProbeResult(Probe, frozen=True, kw_only=True):
         """The probe itself, under the name that it has in the JSON."""
         return self
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from autobatch.report.notebook import probe_html
+
+        return probe_html(self, self.device)
+
 
 class PlanResult(Plan, frozen=True, kw_only=True):
     """A plan, with the device and the probe that it rests on."""
@@ -44,6 +50,12 @@ class PlanResult(Plan, frozen=True, kw_only=True):
     def plan(self) -> Plan:
         """The plan itself, under the name that it has in the JSON."""
         return self
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from autobatch.report.notebook import plan_html
+
+        return plan_html(self, self.device, self.probe)
 
 
 def probe(workload: Workload | str | None = None, **options: Any) -> ProbeResult:

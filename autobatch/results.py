@@ -49,3 +49,9 @@ class Result(Record, frozen=True, kw_only=True):
             name: str(value) if isinstance(value, Path) else msgspec.to_builtins(value)
             for name, value in values.items()
         }
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from autobatch.report.notebook import result_html
+
+        return result_html(self)

@@ -45,6 +45,27 @@ DARK: Mapping[str, str] = MappingProxyType(
         "series-6": "#bd838e",
     }
 )
+EITHER: Mapping[str, str] = MappingProxyType(
+    {
+        "paper": "transparent",
+        "surface": "transparent",
+        "ink": "currentColor",
+        "muted": "#7d7d7d",
+        "rule": "#80808059",
+        "accent": "#0d8189",
+        "on-accent": "#ffffff",
+        "soft": "#53999e",
+        "bad": "#cf432a",
+        "warn": "#aa700b",
+        "series-1": "#0c7880",
+        "series-2": "#5b97a2",
+        "series-3": "#ad8236",
+        "series-4": "#5e7896",
+        "series-5": "#6d865e",
+        "series-6": "#9b606d",
+    }
+)
+"""Mid-tones that read on white and on near-black alike: for places whose theme cannot be known."""
 
 
 def style_sheet() -> str:

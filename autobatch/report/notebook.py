@@ -1,0 +1,183 @@
+"""What a notebook shows of a result: a sentence, a table and the figures of the report, in one fragment.
+
+A notebook's theme is its own affair (and may differ from the system's), so text and background are inherited
+and figures are drawn in mid-tones that read on both. There is no style sheet and no script, for notebooks
+strip them from what they do not trust; ids are made unique, for a notebook shows many fragments on one page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from autobatch.errors import InputError
+from autobatch.records import DeviceRecord, Plan, Probe, StepRecord
+from autobatch.report.curves import training_figure
+from autobatch.report.data import ReportData, load_run
+from autobatch.report.figures import memory_figure
+from autobatch.report.markup import Markup, element, join
+from autobatch.report.palette import EITHER
+from autobatch.report.picture import Mark, Picture, Table
+from autobatch.report.split import plan_figure
+from autobatch.report.trials import trials_figure
+from autobatch.report.verdict import (
+    count,
+    decimal,
+    fits_in_words,
+    many,
+    rate_in_words,
+    split_in_words,
+    training_in_words,
+    tuning_in_words,
+    verdict,
+)
+from autobatch.units import format_bytes
+
+if TYPE_CHECKING:
+    from autobatch.estimating import Estimate, Estimates
+    from autobatch.results import Result
+
+WIDEST = "max-width:720px"
+_LEFT = "text-align:left"
+_GLYPHS = {
+    "line": "—", "dash": "┄", "dot": "●", "ring": "○", "cross": "✕", "block": "■", "triangle": "▲",
+}  # fmt: skip
+
+Facts = Iterable[tuple[str, str | None]]
+
+
+def probe_html(probe: Probe, device: DeviceRecord) -> str:
+    """Show the largest micro-batch that fits, and how it was found."""
+    data = ReportData(device=device, probe=probe)
+    return _fragment(
+        verdict(data), [*_device_facts(device), *_probe_facts(probe)], [memory_figure(device, probe)]
+    )
+
+
+def plan_html(plan: Plan, device: DeviceRecord, probe: Probe | None = None) -> str:
+    """Show how the target batch is made."""
+    data = ReportData(device=device, probe=probe, plan=plan)
+    rows = [*_device_facts(device), *_probe_facts(probe), *_plan_facts(plan)]
+    return _fragment(
+        verdict(data), rows, [plan_figure(plan), None if probe is None else memory_figure(device, probe)]
+    )
+
+
+def result_html(result: Result) -> str:
+    """Show all that ran; the curves of training come out of the run's folder, as long as it is there."""
+    data = ReportData(device=result.device, probe=result.probe, plan=result.plan, training=result.training)
+    rows: list[tuple[str, str | None]] = [*_device_facts(result.device), *_probe_facts(result.probe)]
+    pictures: list[Picture | None] = []
+    if result.plan is not None:
+        rows += _plan_facts(result.plan)
+        pictures.append(plan_figure(result.plan))
+    if result.probe is not None:
+        pictures.append(memory_figure(result.device, result.probe))
+    if result.tuning is not None:
+        rows.append(("Tuning", tuning_in_words(result.tuning)))
+        pictures.append(trials_figure(result.tuning.history))
+    if result.training is not None:
+        rows.append(("Training", training_in_words(result.training)))
+        rows += [(f"Validation {name}", decimal(value)) for name, value in result.training.validation.items()]
+        rows.append(("Checkpoint", result.training.checkpoint))
+        pictures.insert(0, training_figure(_metrics(result), result.checkpoints))
+    rows.append(("Report", None if result.report is None else str(result.report)))
+    return _fragment(verdict(data), rows, pictures)
+
+
+def estimates_html(estimates: Estimates) -> str:
+    """Show what is predicted to fit, a card a row."""
+    fitting = [one for one in estimates.estimates if one.fits]
+    words = (
+        f"Predicted to fit on {len(fitting)} of {many(len(estimates.estimates), 'card')}; none was touched."
+    )
+    head = ["Card", "Budget", "Precision", "Micro-batch", "Peak reserved", "One optimizer step"]
+    table = Table(caption=words, head=head, rows=[_estimate_row(one) for one in estimates.estimates])
+    notes = [element("p", note) for note in estimates.notes]
+    return _named(element("div", element("p", element("strong", words)), _table(table), notes))
+
+
+def _estimate_row(one: Estimate) -> list[str]:
+    size = count(one.micro_batch) if one.fits else "none"
+    if one.fits and one.micro_batch_low != one.micro_batch_high:
+        size += f" ({count(one.micro_batch_low)} to {count(one.micro_batch_high)})"
+    return [
+        one.profile,
+        format_bytes(one.budget_bytes),
+        one.precision,
+        size,
+        format_bytes(one.peak_reserved_bytes),
+        "" if one.plan is None else split_in_words(one.plan),
+    ]
+
+
+def _device_facts(device: DeviceRecord) -> Facts:
+    return [("Device", f"{device.name} ({device.kind}), {format_bytes(device.budget_bytes)} to spend")]
+
+
+def _probe_facts(probe: Probe | None) -> Facts:
+    return [] if probe is None else [("Largest micro-batch", fits_in_words(probe))]
+
+
+def _plan_facts(plan: Plan) -> Facts:
+    return [
+        ("Target batch", f"{many(plan.target_batch, 'sample')}: {split_in_words(plan)}"),
+        ("Learning rate", rate_in_words(plan)),
+        ("Precision", plan.precision),
+        ("Chosen besides", ", ".join(f"{name} = {value}" for name, value in plan.knobs.items()) or None),
+    ]
+
+
+def _metrics(result: Result) -> list[StepRecord]:
+    """The run's own records; none where its folder is gone or holds another run by now."""
+    if result.out is None:
+        return []
+    try:
+        stored = load_run(result.out)
+    except InputError:
+        return []
+    return stored.metrics if stored.created == (result.created or "") else []
+
+
+def _fragment(words: str, rows: Facts, pictures: Sequence[Picture | None]) -> str:
+    facts = [
+        element("tr", element("th", name, scope="row", style=_LEFT), element("td", value, style=_LEFT))
+        for name, value in rows
+        if value
+    ]
+    figures = [_figure(picture) for picture in pictures if picture is not None]
+    return _named(element("div", element("p", element("strong", words)), element("table", facts), figures))
+
+
+def _figure(picture: Picture) -> Markup:
+    # Drawn for wide and for narrow pages; without a style sheet both would show.
+    wide = picture.svg[: picture.svg.index("</svg>") + len("</svg>")]
+    # matplotlib's own style sheet would hold for the whole notebook; inherited, it holds for the figure.
+    wide = re.sub(r"<style[^>]*>.*?</style>", "", wide, flags=re.DOTALL)
+    wide = wide.replace("<svg ", '<svg style="stroke-linejoin:round;stroke-linecap:butt" ', 1)
+    legend = [_mark(mark) for mark in picture.legend]
+    data = element("details", element("summary", picture.table.caption), _table(picture.table))
+    return element("div", Markup(wide), element("p", legend), data, style=f"{WIDEST};margin-top:1em")
+
+
+def _mark(mark: Mark) -> Markup:
+    glyph = element(
+        "span", _GLYPHS.get(mark.shape, "—"), style=f"color:{EITHER[mark.role]}", aria_hidden="true"
+    )
+    return join(glyph, f" {mark.label} \u2003")
+
+
+def _table(table: Table) -> Markup:
+    head = element("tr", [element("th", name, scope="col", style=_LEFT) for name in table.head])
+    body = [element("tr", [element("td", cell, style=_LEFT) for cell in row]) for row in table.rows]
+    return element("table", element("thead", head), element("tbody", body))
+
+
+def _named(markup: Markup) -> str:
+    """Write the colours out, and give the ids of this fragment a name of its own."""
+    html = re.sub(r"var\(--sans, ([^)]*)\)", r"\1", markup)
+    html = re.sub(r"var\(--([\w-]+), #[0-9a-f]{6}\)", lambda found: EITHER[found[1]], html)
+    name = "autobatch-" + hashlib.sha256(html.encode()).hexdigest()[:12]
+    return re.sub(r'(\bid="|aria-describedby="|href="#|url\(#)', rf"\g<1>{name}-", html)

@@ -1,0 +1,169 @@
+"""What a notebook shows: read with the standard library's parser, on light and on dark pages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from autobatch.estimating import Estimate, Estimates
+from autobatch.pipeline import PlanResult, ProbeResult
+from autobatch.planning import make_plan
+from autobatch.report.palette import EITHER, LIGHT
+from autobatch.results import Result
+from autobatch.units import GiB
+from tests.report.checker import Page
+from tests.report.sample import a_device, a_probe, a_run
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def fields(record) -> dict:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def a_result(**changes) -> Result:
+    run = a_run()
+    names = "device", "probe", "plan", "tuning", "training", "checkpoints"
+    parts = {name: getattr(run, name) for name in names}
+    return Result(**(parts | {"created": "2026-11-21T14:05:00+00:00"} | changes))
+
+
+def an_estimate(**changes) -> Estimate:
+    known = {
+        "profile": "rtx-4090", "budget_bytes": 22 * GiB, "budget_source": "", "precision": "bf16",
+        "micro_batch": 90, "micro_batch_low": 86, "micro_batch_high": 93, "fits": True,
+        "peak_allocated_bytes": 20 * GiB, "peak_reserved_bytes": 21 * GiB, "seconds": 0.1, "retries": 0,
+        "plan": make_plan(target_batch=1024, micro_batch_limit=90, learning_rate=0.1),
+        "memory": {}, "modules": {},
+    }  # fmt: skip
+    return Estimate(**(known | changes))
+
+
+def shown(record) -> Page:
+    """The fragment, held to what every fragment must be."""
+    html = record._repr_html_()
+    page = Page(html)
+    ids = [
+        attributes["id"]
+        for attributes in page.all(*{tag for tag, _, _ in page.elements})
+        if "id" in attributes
+    ]
+    assert len(ids) == len(set(ids))
+    assert all(re.match(r"autobatch-[0-9a-f]{12}-", one) for one in ids)
+    for _, attributes, _ in page.elements:
+        for name in ("href", "xlink:href", "src"):
+            assert attributes.get(name, "#" + "".join(ids[:1])).lstrip("#") in ids or not ids
+        assert attributes.get("aria-describedby", "".join(ids[:1])) in ids or not ids
+    for target in re.findall(r"url\(#([^)]+)\)", html):
+        assert target in ids
+    assert not page.all("style", "script", "link", "iframe", "img", "html", "body")
+    assert "var(--" not in html
+    assert len(html.encode()) < 300_000
+    return page
+
+
+def test_a_probe() -> None:
+    page = shown(ProbeResult(**fields(a_probe()), device=a_device()))
+    assert page.text.startswith(
+        "93 is the largest micro-batch that fits in 6.00 GiB on NVIDIA GeForce RTX 4090."
+    )
+    assert "94 was run and did not fit" in page.text
+    assert len(page.all("svg")) == 1
+    assert "Every size that ran, in order" in page.text
+
+
+def test_a_plan() -> None:
+    page = shown(PlanResult(**fields(a_run().plan), device=a_device(), probe=a_probe()))
+    assert "1,024 samples: 4 micro-batches of 86 and 8 of 85" in page.text
+    assert "0.0003, as declared" in page.text
+    assert len(page.all("svg")) == 2
+
+
+def test_a_result_with_the_curves_of_its_run(tmp_path) -> None:
+    result = a_result(out=tmp_path)
+    (tmp_path / "result.json").write_bytes(msgspec.json.encode(result.to_json()))
+    lines = [msgspec.json.encode(record) for record in a_run().metrics]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    page = shown(result)
+    for words in ("the loss went from 2.421 to 0.3618", "15% faster", "Validation accuracy", "step-120.pt"):
+        assert words in page.text
+    assert len(page.all("svg")) == 4
+    assert "Optimizer steps: 50 of 120" in page.text
+
+
+@pytest.mark.parametrize("left", ["nothing", "another run", "no result"])
+def test_a_result_whose_folder_is_gone_is_shown_without_them(tmp_path, left: str) -> None:
+    result = a_result(out=tmp_path / "gone")
+    if left != "nothing":
+        result.out.mkdir()
+        other = a_result(created="2027-01-01T00:00:00+00:00").to_json() if left == "another run" else []
+        (result.out / "result.json").write_bytes(msgspec.json.encode(other))
+        (result.out / "metrics.jsonl").write_bytes(msgspec.json.encode(a_run().metrics[0]))
+    page = shown(result)
+    assert len(page.all("svg")) == 3
+    assert "Optimizer steps" not in page.text
+
+
+def test_a_result_of_a_probe_alone() -> None:
+    page = shown(Result(device=a_device(), probe=a_probe()))
+    assert len(page.all("svg")) == 1
+    assert shown(Result(device=a_device())).text.startswith("There is a budget of 6.00 GiB")
+
+
+def test_estimates() -> None:
+    none = an_estimate(profile="old", fits=False, micro_batch=0, plan=None, peak_reserved_bytes=None)
+    exact = an_estimate(profile="new", micro_batch_low=90, micro_batch_high=90)
+    page = shown(Estimates(estimates=[an_estimate(), none, exact], notes=["a note"]))
+    assert page.text.startswith("Predicted to fit on 2 of 3 cards; none was touched.")
+    assert "90 (86 to 93)" in page.text
+    assert "4 micro-batches of 86 and 8 of 85" in page.text
+    assert "none" in page.text
+    assert "a note" in page.text
+    assert len(page.all("tr")) == 4
+
+
+def test_user_text_is_only_text() -> None:
+    html = Result(device=a_device(name=HOSTILE), probe=a_probe())._repr_html_()
+    assert "<script" not in html
+
+
+def test_two_fragments_share_a_page() -> None:
+    one = Result(device=a_device(), probe=a_probe())._repr_html_()
+    other = Result(device=a_device(name="another"), probe=a_probe())._repr_html_()
+    ids = [set(re.findall(r'\bid="([^"]+)"', html)) for html in (one, other)]
+    assert not ids[0] & ids[1]
+    assert one == Result(device=a_device(), probe=a_probe())._repr_html_()
+
+
+def test_colours_read_on_white_and_on_near_black() -> None:
+    def luminance(color: str) -> float:
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    assert EITHER.keys() == LIGHT.keys()
+    for role, color in EITHER.items():
+        if role in ("paper", "surface", "ink", "rule", "on-accent"):
+            continue
+        for page in ("#ffffff", "#1e1e1e", "#111111"):
+            low, high = sorted((luminance(color), luminance(page)))
+            assert (high + 0.05) / (low + 0.05) >= 3, (role, page)
+    low, high = luminance(EITHER["accent"]), luminance(EITHER["on-accent"])
+    assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def test_records_are_shown_without_torch(tmp_path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from autobatch.records import DeviceRecord\n"
+        "from autobatch.results import Result\n"
+        "device = DeviceRecord(kind='cpu', name='a', total_bytes=1, budget_bytes=1, budget_source='')\n"
+        "assert '<table>' in Result(device=device)._repr_html_()\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=tmp_path, env={"PYTHONPATH": ":".join(sys.path)}
+    )
