@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from autobatch.device.base import Device, Meter
@@ -23,8 +24,8 @@ from autobatch.knobs import Value
 from autobatch.records import Attempt, Precision
 from autobatch.samples import Costliest
 from autobatch.state import lent, preserved_random_state
-from autobatch.step import WindowResult, assemble, run_window, tensors_of, to_device
-from autobatch.workload import Workload
+from autobatch.step import Trainee, WindowResult, assemble, run_window, tensors_of, to_device
+from autobatch.workload import Workload, user_code
 
 WINDOWS = (1, 2, 2)
 """Micro-batches a window of an attempt: state appears, then the steady state twice (Adam's state comes with
@@ -57,7 +58,7 @@ def attempt(bench: Bench, micro_batch: int) -> Outcome:
     """Train a few windows at a micro-batch, inside the budget, and put everything back.
 
     Raises:
-        InputError: the loss is not finite.
+        InputError: the loss or its gradient is not finite.
         Exception: whatever the workload raises that is no out-of-memory error, untouched.
     """
     failure: tuple[Verdict, str] | None = None
@@ -126,12 +127,20 @@ def train_on_copies(bench: Bench, micro_batch: int, meter: Meter, mark: Callable
             max_grad_norm=bench.max_grad_norm,
             knobs=bench.knobs,
         )
+        if trainee.scaler is not None:
+            # From the usual 65536 the first windows may overflow, and the optimizers' state never appears.
+            trainee.scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
+        if trainee.scaler is not None:
+            # A window that overflows takes no step, and the optimizer's state would never appear.
+            trainee.scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
         for number, count in enumerate(WINDOWS):
             start = bench.clock()
             batches = _batches(bench, micro_batch, count, meter)
             result = run_window(trainee, batches, micro_batch * count, mark=mark)
             if number == 0:
-                _check_loss(result, micro_batch)
+                _check_first(result, micro_batch, scaled=trainee.scaler is not None)
+                if not result.applied:
+                    _step_anyway(trainee, mark)
         bench.device.synchronize()
         seconds = bench.clock() - start
         del trainee
@@ -146,9 +155,23 @@ def _batches(bench: Bench, micro_batch: int, count: int, meter: Meter) -> Iterat
         yield batch, micro_batch
 
 
-def _check_loss(result: WindowResult, micro_batch: int) -> None:
-    if result.count and not math.isfinite(result.loss):
+def _check_first(result: WindowResult, micro_batch: int, *, scaled: bool) -> None:
+    what = "loss" if not math.isfinite(result.loss) else "gradient"
+    # A scaled gradient may overflow in a run that is sound: the scale is lowered then.
+    if result.count and not result.applied and not (scaled and what == "gradient"):
+        found = result.loss if what == "loss" else result.grad_norm
         raise InputError(
-            f"the workload's loss is {result.loss} on its first micro-batch of {micro_batch}: it must be "
+            f"the workload's {what} is {found} on its first micro-batch of {micro_batch}: it must be "
             "finite; look at the data, the loss and the learning rate"
         )
+
+
+def _step_anyway(trainee: Trainee, mark: Callable[[str], None]) -> None:
+    """Let the optimizers' state appear where nothing counted or a scale overflowed: it will, some window."""
+    mark("optimizer")
+    for parameter in trainee.parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    with user_code("optimizer"):
+        for optimizer in trainee.optimizers:
+            optimizer.step()
+    trainee.gradients.discard()

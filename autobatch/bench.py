@@ -140,9 +140,11 @@ def facts_of(bench: Bench) -> Facts:
     """Describe a bench."""
     workload = bench.workload
     device = bench.device.describe()
+    with preserved_random_state():
+        key = _key(bench, device)
     return Facts(
         device=device,
-        key=_key(bench, device),
+        key=key,
         samples=len(workload.train_data),  # type: ignore[arg-type]
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,

@@ -9,6 +9,7 @@ from autobatch.errors import AutobatchError
 from autobatch.footprint.predict import Footprint, footprint
 from autobatch.footprint.recorder import Setting
 from autobatch.knobs import COMPILE
+from autobatch.state import preserved_random_state
 
 
 def prior_footprint(bench: Bench) -> Footprint | None:
@@ -21,19 +22,21 @@ def prior_footprint(bench: Bench) -> Footprint | None:
     if bench.device.kind == "cuda" or recurrent:
         return None
     try:
-        return footprint(
-            Setting(
-                workload=bench.workload,
-                model=bench.model,
-                batch_of=bench.costliest.batch,
-                precision=bench.precision,
-                capability=None,
-                windows=WINDOWS,
-                max_grad_norm=bench.max_grad_norm,
-                # A compiled model is predicted as its module runs without the compiler.
-                knobs={name: value for name, value in bench.knobs.items() if name != COMPILE},
+        # Data that is augmented draws while it is read.
+        with preserved_random_state():
+            return footprint(
+                Setting(
+                    workload=bench.workload,
+                    model=bench.model,
+                    batch_of=bench.costliest.batch,
+                    precision=bench.precision,
+                    capability=None,
+                    windows=WINDOWS,
+                    max_grad_norm=bench.max_grad_norm,
+                    # A compiled model is predicted as its module runs without the compiler.
+                    knobs={name: value for name, value in bench.knobs.items() if name != COMPILE},
+                )
             )
-        )
     except AutobatchError:
         # Whatever cannot be traced is run.
         return None

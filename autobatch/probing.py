@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from autobatch.progress import Progress, Silent
 from autobatch.records import Attempt, LengthLimit, LimitedBy, Plan, Probe
 from autobatch.search import search
 from autobatch.units import format_bytes
+from autobatch.workload import describe
 
 ASKED_FOR = {"budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm"}
 """What a user changes by asking for it; an answer to another question is not stale."""
@@ -52,7 +54,7 @@ def run_probe(
         clock: seconds.
 
     Returns:
-        The answer, and the file that remembers it.
+        The answer, and the file that remembers it, if one does.
 
     Raises:
         DoesNotFitError: not even a micro-batch of 1 fits.
@@ -74,12 +76,16 @@ def run_probe(
         return outcome
 
     if asked is not None:
+        # An answer to another question: what is remembered stays.
         result = _single(run(asked).attempt, facts)
-    else:
-        saved = _saved(facts, options, home, progress)
-        confirmed = _confirm(run, saved, caps, progress) if saved else None
-        result = confirmed or _search(run, prober, caps, _expiry(options, clock))
+        progress.probed(result)
+        return result, None
+    saved = _saved(facts, options, home, progress)
+    confirmed = _confirm(run, saved, caps, progress) if saved else None
+    result = confirmed or _search(run, prober, caps, _expiry(options, clock))
     progress.probed(result)
+    if saved is not None and confirmed is not None:
+        return result, fit_path(saved.key, home)
     return result, _remember(result, facts, min(caps.values()), home, progress)
 
 
@@ -144,7 +150,20 @@ def _search(
 ) -> Probe:
     step = prober.prior()
     forecast = ReplayForecast(lambda: new_allocator(prober.facts), None if step is None else step.program)
-    found = search(run, cap=min(caps.values()), forecast=forecast, expired=expired)
+    tried: list[Attempt] = []
+
+    def noted(size: int) -> Outcome:
+        try:
+            outcome = run(size)
+        except Exception as error:
+            # A batch of one is a special case to some operators (batch statistics), and the last resort.
+            if size == 1 and tried and not any(one.fits for one in tried):
+                raise nothing_fits(tried, prober.facts, step, cannot=describe(error)) from error
+            raise
+        tried.append(outcome.attempt)
+        return outcome
+
+    found = search(noted, cap=min(caps.values()), forecast=forecast, expired=expired)
     if not found.micro_batch:
         if found.stopped_by == "interrupt":
             raise KeyboardInterrupt
@@ -219,7 +238,7 @@ def _confirm(
 
 
 def _remember(result: Probe, facts: Facts, cap: int, home: Path, progress: Progress) -> Path | None:
-    """Save the answer of a search that came to its end; where it is saved, or was before."""
+    """Save the answer of a search that came to its end; where it is saved."""
     if result.upper_bound_by is None:
         return None
     fit = SavedFit(
@@ -230,8 +249,6 @@ def _remember(result: Probe, facts: Facts, cap: int, home: Path, progress: Progr
         cap=cap,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     )
-    if result.source != "search":
-        return fit_path(facts.key, home)
     try:
         return remember(fit, home)
     except InputError as error:
@@ -239,17 +256,25 @@ def _remember(result: Probe, facts: Facts, cap: int, home: Path, progress: Progr
         return None
 
 
-def nothing_fits(attempts: list[Attempt], facts: Facts, step: Footprint | None) -> DoesNotFitError:
-    """Say where the memory of a micro-batch of 1 goes, and what would help."""
+def nothing_fits(
+    attempts: list[Attempt], facts: Facts, step: Footprint | None, *, cannot: str | None = None
+) -> DoesNotFitError:
+    """Say where the memory of the smallest micro-batch goes, and what would help.
+
+    Args:
+        attempts: what ran.
+        facts: the device and its budget.
+        step: what was predicted, if anything was.
+        cannot: what a micro-batch of 1 raised, where that is no matter of memory.
+    """
     last = attempts[-1]
-    where = ""
+    where = f" (in the {last.phase})" if last.phase else ""
     if step is not None:
-        try:
-            where = f"; it takes {explain(step, 1).text()}"
-        except Untraceable:
-            where = ""
+        with suppress(Untraceable):
+            where += f"; it takes {explain(step, last.micro_batch).text()}"
+    one = f"; and one of 1 cannot run: {cannot}" if cannot else ""
     return DoesNotFitError(
-        f"a micro-batch of 1 does not fit in the budget of {format_bytes(facts.device.budget_bytes)}: "
-        f"{last.reason} (in the {last.phase}){where}; what would help: a larger --memory-budget, an "
-        "optimizer with less state, bf16, activation checkpointing"
+        f"a micro-batch of {last.micro_batch} does not fit in the budget of "
+        f"{format_bytes(facts.device.budget_bytes)}: {last.reason}{where}{one}; what would help: a larger "
+        "--memory-budget, an optimizer with less state, bf16, activation checkpointing"
     )

@@ -126,8 +126,9 @@ def _upper_bound(bracket: _Bracket, forecast: Forecast) -> UpperBoundBy | None:
 def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) -> int:
     """Choose the next size, always strictly inside the bracket."""
     top = min(bracket.cap + 1, bracket.high or bracket.cap + 1)
-    if guess == 0 and bracket.low == 0 and top > 1:
-        return 1
+    if guess == 0 and bracket.low == 0:
+        # Not 1 at once: batch statistics cannot be taken of a single sample.
+        return min(2, top - 1)
     if guess is not None and bracket.guided < FORECASTS:
         if bracket.low < guess < top:
             bracket.guided += 1

@@ -79,7 +79,7 @@ def lent(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 
     Parameters and buffers keep their identity as objects (optimizers and ties hold on to them); only what
     they hold is exchanged. Gradients, modes and ``requires_grad`` come back too, and what a forward pass
-    registers is gone.
+    registers or sets as an attribute is gone.
 
     Raises:
         InputError: the model has parameters without a shape yet (lazy modules).
@@ -92,7 +92,7 @@ def lent(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
         )
     kept = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
     modules = [
-        (module, module.training, [(known, dict(known)) for known in _registries(module)])
+        (module, dict(vars(module)), [(known, dict(known)) for known in _registries(module)])
         for module in model.modules()
     ]
     try:
@@ -101,8 +101,10 @@ def lent(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
             tensor.data = data.to(device, copy=True)
         yield model
     finally:
-        for module, training, registries in modules:
-            module.training = training
+        for module, attributes, registries in modules:
+            # Modes, and what a forward pass keeps on the side: a cache, the last features.
+            vars(module).clear()
+            vars(module).update(attributes)
             for registry, entries in registries:
                 if dict(registry) != entries:
                     registry.clear()
