@@ -1,4 +1,4 @@
-"""How well limits are found: autobatch beside the finders that people use, on the same limits in the same run.
+"""How well limits are found: autobatch beside other finders, on the same limits in the same run.
 
     python -m benchmarks.probe.run
 

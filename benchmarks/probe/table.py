@@ -16,15 +16,16 @@ HEAD = (
 def markdown(environment: dict[str, Any], limits: list[dict[str, Any]]) -> str:
     exact = sum(one["exact"] for one in limits)
     names = list(dict.fromkeys(name for one in limits for name in one["finders"]))
+    env = environment
     lines = [
         "# Finding the limit",
         "",
-        f"`{environment['command']}` on {environment['date']}: {environment['cpu']}, {environment['cores']} cores,"
-        f" {environment['memory']}; Python {environment['python']}, torch {environment['torch']}, accelerate"
-        f" {environment['accelerate']}, lightning {environment['lightning']}; {environment['seconds']} s in all.",
+        f"`{env['command']}` on {env['date']}: {env['cpu']}, {env['cores']} cores, {env['memory']};",
+        f"Python {env['python']}, torch {env['torch']}, accelerate {env['accelerate']},",
+        f"lightning {env['lightning']}; {env['seconds']} s in all.",
         "",
-        f"**autobatch is exact in {exact} of {len(limits)} limits**: its answer ran and fits, and the next size",
-        "does not fit in a real attempt (or is the cap).",
+        f"**autobatch is exact in {exact} of {len(limits)} limits**: its answer ran and fits, and the next",
+        "size does not fit in a real attempt (or the answer is the cap).",
     ]
     for title, chosen in (
         ("All limits", limits),
@@ -37,16 +38,23 @@ def markdown(environment: dict[str, Any], limits: list[dict[str, Any]]) -> str:
 
 def row(name: str, limits: list[dict[str, Any]]) -> str:
     """One finder over some limits."""
-    pairs = [(one["true"], one["finders"][name]) for one in limits if name in one["finders"]]
+    # A limit under which nothing fits has no share of it to find.
+    pairs = [(one["true"], one["finders"][name]) for one in limits if one["true"] and name in one["finders"]]
     answers = [(true, answer) for true, answer in pairs if answer is not None]
     if not answers:
         return f"| {name} | – | left out: not installed | | | | |"
     shares = sorted(answer["found"] / true for true, answer in answers)
     over = sum(answer["windows_later"] < LATER for _, answer in answers)
-    return (
-        f"| {name} | {len(answers)} | {shares[0]:.3f} … {shares[-1]:.3f}, {median(shares):.3f} "
-        f"| {spread(answers, 'runs')} | {spread(answers, 'ooms')} | {over} | {spread(answers, 'seconds', '.2f')} |"
-    )
+    cells = [
+        name,
+        f"{len(answers)}",
+        f"{shares[0]:.3f} … {shares[-1]:.3f}, {median(shares):.3f}",
+        spread(answers, "runs"),
+        spread(answers, "ooms"),
+        f"{over}",
+        spread(answers, "seconds", ".2f"),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def spread(answers: list[tuple[int, dict[str, Any]]], field: str, form: str = "g") -> str:
@@ -58,14 +66,15 @@ def notes(environment: dict[str, Any]) -> list[str]:
     return [
         "## How",
         "",
-        "- Everyone runs in the same meter: on `cpu` the tensors' bytes are counted against the budget, on `sim:t4`",
-        "  they go through a model of CUDA's caching allocator. A batch is joined out of the meter's sight, then counted.",
-        "- The truth is found by real attempts alone (doubling, then bisection), on `sim:t4` also by running every",
-        f"  size within {WINDOW} of the answers, for there memory need not be monotone: what finds the nearest boundary",
-        "  can be under 1 there.",
+        "- Everyone runs in the same meter: on `cpu` the tensors' bytes are counted against the budget, on",
+        "  `sim:t4` they go through a model of CUDA's caching allocator. A batch is joined out of its sight,",
+        "  then counted.",
+        "- The truth is found by real attempts alone (doubling, then bisection); on `sim:t4`, where memory",
+        f"  need not be monotone, every size within {WINDOW} of the answers is run as well, so that what ends",
+        "  at the nearest boundary can be under 1 there.",
         f"- Over: of {LATER} windows of two micro-batches on samples drawn at random, one ran out of memory.",
-        "- accelerate runs the windows that autobatch runs (three optimizer steps), with model and optimizer built",
-        "  inside of the decorated function, from 4096 or from the whole data set where that is smaller.",
+        "- accelerate runs the windows that autobatch runs (three optimizer steps), with model and optimizer",
+        "  built inside of the decorated function; from the whole data set where that is under 4096.",
         "- Lightning runs with its defaults, `accumulate_grad_batches=2`, no logger and no checkpoints, on",
         f"  {', '.join(environment['lightning_on'])}.",
         "- Seconds are those of two processes side by side, and only to be compared with one another.",
@@ -76,7 +85,7 @@ def details(limits: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Every limit",
         "",
-        "| workload | device | budget | true | found | first prediction | bounded by | runs | out of memory | exact |",
+        "| workload | device | budget | true | found | predicted | bounded by | runs | OOM errors | exact |",
         "|---" * 10 + "|",
     ]
     for one in limits:
