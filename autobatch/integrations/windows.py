@@ -34,6 +34,7 @@ class Windows:
     def __init__(self, drawn: Iterable[Window], total: int | None) -> None:
         self._drawn = drawn
         self._total = total
+        self._begun = False
 
     def __len__(self) -> int:
         """Optimizer steps of the run, for a schedule.
@@ -49,8 +50,15 @@ class Windows:
         """Draw the windows.
 
         Raises:
-            InputError: the window before has not taken its step, or the data end too soon.
+            InputError: the window before has not taken its step, the data end too soon, or the windows were
+                iterated before.
         """
+        if self._begun:
+            raise InputError(
+                "these windows were begun already, and they run on over the end of an epoch: ask for all of "
+                "them at once, autobatch.windows(…, epochs=N)"
+            )
+        self._begun = True
         for window in self._drawn:
             yield window
             window.refuse_unstepped()

@@ -461,6 +461,19 @@ def test_what_cannot_be_is_named(make, said: str) -> None:
         list(walk(make()))
 
 
+def test_windows_are_iterated_once() -> None:
+    windows = autobatch.windows(torch.arange(6), a_plan(4, 2))
+    assert ids_seen(windows)
+    with pytest.raises(InputError, match=r"begun already.*epochs=N"):
+        ids_seen(windows)
+
+
+def test_workers_of_a_loader_change_nothing() -> None:
+    plan = a_plan(10, 4)
+    alone, many = (DataLoader(torch.arange(23), batch_size=3, num_workers=workers) for workers in (0, 2))
+    assert ids_seen(autobatch.windows(many, plan)) == ids_seen(autobatch.windows(alone, plan))
+
+
 def test_how_long_a_stream_is_is_not_known() -> None:
     with pytest.raises(TypeError, match="give steps="):
         len(autobatch.windows(Stream(9), a_plan(), epochs=1))
