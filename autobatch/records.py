@@ -194,5 +194,44 @@ class Training(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     skipped_windows: int = 0
     validation: dict[str, float] = {}
+    noise_scale: float | None = None
+    """Gradient noise scale, in what the loss is a mean over; ``None``: not known."""
+    noise_band: tuple[float | None, float | None] = (None, None)
+    """Its 95 % band; an upper end that is not known is ``None``."""
+    noise_advice: str | None = None
+    """What it says of the target batch, in a sentence."""
     micro_batch: int | None = None
     """The micro-batch at the end: smaller than the plan's after a recovery."""
+
+
+class PredictedPoint(Record, frozen=True):
+    """What the footprint predicts for a micro-batch, before it ran."""
+
+    micro_batch: int
+    peak_reserved_bytes: int
+    """Held against the budget; live bytes where no allocator reserves."""
+
+
+class MemoryCurve(Record, frozen=True):
+    """Memory over the events of one optimizer step, by category; all lists are equally long."""
+
+    positions: list[float]
+    """Where in the step, in the unit of ``axis``."""
+    categories: dict[str, list[int]]
+    """Live bytes by category at each position; drawn from the bottom in this order."""
+    axis: str = "allocation event"
+    phases: dict[str, float] = {}
+    """Where each phase of the step begins, by its name."""
+
+
+class Remedy(Record, frozen=True, kw_only=True):
+    """A change that lets a larger micro-batch fit, and what it would give: traced, not run."""
+
+    name: str
+    """``checkpointing``, ``bf16``, ``fused`` or ``expandable_segments``."""
+    advice: str
+    """What to do, in words."""
+    micro_batch: int
+    """The largest that is predicted to fit with it; 0: none, but one takes less."""
+    peak_bytes: int
+    """What is held against the budget at that micro-batch (at 1, if that is 0)."""

@@ -59,6 +59,10 @@ class Tally:
     divisor: float = 1.0
     """D: what each total was divided by."""
     micro_batches: list[int] = field(default_factory=list)
+    first_norm: Tensor | None = None
+    """Norm of the gradient after the first micro-batch, as it stands; ``None`` where it was not asked for."""
+    first_count: Tensor | float = 0.0
+    """What the first micro-batch counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +79,20 @@ class WindowResult:
     """Norm of the window's gradient before clipping."""
     stepped: tuple[bool, ...]
     """For each optimizer, whether it took its step."""
+    first_norm: float | None = None
+    """Norm of the mean gradient over the first micro-batch alone, where it was asked for."""
+    first_count: float = 0.0
+    """Items that the first micro-batch counted."""
 
 
-def accumulate(trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: int, mark: Mark) -> Tally:
+def accumulate(
+    trainee: Trainee,
+    batches: Iterable[tuple[Batch, int]],
+    samples: int,
+    mark: Mark,
+    *,
+    measure_first: bool = False,
+) -> Tally:
     """Run the micro-batches of a window forward and backward; their gradients add up.
 
     Args:
@@ -85,6 +100,7 @@ def accumulate(trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: 
         batches: each micro-batch, on the device, with its number of samples.
         samples: samples of the whole window, over all ranks.
         mark: told what comes next.
+        measure_first: also take the norm of the gradient after the first micro-batch.
     """
     tally = Tally(samples=samples)
     trainee.buffers.keep()
@@ -99,6 +115,8 @@ def accumulate(trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: 
                 part = "the backward pass of its loss"
                 mark("backward")
                 add_backward(trainee, tally, share, size)
+                if measure_first and tally.first_norm is None:
+                    _measure_first(trainee, tally)
                 part = "data"
                 # The next batch is fetched while this frame lives: let go of this one first.
                 del batch, share
@@ -117,6 +135,14 @@ def add_backward(trainee: Trainee, tally: Tally, share: Tensor, size: int) -> No
         (share if trainee.scaler is None else trainee.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
     tally.total = tally.total + share.detach()
     tally.micro_batches.append(size)
+
+
+def _measure_first(trainee: Trainee, tally: Tally) -> None:
+    """The gradient is the first micro-batch's own until the second adds to it; nothing waits here."""
+    gradients = [gradient for own in trainee.gradients.by_optimizer() for gradient in own]
+    if gradients:
+        tally.first_norm = norm_of(gradients)
+        tally.first_count = float(tally.micro_batches[0]) if tally.count is None else tally.count
 
 
 def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
@@ -140,9 +166,9 @@ def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
     mark("optimizer")
     gradients = trainee.gradients.by_optimizer()
     norms = [norm_of(own) if own else None for own in gradients]
-    total, count, values = _read(tally, norms)
+    (total, count, first_norm, first_count), values = _read(tally, norms)
     scale = 1.0 if trainee.scaler is None or not any(gradients) else trainee.scaler.get_scale()
-    items = float(tally.samples) if count is None else count
+    items = float(tally.samples) if tally.count is None else count
     if items > 0 and not any(gradients):
         raise InputError(
             "the workload's loss has no gradient: it must come out of the parameters that the optimizer "
@@ -172,6 +198,8 @@ def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
         applied=any(steps),
         grad_norm=math.hypot(*values) * factor / scale,
         stepped=steps,
+        first_norm=first_norm * tally.divisor / first_count / scale if first_count > 0 else None,
+        first_count=first_count,
     )
 
 
@@ -225,15 +253,19 @@ def _power_of_two(value: float) -> float:
     return float(2.0 ** round(math.log2(value)))
 
 
-def _read(tally: Tally, norms: list[Tensor | None]) -> tuple[float, float | None, list[float]]:
-    """Bring the window's figures to the host in one transfer; without gradients, a norm is 0."""
-    figures = [tally.total, tally.count, *norms]
+def _read(tally: Tally, norms: list[Tensor | None]) -> tuple[tuple[float, float, float, float], list[float]]:
+    """Bring the window's figures to the host in one transfer; what is ``None`` becomes 0.
+
+    Returns:
+        The total, the count, the norm and the count of the first micro-batch; and the norms.
+    """
+    figures = [tally.total, tally.count, tally.first_norm, tally.first_count, *norms]
     away = [figure for figure in figures if isinstance(figure, Tensor) and figure.device.type != "cpu"]
     if len(away) > 1:
         values = iter(torch.stack([figure.to(away[0].device, torch.float64) for figure in away]).tolist())
         figures = [next(values) if any(figure is one for one in away) else figure for figure in figures]
-    total, count, *rest = (0.0 if figure is None else float(figure) for figure in figures)
-    return total, None if tally.count is None else count, rest
+    total, count, first_norm, first_count, *rest = (0.0 if f is None else float(f) for f in figures)
+    return (total, count, first_norm, first_count), rest
 
 
 def _clip_coefficient(norm: float, max_norm: float | None) -> float:

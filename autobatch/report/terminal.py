@@ -250,6 +250,8 @@ def summary(result: Result) -> list[tuple[str, str]]:
         lines.append(("tuned", describe_tuning(result.tuning)))
     if result.training is not None:
         lines.append(("trained", describe_training(result.training)))
+        if result.training.noise_advice is not None:
+            lines.append(("noise", result.training.noise_advice))
         lines.append(("checkpoint", str(result.training.checkpoint)))
     for label in ("report", "profile"):
         path = getattr(result, label)

@@ -24,6 +24,7 @@ from autobatch.samples import join
 from autobatch.state import capture_random_state, restore_random_state
 from autobatch.step import Trainee, WindowResult, accumulate, finish, tensors_of, to_device
 from autobatch.training.culprits import describe_samples
+from autobatch.training.noise import NoiseScale
 from autobatch.training.resume import capture_loop, restore_loop
 from autobatch.training.windows import Course, Window
 from autobatch.workload import Batch, Workload, user_code
@@ -52,6 +53,8 @@ class Loop:
     windows_seen: int = 0
     steps_applied: int = 0
     oom_recoveries: int = 0
+    noise: NoiseScale = field(default_factory=NoiseScale)
+    """Fed with what accumulation gives almost for nothing."""
     clock: Callable[[], float] = time.perf_counter
 
     def run(self) -> Iterator[StepRecord]:
@@ -116,6 +119,8 @@ class Loop:
     def _advance(self, window: Window, result: WindowResult) -> None:
         """Count the window; schedules follow only the optimizers that stepped."""
         self.steps_applied += result.applied
+        if result.applied and result.first_norm is not None:
+            self.noise.observe(result.first_norm**2, result.first_count, result.grad_norm**2, result.count)
         with user_code("schedule"):
             for schedule, stepped in zip(self.schedules, result.stepped, strict=False):
                 if stepped:
@@ -154,7 +159,13 @@ class Loop:
         """Train a window; where it can be run again after an out-of-memory error, return what that said."""
         try:
             batches = self._batches(window.ids, sizes)
-            tally = accumulate(self.trainee, batches, len(window.ids), self.meter.mark)
+            tally = accumulate(
+                self.trainee,
+                batches,
+                len(window.ids),
+                self.meter.mark,
+                measure_first=len(sizes) > 1 and self.noise.due(window.index),
+            )
             return finish(self.trainee, tally, mark=self.meter.mark)
         except Exception as error:
             verdict = classify(error)

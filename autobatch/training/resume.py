@@ -33,6 +33,7 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "schedules": [plain(schedule.state_dict()) for schedule in loop.schedules],
         "scaler": None if trainee.scaler is None else trainee.scaler.state_dict(),
         "items_per_sample": trainee.items_per_sample,
+        "noise": loop.noise.state_dict(),
         "random": {
             "python": random_state.python,
             "numpy": None if numpy is None else (numpy[0], torch.from_numpy(numpy[1].copy()), *numpy[2:]),
@@ -71,6 +72,8 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
     if trainee.scaler is not None and state["scaler"]:
         trainee.scaler.load_state_dict(state["scaler"])
     trainee.items_per_sample = state["items_per_sample"]
+    if "noise" in state:
+        loop.noise.load_state_dict(state["noise"])
     counters = state["counters"]
     loop.windows_seen = counters["windows_seen"]
     loop.steps_applied = counters["steps_applied"]

@@ -5,11 +5,10 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/oom.js
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from autobatch.training.evaluation import evaluate
 from autobatch.training.loop import Loop
 from autobatch.training.resume import check_storable
 from autobatch.training.signals import StopRequest, stop_on_signals
+from autobatch.training.sinks import TENSORBOARD, JsonLines, Sink, open_tensorboard
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
@@ -109,14 +109,15 @@ class _Run:
 
     def train_windows(self, request: StopRequest, progress: Progress, tally: _Summary) -> None:
         """Train the windows that are left, with a checkpoint at the end."""
-        with (self._settings.out / METRICS).open("ab", buffering=0) as log:
+        with self._sinks() as sinks:
             for step in self._loop.run():
                 record = step
                 try:
                     if self._validation_is_due(step.step):
                         record = msgspec.structs.replace(step, validation=self.validate(request))
                 finally:
-                    _append(log, msgspec.json.encode(record) + b"\n")
+                    for sink in sinks:
+                        sink.step(record)
                 tally.add(record)
                 progress.stepped(record, self._loop.course.total)
                 if self._checkpoint_is_due(record.step):
@@ -146,6 +147,20 @@ class _Run:
         # Only now are the random states those that a checkpoint must hold.
         self.stop_if_asked(request)
         return figures
+
+    @contextmanager
+    def _sinks(self) -> Iterator[list[Sink]]:
+        """Where the records go: the file of lines, and TensorBoard where it is installed."""
+        out, seen = self._settings.out, self._loop.windows_seen
+        sinks: list[Sink] = [JsonLines(out / METRICS)]
+        board = open_tensorboard(out / TENSORBOARD, windows_seen=seen)
+        if board is not None:
+            sinks.append(board)
+        try:
+            yield sinks
+        finally:
+            for sink in sinks:
+                sink.close()
 
     def _validation_is_due(self, step: int) -> bool:
         every = self._settings.validate_every
@@ -216,6 +231,8 @@ class _Summary:
         self.samples = 0
         self.seconds = 0.0
         self._before = 0
+        self._count = 0.0
+        """Items of the last window: the target batch in the unit of the noise scale."""
 
     def recall(self, row: Mapping[str, Any]) -> None:
         """Take in a window that was trained before the run was resumed."""
@@ -232,11 +249,13 @@ class _Summary:
         self.skipped += not record.applied
         self.samples = record.samples - self._before
         self.seconds += record.seconds
+        self._count = record.count
 
     def training(
         self, loop: Loop, validation: dict[str, float], saved: Path | None, resumed: Loaded | None
     ) -> Training:
         """The summary of a run that came to its end."""
+        noise = loop.noise.estimate()
         return Training(
             optimizer_steps=loop.steps_applied,
             samples=loop.course.seen(loop.windows_seen),
@@ -249,6 +268,9 @@ class _Summary:
             seconds=self.seconds,
             skipped_windows=self.skipped,
             validation=validation,
+            noise_scale=noise.noise_scale,
+            noise_band=(noise.low, noise.high),
+            noise_advice=None if noise.low is None else noise.sentence(round(self._count)),
             micro_batch=loop.micro_batch,
         )
 
@@ -283,16 +305,6 @@ def _rewind(path: Path, windows_seen: int, tally: _Summary) -> None:
                 tally.recall(row)
                 kept.append(line.rstrip(b"\n") + b"\n")
     write_atomic(path, b"".join(kept))
-
-
-def _append(log: io.FileIO, line: bytes) -> None:
-    """Write a line through to the system: what stays in a buffer would fail again at closing."""
-    rest = memoryview(line)
-    try:
-        while rest:
-            rest = rest[log.write(rest) :]
-    except OSError as error:
-        raise CheckpointError(f"{log.name} cannot be written: {error.strerror or error}") from error
 
 
 def _step_of(checkpoint: Path) -> int:
