@@ -156,6 +156,7 @@ def _training(data: ReportData) -> Markup:
         ("Optimizer steps", count(training.optimizer_steps)),
         ("Loss", f"{decimal(training.first_loss)} at first, {decimal(training.final_loss)} at the end"),
         *((f"Validation {name}", decimal(value)) for name, value in training.validation.items()),
+        ("Gradient noise scale", training.noise_advice),
         ("Micro-batch at the end", ended),
         ("Resumed from", training.resumed_from),
         ("Checkpoint", training.checkpoint),
