@@ -50,7 +50,7 @@ def exits():
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_serves_on(train: Path) -> None:
     kills = itertools.count()
     with child(train, "killed", DIES, oom_kills=lambda: next(kills)) as probe:
@@ -60,6 +60,7 @@ def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_s
         assert probe.run(2).attempt.fits
 
 
+@SLOW
 def test_a_child_that_somebody_killed_is_an_error(train: Path) -> None:
     with (
         child(train, "killed", DIES, oom_kills=lambda: 5) as probe,
@@ -79,7 +80,7 @@ def test_a_crash_names_the_line_where_it_happened(train: Path) -> None:
     assert "\n" not in str(found.value)
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_child_that_exits_is_an_error_with_its_code(train: Path) -> None:
     with child(train, "exits", DIES) as probe, pytest.raises(AutobatchError, match="exit code 7"):
         probe.run(3)
