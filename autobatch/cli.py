@@ -6,10 +6,8 @@ import contextlib
 import difflib
 import os
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
@@ -97,7 +95,7 @@ def run(arguments: list[str]) -> int:
 
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; whatever it raises becomes one line, an exit code and, where it is not plain, a log."""
-    from autobatch.failures import RunLog
+    from autobatch.failures import RunLog, sigterm_raises
     from autobatch.hardware import data_home
 
     log = RunLog(data_home(os.environ), shlex.join(["autobatch", name, *arguments]))
@@ -114,7 +112,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
         except OSError as error:  # or could not be
             return _undelivered(error)
         verbose = options.verbose
-        with _sigterm_raises():
+        with sigterm_raises():
             return _run_workload(name, workload, options, log)
     except BaseException as error:
         return _complain(error, log, verbose=verbose)
@@ -130,9 +128,9 @@ def _run_other(name: str, arguments: list[str]) -> int:
 
 
 def _run_workload(name: str, workload: str | None, options: Options, log: RunLog) -> int:
-    from autobatch.outlet import Outlet
+    from autobatch.outlet import Outlet, stdout_reserved
 
-    with _stdout_reserved() if options.json else contextlib.nullcontext():
+    with stdout_reserved() if options.json else contextlib.nullcontext():
         outlet = Outlet(sys.stderr if options.json else sys.stdout)
         result = _result_of(name, workload, options, outlet, log)
     if options.json:
@@ -196,44 +194,6 @@ def _undelivered(error: OSError) -> int:
         return 0
     print(f"autobatch: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
     return 1
-
-
-@contextlib.contextmanager
-def _stdout_reserved() -> Iterator[None]:
-    """Inside, what anything prints goes to standard error: standard output is for one JSON object alone."""
-    sys.stdout.flush()
-    try:
-        number = sys.stdout.fileno()
-    except (OSError, ValueError):  # captured: it has no descriptor
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-        return
-    kept = os.dup(number)
-    os.dup2(sys.stderr.fileno(), number)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, number)
-        os.close(kept)
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM unwinds like Ctrl-C, so that what was opened is closed; training has its own."""
-    from autobatch.failures import Terminated
-
-    def terminate(*_: object) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

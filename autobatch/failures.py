@@ -7,7 +7,10 @@ import datetime
 import errno
 import os
 import platform
+import signal
+import threading
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +102,23 @@ def complaint_of(error: BaseException, *, folder: Path | None = None) -> Complai
         return Complaint(line=_one_line(f"the system refuses: {error}"), exit_code=1, logged=True)
     line = f"unexpected {type(error).__name__}: {error}; this is a fault of autobatch, please report it"
     return Complaint(line=_one_line(line), exit_code=1, logged=True)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Inside, SIGTERM unwinds like Ctrl-C, so that what was opened is closed; training has its own."""
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _discard_if_empty(path: Path) -> None:

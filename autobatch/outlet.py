@@ -1,7 +1,11 @@
-"""A stream that outlives its reader: a training run must not die because nobody reads its output any more."""
+"""Standard output, kept for what it is for, and outlived by a training run that nobody reads any more."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 
@@ -46,3 +50,23 @@ class Outlet:
     def encoding(self) -> str:
         """The stream's own encoding."""
         return self._stream.encoding
+
+
+@contextlib.contextmanager
+def stdout_reserved() -> Iterator[None]:
+    """Inside, what anything prints goes to standard error: standard output is for one JSON object alone."""
+    sys.stdout.flush()
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # captured: it has no descriptor
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    kept = os.dup(number)
+    os.dup2(sys.stderr.fileno(), number)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)

@@ -116,7 +116,9 @@ def test_nothing_fits_is_exit_3(tmp_path: Path, train: Path) -> None:
         pytest.param(("train.py:wrkload",), "train.py has no 'wrkload'", marks=SLOW),
         pytest.param(("--resume",), "--resume found no run in runs/digits", marks=SLOW),
         pytest.param(("--out", "train.py/x"), "the run's folder train.py/x cannot be made", marks=SLOW),
-        pytest.param(("train.py:workload", "--lr-rule", "linear"), "", marks=SLOW),
+        pytest.param(
+            ("train.py:workload", "--lr-rule", "linear"), "--lr-rule linear needs the batch", marks=SLOW
+        ),
     ],
 )
 def test_what_takes_torch_to_find_out_is_one_line_too(
