@@ -8,7 +8,6 @@ out; what is close to the limit is run once inside the enforced budget.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -34,10 +33,9 @@ from autobatch.search import search
 from autobatch.tuning.losscheck import LossCheck
 from autobatch.tuning.measurement import LOSS, MEMORY, RUNS, Measurement, refused
 from autobatch.tuning.situation import situation_of
+from autobatch.tuning.space import Key, key_of
 from autobatch.tuning.timing import time_steps
 from autobatch.units import format_bytes
-
-Signature = tuple[tuple[str, Value], ...]
 
 
 class Task(NamedTuple):
@@ -64,11 +62,11 @@ class Lab:
     task: Task
     defaults: Configuration = field(default_factory=dict)
     """Values that change nothing; what is missing is at its default."""
-    _limits: dict[Signature, int | str] = field(default_factory=dict)
-    _predicted: dict[Signature, Footprint | None] = field(default_factory=dict)
-    _ran: dict[Signature, int] = field(default_factory=dict)
-    _gaps: dict[Signature, float] = field(default_factory=dict)
-    _setups: dict[Signature, float] = field(default_factory=dict)
+    _limits: dict[Key, int | str] = field(default_factory=dict)
+    _predicted: dict[Key, Footprint | None] = field(default_factory=dict)
+    _ran: dict[Key, int] = field(default_factory=dict)
+    _gaps: dict[Key, float] = field(default_factory=dict)
+    _setups: dict[Key, float] = field(default_factory=dict)
     _check: LossCheck | None = None
 
     def begin(self, defaults: Configuration) -> None:
@@ -121,7 +119,7 @@ class Lab:
             limit = self._search(values, cap=size - 1) if size > 1 else 0
             if not limit:
                 return refused(MEMORY, reason, micro_batch=size)
-            self._limits[_key(memory_signature(values))] = limit
+            self._limits[key_of(memory_signature(values))] = limit
             size = micro_batch_of(limit, self.task.samples, values)
         over = self._loss_over(values)
         if over > 0:
@@ -130,11 +128,9 @@ class Lab:
         sizes = micro_batches(self.task.samples, size)
         timing = time_steps(bench_with(self.bench, values), sizes, self.task.seconds)
         # Compiled code is found again when a configuration is measured once more.
-        setup = self._setups.setdefault(_key(values), timing.setup)
+        setup = self._setups.setdefault(key_of(values), timing.setup)
         seconds = timing._replace(setup=setup).a_step(len(sizes), self.task.planned_steps)
-        return Measurement(
-            self.task.samples / seconds, size, constraints={MEMORY: -1.0, LOSS: over, RUNS: -1.0}
-        )
+        return Measurement(self.task.samples / seconds, size, constraints={LOSS: over})
 
     def _changes(self, values: Configuration) -> dict[str, Value]:
         """What is not at its default, the split aside."""
@@ -149,7 +145,7 @@ class Lab:
         signature = memory_signature(values)
         if not self._changes(signature):
             return self.task.limit
-        key = _key(signature)
+        key = key_of(signature)
         if key not in self._limits:
             self._limits[key] = self._predict_limit(values)
         return self._limits[key]
@@ -168,7 +164,7 @@ class Lab:
     def _search(self, values: Configuration, *, cap: int) -> int:
         """The largest micro-batch by attempts."""
         bench = bench_with(self.bench, values)
-        key = _key(memory_signature(values))
+        key = key_of(memory_signature(values))
 
         def run(size: int) -> Outcome:
             outcome = attempt(bench, size)
@@ -184,7 +180,7 @@ class Lab:
         """Why a micro-batch does not fit; not run where less is known to, or where it is predicted to."""
         if not self._changes(memory_signature(values)):
             return None
-        key = _key(memory_signature(values))
+        key = key_of(memory_signature(values))
         if size <= self._ran.get(key, 0) or self._has_room(values, size):
             return None
         outcome = attempt(bench_with(self.bench, values), size).attempt
@@ -207,7 +203,7 @@ class Lab:
     def _footprint(self, values: Configuration) -> Footprint | None:
         signature = memory_signature(values)
         # A compiled model is traced as its module: it is the same footprint.
-        key = _key({name: value for name, value in signature.items() if name != COMPILE})
+        key = key_of({name: value for name, value in signature.items() if name != COMPILE})
         if key not in self._predicted:
             self._predicted[key] = prior_footprint(bench_with(self.bench, signature))
         return self._predicted[key]
@@ -217,7 +213,7 @@ class Lab:
         reference = {name: value for name, value in signature.items() if name in self._changes(signature)}
         if not reference and self.bench.precision == "fp32":
             return -1.0
-        key = _key(signature)
+        key = key_of(signature)
         if key not in self._gaps:
             self._check = self._check or LossCheck(self.bench, self.task.limit)
             self._gaps[key] = self._check.over(bench_with(self.bench, values))
@@ -233,7 +229,3 @@ def bench_with(bench: Bench, values: Configuration) -> Bench:
     """The bench of a configuration."""
     precision: Precision = values.get("precision") or bench.precision  # type: ignore[assignment]
     return replace(bench, precision=precision, knobs=values)
-
-
-def _key(values: Mapping[str, Value]) -> Signature:
-    return tuple(sorted(values.items()))

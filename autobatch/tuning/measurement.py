@@ -13,6 +13,7 @@ LOSS = "loss_gap"
 """Constraint: how far its losses are from the reference's, less what is tolerated."""
 RUNS = "does_not_run"
 """Constraint: it raised an error, crashed or hung."""
+CONSTRAINTS = (MEMORY, LOSS, RUNS)
 
 
 class Measurement(NamedTuple):
@@ -25,7 +26,7 @@ class Measurement(NamedTuple):
     failure: str | None = None
     """Why it is not feasible, in one line."""
     constraints: Mapping[str, float] = {}
-    """Figures that must not be over 0, by name."""
+    """Figures that must not be over 0, by name; what is not given counts as met."""
 
     @property
     def feasible(self) -> bool:
@@ -34,9 +35,8 @@ class Measurement(NamedTuple):
 
 
 def refused(constraint: str, reason: str, *, over: float = 1.0, micro_batch: int = 0) -> Measurement:
-    """A trial whose configuration cannot be chosen; what was not measured besides counts as met."""
-    constraints = {MEMORY: -1.0, LOSS: -1.0, RUNS: -1.0, constraint: over}
-    return Measurement(0.0, micro_batch, reason, constraints)
+    """A trial whose configuration cannot be chosen."""
+    return Measurement(0.0, micro_batch, reason, {constraint: over})
 
 
 Measure = Callable[[Configuration], Measurement]

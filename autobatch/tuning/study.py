@@ -10,8 +10,6 @@ draw the same, and a study that goes on does not draw again what it drew before.
 from __future__ import annotations
 
 import datetime
-import importlib.util
-import itertools
 import math
 import random
 import warnings
@@ -20,25 +18,21 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from autobatch.errors import AutobatchError, InputError
-from autobatch.knobs import Axis, Configuration, Value, defaults
-from autobatch.tuning.measurement import Measurement
+from autobatch.knobs import Axis, Value, defaults
+from autobatch.tuning.measurement import CONSTRAINTS, Measurement
+from autobatch.tuning.sampler import NumberedSampler
+from autobatch.tuning.space import Key, key_of, nearest_unseen, size_of
 from autobatch.tuning.storage import describe_storage, open_storage, reason_of
 from autobatch.tuning.worker import Worker, is_gone, this_worker
 
-Key = tuple[tuple[str, Value], ...]
 MADE_FOR = "made_for"
 WORKER = "worker"
 ORPHAN_SECONDS = 60.0
 """A trial that runs this long without a word of whose it is has lost its process in its first moment."""
-STARTUP_SHARE = 4
-MOST_STARTUP = 10
-"""Trials drawn at random before a model is fitted: one of so many, and at most so many."""
 
 
 class Asked(NamedTuple):
@@ -84,9 +78,9 @@ class Study:
         self._axes = list(axes)
         self._seed = seed
         self._storage = storage
-        self._is_small = self.size <= trials
+        self._is_small = size_of(self._axes) <= trials
         self._me = this_worker()
-        self._sampler = _Numbered(seed, min(MOST_STARTUP, max(2, trials // STARTUP_SHARE)))
+        self._sampler = NumberedSampler(seed, trials)
         with self._in_storage("opened"):
             self._study = optuna.create_study(
                 study_name=name,
@@ -98,7 +92,9 @@ class Study:
             self._check_purpose(dict(made_for))
             self._close_orphans()
             base = defaults(self._axes)
-            if _key(base) not in self._occupied(TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE):
+            if key_of(base) not in self._occupied(
+                TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE
+            ):
                 self._study.enqueue_trial(dict(base), user_attrs={"why": "default"})
 
     @property
@@ -112,13 +108,14 @@ class Study:
         return "every configuration" if self._is_small else self._sampler.kind
 
     @property
-    def size(self) -> int:
-        """How many configurations there are."""
-        return math.prod(len(axis.choices) for axis in self._axes)
+    def notes(self) -> list[str]:
+        """What a person should know of how trials were chosen, a line each."""
+        return [] if self._is_small else self._sampler.notes
 
     def taken(self) -> int:
         """Configurations that were tried, or are being tried by a process that lives."""
         with self._in_storage("read"):
+            self._close_orphans()
             return len(self._occupied(TrialState.RUNNING, TrialState.COMPLETE))
 
     def ask(self) -> Asked | None:
@@ -131,7 +128,7 @@ class Study:
             while True:
                 done = self._occupied(TrialState.COMPLETE)
                 taken = self._occupied(TrialState.RUNNING, TrialState.COMPLETE)
-                if len(taken) >= self.size:
+                if len(taken) >= size_of(self._axes):
                     return None
                 if self._is_small and not self._states(TrialState.WAITING):
                     self._enqueue_unseen(taken)
@@ -140,10 +137,10 @@ class Study:
                 values: dict[str, Value] = {
                     axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in self._axes
                 }
-                if _key(values) not in taken:
+                if key_of(values) not in taken:
                     return Asked(trial, values)
                 # Samplers repeat points by design; a repeat costs nothing.
-                self._close_repeat(trial, done.get(_key(values)))
+                self._close_repeat(trial, done.get(key_of(values)))
                 self._enqueue_unseen(taken)
 
     def tell(self, asked: Asked, found: Measurement) -> None:
@@ -153,9 +150,11 @@ class Study:
             InputError: the storage is gone.
         """
         with self._in_storage("written"), suppress(UpdateFinishedTrialError):
-            for name, value in found._asdict().items():
-                asked.trial.set_user_attr(name, dict(value) if name == "constraints" else value)
-            for name, value in found.constraints.items():
+            # Samplers want the same constraints of every trial; dashboards read attributes alone.
+            constraints = dict.fromkeys(CONSTRAINTS, -1.0) | dict(found.constraints)
+            for name, value in found._replace(constraints=constraints)._asdict().items():
+                asked.trial.set_user_attr(name, value)
+            for name, value in constraints.items():
                 asked.trial.set_constraint(name, value)
             values = [one.value for one in self._states(TrialState.COMPLETE) if one.value is not None]
             speed = math.log(found.samples_per_s) if found.feasible else min(values, default=0.0)
@@ -180,8 +179,9 @@ class Study:
 
     def importance(self) -> dict[str, float]:
         """How much each knob mattered (PED-ANOVA, Watanabe et al. 2023, arXiv:2304.10255)."""
-        # Too few trials, or all of them equal.
-        with suppress(RuntimeError, ValueError):
+        with warnings.catch_warnings(), suppress(RuntimeError, ValueError, UserWarning):
+            # Too few trials, or all of them equal: then nothing is known.
+            warnings.simplefilter("error", UserWarning)
             return dict(optuna.importance.get_param_importances(self._study))
         return {}
 
@@ -194,26 +194,21 @@ class Study:
         for trial in self._states(*states):
             values = trial.params or trial.system_attrs.get("fixed_params", {})
             if len(values) == len(self._axes):
-                found.setdefault(_key(values), trial)
+                found.setdefault(key_of(values), trial)
         return found
 
     def _enqueue_unseen(self, taken: Mapping[Key, object]) -> None:
         """Put a configuration that nobody tries in line: near the best, of those at random."""
-        names = [axis.name for axis in self._axes]
-        choices = itertools.product(*(axis.choices for axis in self._axes))
-        every = (dict(zip(names, one, strict=True)) for one in choices)
-        waiting = self._occupied(TrialState.WAITING)
-        unseen = [values for values in every if _key(values) not in taken and _key(values) not in waiting]
-        if not unseen:
-            return
         done = [one for one in self._states(TrialState.COMPLETE) if one.user_attrs.get("failure") is None]
         best = max(done, key=lambda one: one.value or -math.inf, default=None)
-        base = defaults(self._axes) if best is None else best.params
-        distance = {_key(v): sum(v[name] != base.get(name) for name in names) for v in unseen}
-        nearest = min(distance.values())
-        near = [values for values in unseen if distance[_key(values)] == nearest]
-        draw = random.Random(f"{self._seed} {len(self._study.get_trials(deepcopy=False))}")
-        self._study.enqueue_trial(dict(draw.choice(near)), user_attrs={"why": "not tried before"})
+        values = nearest_unseen(
+            self._axes,
+            {*taken, *self._occupied(TrialState.WAITING)},
+            defaults(self._axes) if best is None else best.params,
+            random.Random(f"{self._seed} {len(self._study.get_trials(deepcopy=False))}"),
+        )
+        if values is not None:
+            self._study.enqueue_trial(dict(values), user_attrs={"why": "not tried before"})
 
     def _close_repeat(self, trial: optuna.Trial, known: FrozenTrial | None) -> None:
         if known is None:  # another worker is at it
@@ -276,54 +271,6 @@ class Study:
             ) from error
 
 
-class _Numbered(BaseSampler):
-    """A sampler made anew for every trial, with a seed that the trial's number moves on.
-
-    A Gaussian process where scipy is there, which finds more in few trials; else a tree of Parzen estimators.
-    """
-
-    def __init__(self, seed: int, startup: int) -> None:
-        self._seed = seed
-        self._startup = startup
-        self._new: type[GPSampler] | type[TPESampler] = (
-            GPSampler if importlib.util.find_spec("scipy") else TPESampler
-        )
-        self._current: BaseSampler | None = None
-
-    @property
-    def kind(self) -> str:
-        """Its name, for people."""
-        return "a Gaussian process" if self._new is GPSampler else "Parzen estimators, for scipy is not there"
-
-    def infer_relative_search_space(
-        self, study: optuna.Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """See the base class; what was put in line needs no model."""
-        seed = (self._seed + trial.number) % 2**32
-        self._current = self._new(seed=seed, n_startup_trials=self._startup)
-        if "fixed_params" in trial.system_attrs:
-            return {}
-        return self._current.infer_relative_search_space(study, trial)
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """See the base class."""
-        assert self._current is not None
-        return self._current.sample_relative(study, trial, search_space) if search_space else {}
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """See the base class."""
-        assert self._current is not None
-        return self._current.sample_independent(study, trial, param_name, param_distribution)
-
-
 def _measurement(trial: FrozenTrial) -> Measurement:
     stored = {name: trial.user_attrs[name] for name in Measurement._fields if name in trial.user_attrs}
     return Measurement(0.0, failure="nothing is known of it")._replace(**stored)
-
-
-def _key(values: Configuration) -> Key:
-    return tuple(sorted(values.items()))

@@ -117,7 +117,7 @@ def tune(
     others = _candidates(finished, base)
     choice = compare(measure, base, others) if others else _unchallenged(finished, base)
     best, notes = _certified(choice, [base, *others], certify)
-    notes += _why(finished, choice, base)
+    notes += _why(finished, choice, base) + study.notes
     winner = choice.baseline if best == 0 else choice.contenders[best - 1]
     speeds = [0.0 if one is None else one.samples_per_s for one in (choice.baseline, winner)]
     feasible = [one for one in finished if one.found.feasible]

@@ -1,0 +1,327 @@
+"""What may be tuned, and that applying it changes how a step is computed and not what it computes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.applying import apply_forward, find_blocks
+from autobatch.config import TuneOptions, options_from
+from autobatch.errors import InputError
+from autobatch.knobs import (
+    KNOBS,
+    LEFT_OUT,
+    Situation,
+    applicable,
+    defaults,
+    memory_signature,
+    numeric_signature,
+    parse_knobs,
+)
+from autobatch.state import seed_everything
+from autobatch.step import Trainee, assemble, run_window
+from autobatch.workload import Workload
+from tests.training.helpers import Rows, make_workload, mean_loss
+
+CARD = Situation(
+    device_kind="cuda",
+    precisions=("bf16", "fp32"),
+    optimizers=("default", "fused"),
+    blocks=12,
+    images=True,
+    compiler=None,
+    micro_batch=64,
+)
+BARE = Situation(
+    device_kind="cpu",
+    precisions=("fp32",),
+    optimizers=("default",),
+    blocks=0,
+    images=False,
+    compiler="no compiler",
+    micro_batch=1,
+)
+
+
+class Residual(nn.Module):
+    """A block with batch statistics and dropout: what recomputation could get wrong."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(dropout))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * torch.relu(self.body(x))
+
+
+def convolutional(dropout: float = 0.3) -> nn.Module:
+    body = [nn.Conv2d(3, 4, 3), Residual(dropout), Residual(dropout)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+def steady() -> nn.Module:
+    """Without dropout, whose draws follow the layout in memory."""
+    return convolutional(0.0)
+
+
+def images(samples: int = 16) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    return Rows(
+        torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(3, (samples,), generator=generator)
+    )
+
+
+def workload(**fields: Any) -> Workload:
+    return make_workload(
+        **{
+            "model": convolutional,
+            "train_data": images(),
+            "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=lr),
+            "learning_rate": 0.01,
+            **fields,
+        }
+    )
+
+
+def train(knobs: dict[str, Any], windows: int = 3, **fields: Any) -> tuple[nn.Module, Trainee, list[float]]:
+    """A few windows of two micro-batches each, everything drawn from one seed."""
+    mine = workload(**fields)
+    seed_everything(0)
+    model = mine.model()
+    model.train()
+    trainee = assemble(mine, model, torch.device("cpu"), precision="fp32", learning_rate=0.01, knobs=knobs)
+    inputs, labels = mine.train_data.columns  # type: ignore[attr-defined]
+    parts = [((inputs[:8], labels[:8]), 8), ((inputs[8:], labels[8:]), 8)]
+    losses = [run_window(trainee, iter(parts), 16).loss for _ in range(windows)]
+    return model, trainee, losses
+
+
+def states(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_every_knob_says_what_it_does_and_what_its_default_is() -> None:
+    axes, notes = applicable(CARD)
+    assert [axis.name for axis in axes] == [knob.name for knob in KNOBS]
+    assert not notes
+    assert all(knob.effect and knob.why_not(BARE) for knob in KNOBS)
+    assert defaults(axes) == {
+        "micro_batch_shift": 0,
+        "precision": "bf16",
+        "checkpointing": "none",
+        "compile": "off",
+        "channels_last": False,
+        "optimizer": "default",
+    }
+
+
+def test_nothing_applies_where_nothing_can_be_chosen() -> None:
+    assert applicable(BARE) == ([], [])
+    axes, notes = applicable(BARE, [knob.name for knob in KNOBS])
+    assert not axes
+    assert len(notes) == len(KNOBS)
+    assert "compile is not tuned: no compiler" in notes
+
+
+def test_the_compiler_has_to_be_asked_for_on_the_processor() -> None:
+    here = CARD._replace(device_kind="cpu")
+    assert "compile" not in [axis.name for axis in applicable(here)[0]]
+    assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "shifts"), [(1, []), (2, [0, 1]), (7, [0, 1, 2]), (64, [0, 1, 2, 3])]
+)
+def test_the_micro_batch_is_halved_down_to_one_sample_and_no_further(
+    micro_batch: int, shifts: list[int]
+) -> None:
+    axes, _ = applicable(BARE._replace(micro_batch=micro_batch))
+    assert [list(axis.choices) for axis in axes] == ([shifts] if shifts else [])
+
+
+def test_what_changes_memory_and_what_changes_numbers() -> None:
+    values = defaults(applicable(CARD)[0])
+    assert set(memory_signature(values)) == set(values) - {"micro_batch_shift"}
+    assert set(numeric_signature(values)) == set(values) - {"micro_batch_shift"}
+
+
+def test_names_are_read_as_people_write_them() -> None:
+    assert parse_knobs("precision, channels-last,precision") == ["precision", "channels_last"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("precison", "there is no knob 'precison'; did you mean precision"),
+        ("", "there is no knob ''; there are: micro_batch_shift, precision"),
+        ("loader_workers", "loader_workers is not tuned: .* resumed run"),
+        ("expandable-segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    ],
+)
+def test_names_that_are_none_are_told(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        parse_knobs(text)
+    with pytest.raises(InputError, match=r"^knobs: "):
+        options_from(TuneOptions, {"target_batch": 4, "knobs": text})
+    assert not set(LEFT_OUT) & {knob.name for knob in KNOBS}
+
+
+def test_blocks_are_what_is_repeated_in_a_list() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    assert find_blocks(nn.Sequential(nn.Embedding(5, 8), encoder)) == list(encoder.layers)
+    network = convolutional()
+    assert find_blocks(network) == [network[1], network[2]]
+    stages = nn.Sequential(nn.Sequential(Residual(), Residual()), nn.Sequential(Residual()))
+    assert len(find_blocks(stages)) == 3
+    # Recomputing single layers saves nothing.
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+
+
+def test_recomputation_changes_nothing_not_even_statistics_and_dropout() -> None:
+    plain, _, before = train({})
+    recomputed, trainee, after = train({"checkpointing": "full"})
+    assert after == before
+    for name, tensor in states(plain).items():
+        assert torch.equal(tensor, recomputed.state_dict()[name]), name
+    assert trainee.loss is not mean_loss
+
+
+def test_recomputation_keeps_fewer_tensors() -> None:
+    # Counted before the backward pass, in which each block keeps its own again.
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)))
+    kept = []
+    for knobs in ({}, {"checkpointing": "full"}):
+        loss = apply_forward(lambda m, batch: m(batch).sum(), model, knobs)
+        total = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss(model, torch.ones(2, 8, requires_grad=True))
+        kept.append(total)
+    assert kept[1] < kept[0] / 2
+
+
+def test_the_model_is_changed_only_while_a_training_loss_runs() -> None:
+    model, trainee, _ = train({"checkpointing": "full"})
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    copy.deepcopy(model)
+    model.eval()
+    with torch.no_grad():
+        trainee.loss(model, (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long)))
+
+
+def test_a_loss_that_fails_leaves_the_model_as_it_was() -> None:
+    def failing(model: nn.Module, batch: Any) -> torch.Tensor:
+        model(batch[0])
+        raise RuntimeError("so")
+
+    with pytest.raises(RuntimeError, match="so"):
+        train({"checkpointing": "full"}, loss=failing)
+
+
+def test_channels_last_keeps_the_values() -> None:
+    # Not Adam: it makes whole steps of the rounding error of a bias that BatchNorm takes out again.
+    fields = {"model": steady, "optimizer": lambda params, lr: torch.optim.SGD(params, lr=lr)}
+    plain, _, before = train({}, **fields)
+    turned, _, after = train({"channels_last": True}, **fields)
+    weights = turned[1].body[0].weight
+    assert weights.is_contiguous(memory_format=torch.channels_last)
+    assert after == pytest.approx(before, rel=1e-5)
+    for name, tensor in states(plain).items():
+        torch.testing.assert_close(tensor, turned.state_dict()[name], rtol=1e-3, atol=1e-4)
+
+
+def test_channels_last_reaches_the_batch() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(batch[0].is_contiguous(memory_format=torch.channels_last))
+        return mean_loss(model, batch)
+
+    train({"channels_last": True}, windows=1, loss=loss)
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("choice", ["for-loop", "foreach", "fused"])
+def test_an_optimizer_steps_as_it_is_told(choice: str) -> None:
+    _, trainee, before = train({})
+    _, told, after = train({"optimizer": choice})
+    group = told.optimizers[0].param_groups[0]
+    assert (group["foreach"], group["fused"]) == (choice == "foreach", choice == "fused")
+    assert trainee.optimizers[0].param_groups[0]["foreach"] is None
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+def test_an_optimizer_without_the_setting_is_left_alone() -> None:
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.sub_(group["lr"] * parameter.grad)
+
+    _, trainee, _ = train({"optimizer": "fused"}, optimizer=lambda params, lr: Plain(params))
+    assert set(trainee.optimizers[0].param_groups[0]) == {"params", "lr"}
+
+
+def test_all_together_train_as_nothing_does() -> None:
+    draw = random.Random(0)
+    _, _, before = train({}, model=steady)
+    for _ in range(4):
+        knobs = {
+            "checkpointing": draw.choice(["none", "full"]),
+            "channels_last": draw.choice([False, True]),
+            "optimizer": draw.choice(["default", "foreach", "fused"]),
+            "micro_batch_shift": 1,
+            "precision": "fp32",
+            "compile": "off",
+        }
+        assert train(knobs, model=steady)[2] == pytest.approx(before, rel=1e-4), knobs
+
+
+def test_the_compiler_is_asked_for_the_forward_pass_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def compiled(forward: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return forward(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    _, _, before = train({})
+    model, _, after = train({"compile": "default", "checkpointing": "full"})
+    assert (len(calls), after) == (6, before)
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_computes_the_same() -> None:
+    _, _, before = train({}, windows=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat()))
+    _, _, after = train(
+        {"compile": "default"}, windows=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat())
+    )
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4 * 36, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.flatten(1))
