@@ -179,11 +179,12 @@ def _list_profiles(home: Path, say: Say, *, as_json: bool) -> None:
 
 def _doctor_lines(findings: dict[str, Any]) -> list[str]:
     host, cuda, nvml = findings["host"], findings["cuda"], findings["nvml"]
+    build = f"torch built for CUDA {cuda['built_for']}" if cuda["built_for"] else "torch built without CUDA"
     lines = [
         f"host     {host['name']}, {host['cores']} cores",
         f"memory   {format_bytes(host['available_bytes'])} available of {format_bytes(host['total_bytes'])}"
         f" ({host['source']})",
-        f"cuda     {'torch built for CUDA ' + cuda['built_for'] if cuda['built_for'] else 'torch built without CUDA'}",
+        f"cuda     {build}",
     ]
     lines += [
         f"         cuda:{card['index']} {card['name']}, {format_bytes(card['total_bytes'])}, "
@@ -194,9 +195,8 @@ def _doctor_lines(findings: dict[str, Any]) -> list[str]:
     for card in nvml.get("cards", ()):
         lines.append(f"         {card['name']}: {format_bytes(card['free_bytes'])} free")
         for holder in card["holders"]:
-            lines.append(
-                f"           process {holder['pid']} {holder['name'] or ''} {format_bytes(holder['used_bytes'])}"
-            )
+            who = f"process {holder['pid']} {holder['name'] or ''}"
+            lines.append(f"           {who} {format_bytes(holder['used_bytes'])}")
     versions = findings["versions"]
     lines.append(
         "versions " + ", ".join(f"{name} {version}" for name, version in versions.items() if version)

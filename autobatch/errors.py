@@ -2,7 +2,7 @@
 
     AutobatchError                          exit 1
     ├── InputError (ValueError)             exit 2    option, config, workload or profile: it cannot be
-    │   └── UserCodeError                              the user's own code raised; its traceback is in the notes
+    │   └── UserCodeError                              the user's own code raised; traceback in the notes
     ├── DoesNotFitError (RuntimeError)      exit 3    not even a micro-batch of 1 fits
     ├── RestartSmallerError (RuntimeError)  exit 77   out of memory where nothing can be mended in place
     ├── CheckpointError (OSError)           exit 1    a checkpoint could not be written or read

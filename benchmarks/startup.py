@@ -29,8 +29,12 @@ def main() -> None:
     python = [sys.executable]
     program = [*python, "-m", "autobatch"]
     rows = []
-    for name, command in (("python -c pass", [*python, "-c", "pass"]), ("autobatch --help", [*program, "--help"]),
-                          ("autobatch fit --help", [*program, "fit", "--help"])):  # fmt: skip
+    commands = {
+        "python -c pass": [*python, "-c", "pass"],
+        "autobatch --help": [*program, "--help"],
+        "autobatch fit --help": [*program, "fit", "--help"],
+    }
+    for name, command in commands.items():
         times = [wall(command) for _ in range(ROUNDS)]
         rows.append({"what": name, "seconds": {"least": min(times), "median": statistics.median(times)}})
     fit = [*program, "fit", "--target-batch", "1024", "--quiet"]

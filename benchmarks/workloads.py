@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ VOCABULARY = 101
 class Inputs(Dataset):
     """As many samples as asked for, each made from its number alone."""
 
-    def __init__(self, make: Callable[[torch.Generator, int], tuple[Tensor, Tensor]], count: int = 4096) -> None:
+    def __init__(
+        self, make: Callable[[torch.Generator, int], tuple[Tensor, Tensor]], count: int = 4096
+    ) -> None:
         self.make, self.count = make, count
 
     def __len__(self) -> int:
@@ -29,9 +32,7 @@ class Inputs(Dataset):
 
 
 def vectors(width: int, classes: int = 10) -> Inputs:
-    return Inputs(
-        lambda g, _: (torch.randn(width, generator=g), torch.randint(classes, (), generator=g))
-    )
+    return Inputs(lambda g, _: (torch.randn(width, generator=g), torch.randint(classes, (), generator=g)))
 
 
 def images(channels: int, size: int, classes: int = 10) -> Inputs:
@@ -73,7 +74,9 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
     logits = model(batch[0])
-    total = functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum", ignore_index=-100)
+    total = functional.cross_entropy(
+        logits.flatten(0, 1), batch[1].flatten(), reduction="sum", ignore_index=-100
+    )
     return Loss(total, (batch[1] != -100).sum())
 
 
@@ -146,9 +149,13 @@ class UNet(nn.Module):
 
     def __init__(self, channels: int = 8) -> None:
         super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 2 * channels, 3, padding=1)])
+        self.down = nn.ModuleList(
+            [nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 2 * channels, 3, padding=1)]
+        )
         self.middle = nn.Conv2d(2 * channels, 2 * channels, 3, padding=1)
-        self.up = nn.ModuleList([nn.Conv2d(4 * channels, channels, 3, padding=1), nn.Conv2d(2 * channels, 3, 3, padding=1)])
+        self.up = nn.ModuleList(
+            [nn.Conv2d(4 * channels, channels, 3, padding=1), nn.Conv2d(2 * channels, 3, 3, padding=1)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         first = functional.relu(self.down[0](x))
@@ -177,7 +184,9 @@ class Experts(nn.Module):
     def __init__(self, width: int = 32, experts: int = 4) -> None:
         super().__init__()
         self.gate = nn.Linear(width, experts)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(width, 96), nn.ReLU(), nn.Linear(96, 10)) for _ in range(experts)])
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, 96), nn.ReLU(), nn.Linear(96, 10)) for _ in range(experts)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
@@ -196,7 +205,7 @@ def mlp(width: int, layers: int, inputs: int = 32) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         sizes = [inputs] + [width] * layers
         parts: list[nn.Module] = []
-        for a, b in zip(sizes, sizes[1:], strict=False):
+        for a, b in pairwise(sizes):
             parts += [nn.Linear(a, b), nn.ReLU()]
         return nn.Sequential(*parts, nn.Linear(width, 10))
 
@@ -205,7 +214,12 @@ def mlp(width: int, layers: int, inputs: int = 32) -> Callable[[], nn.Module]:
 
 def resnet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+        nn.Conv2d(3, 8, 3, padding=1),
+        Residual(8),
+        Residual(8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 10),
     )
 
 
@@ -218,7 +232,11 @@ def plain_conv() -> nn.Module:
 
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
-    return nn.Sequential(nn.Embedding(VOCABULARY, 32), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 32),
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        nn.Linear(32, VOCABULARY),
+    )
 
 
 def make(name: str, **fields) -> Workload:
@@ -241,7 +259,12 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
         "gpt-checkpointed", model=lambda: Gpt(recompute=True), train_data=tokens(16), loss=next_token
     ),
     "gpt-ragged": lambda: make(
-        "gpt-ragged", model=Gpt, train_data=ragged(24), collate=pad, loss=next_token, size_of=lambda s: len(s[0])
+        "gpt-ragged",
+        model=Gpt,
+        train_data=ragged(24),
+        collate=pad,
+        loss=next_token,
+        size_of=lambda s: len(s[0]),
     ),
     "encoder-dropout": lambda: make("encoder-dropout", model=encoder, train_data=tokens(12), loss=next_token),
     "lstm": lambda: make("lstm", model=Lstm, train_data=tokens(8), loss=next_token),
