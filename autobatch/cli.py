@@ -70,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except OSError as error:
         code = _undelivered(error)
-        # What is left in the buffer must not be tried again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
@@ -120,11 +118,14 @@ def _guarded(name: str, arguments: list[str]) -> int:
 
 def _run_other(name: str, arguments: list[str]) -> int:
     from autobatch.commands import doctor, profiles, report
+    from autobatch.outlet import Outlet
 
-    try:
-        return {"doctor": doctor, "profiles": profiles, "report": report}[name](arguments, print)
-    except BrokenPipeError as error:
-        return _undelivered(error)
+    outlet = Outlet(sys.stdout)
+    code = {"doctor": doctor, "profiles": profiles, "report": report}[name](
+        arguments, lambda text: print(text, file=cast("TextIO", outlet))
+    )
+    outlet.flush()
+    return code if outlet.failure is None else _undelivered(outlet.failure)
 
 
 def _run_workload(name: str, workload: str | None, options: Options, log: RunLog) -> int:
@@ -190,6 +191,9 @@ def _complain(error: BaseException, log: RunLog, *, verbose: bool) -> int:
 
 def _undelivered(error: OSError) -> int:
     """The exit code where the output could not be written; whoever closed a pipe wants no more of it."""
+    with contextlib.suppress(OSError, ValueError):  # captured: it has no descriptor
+        # What is left in the buffer must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 0
     print(f"autobatch: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
