@@ -156,12 +156,19 @@ def facts_of(bench: Bench) -> Facts:
     )
 
 
-def new_allocator(facts: Facts) -> Allocator:
-    """An empty model of the device's allocator, as `Device.new_allocator` makes it."""
+def new_allocator(facts: Facts, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
+    """An empty model of the device's allocator, as `Device.new_allocator` makes it.
+
+    Args:
+        facts: the device and its budget.
+        capped: with the budget as its limit.
+        expandable: how an allocator that caches grows; ``None``: as on the device.
+    """
+    limit = facts.device.budget_bytes if capped else None
     if facts.device.kind == "cpu":
-        return Ledger(facts.device.budget_bytes)
-    config = AllocatorConfig(expandable_segments=facts.expandable_segments)
-    return CachingAllocator(facts.device.budget_bytes, config)
+        return Ledger(limit)
+    asked = facts.expandable_segments if expandable is None else expandable
+    return CachingAllocator(limit, AllocatorConfig(expandable_segments=asked))
 
 
 def _is_expandable(allocator: Allocator) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,20 +21,20 @@ from autobatch.card import HardwareProfile
 from autobatch.config import EstimateOptions
 from autobatch.device.simulated import card_budget
 from autobatch.errors import AutobatchError, DoesNotFitError
+from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint, footprint, predict
 from autobatch.footprint.recorder import Setting
+from autobatch.footprint.remedies import NATIVE_BF16, Spending, find_remedies, in_words
 from autobatch.hardware import data_home, list_profiles, load_profile
 from autobatch.planning import make_plan
-from autobatch.records import Plan, Precision, Record
+from autobatch.records import Plan, Precision, Record, Remedy
 from autobatch.samples import Costliest
 from autobatch.state import preserved_random_state, seed_everything
 from autobatch.units import format_bytes
 from autobatch.workload import Workload
 
 SCHEMA = 1
-NATIVE_BF16 = (8, 0)
-"""Compute capability from which cards have matrix units for bf16 (NVIDIA Ampere)."""
 
 
 class Estimate(Record, frozen=True, kw_only=True):
@@ -61,6 +62,10 @@ class Estimate(Record, frozen=True, kw_only=True):
     """Live bytes at the peak, by what they are for."""
     modules: dict[str, int]
     """Bytes of activations at the peak, by module."""
+    phase: str
+    """The phase of the step that the peak lies in."""
+    remedies: list[Remedy] | None = None
+    """What would let more fit, the best first; ``None`` where several cards were asked about."""
 
 
 class Estimates(Record, frozen=True, kw_only=True):
@@ -101,6 +106,9 @@ def run_estimate(
         seed_everything(options.seed)
         tracer = _Tracer(found)
     estimates = [_estimate(tracer, card, options) for card in cards]
+    if len(cards) == 1:
+        remedies = _remedies(tracer, cards[0], estimates[0], options)
+        estimates = [msgspec.structs.replace(estimates[0], remedies=remedies)]
     if estimates and not any(one.fits for one in estimates):
         raise DoesNotFitError(_nothing_fits(estimates, options))
     notes = dict.fromkeys([*tracer.costliest.notes, *tracer.notes()])
@@ -121,16 +129,19 @@ class _Tracer:
         # What a step allocates differs only between cards with and without flash attention and bf16.
         key = (capability >= NATIVE_BF16, precision)
         if key not in self._steps:
-            self._steps[key] = footprint(
-                Setting(
-                    workload=self.workload,
-                    model=self.model,
-                    batch_of=self.costliest.batch,
-                    precision=precision,
-                    capability=capability,
-                )
-            )
+            tested = bool(self._steps)
+            self._steps[key] = footprint(self.setting(capability, precision), tested=tested)
         return self._steps[key]
+
+    def setting(self, capability: tuple[int, int], precision: Precision) -> Setting:
+        """What is traced for them."""
+        return Setting(
+            workload=self.workload,
+            model=self.model,
+            batch_of=self.costliest.batch,
+            precision=precision,
+            capability=capability,
+        )
 
     def notes(self) -> Iterator[str]:
         """What a person should know of the traces."""
@@ -154,15 +165,12 @@ def _estimate(tracer: _Tracer, card: HardwareProfile, options: EstimateOptions) 
     budget, source = card_budget(card, options.memory_budget)
     precision = _precision(options, card.compute_capability)
     step = tracer.trace(card.compute_capability, precision)
-    caps = [len(tracer.workload.train_data)]  # type: ignore[arg-type]
-    caps += [cap for cap in (options.max_micro_batch, options.target_batch) if cap is not None]
-    size, count = card.cublas_workspace, card.cublas_workspaces
     found = predict(
         step,
         budget_bytes=budget,
-        cap=min(caps),
+        cap=_cap(tracer.workload, options),
         micro_batch=options.micro_batch,
-        workspaces=(size.value, count.value) if size and count else None,
+        workspaces=_workspaces(card),
     )
     where = explain(step, max(1, found.micro_batch))
     return Estimate(
@@ -181,7 +189,37 @@ def _estimate(tracer: _Tracer, card: HardwareProfile, options: EstimateOptions) 
         retries=found.outcome.retries,
         memory=where.by_kind,
         modules=where.by_module,
+        phase=where.phase,
     )
+
+
+def _remedies(
+    tracer: _Tracer, card: HardwareProfile, one: Estimate, options: EstimateOptions
+) -> list[Remedy]:
+    capability = card.compute_capability
+
+    def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
+        return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
+
+    spending = Spending(
+        allocator=partial(allocator, one.budget_bytes),
+        unlimited=partial(allocator, None),
+        cap=_cap(tracer.workload, options),
+        workspaces=_workspaces(card),
+    )
+    with preserved_random_state():
+        step = tracer.trace(capability, one.precision)
+        return find_remedies(tracer.setting(capability, one.precision), step, spending)
+
+
+def _cap(workload: Workload, options: EstimateOptions) -> int:
+    caps = [len(workload.train_data)]  # type: ignore[arg-type]
+    return min(caps + [cap for cap in (options.max_micro_batch, options.target_batch) if cap is not None])
+
+
+def _workspaces(card: HardwareProfile) -> tuple[int, int] | None:
+    size, count = card.cublas_workspace, card.cublas_workspaces
+    return (size.value, count.value) if size and count else None
 
 
 def _precision(options: EstimateOptions, capability: tuple[int, int]) -> Precision:
@@ -212,5 +250,5 @@ def _nothing_fits(estimates: list[Estimate], options: EstimateOptions) -> str:
     return (
         f"a micro-batch of {asked} is predicted to fit on none of {names}: it takes "
         f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has "
-        f"{format_bytes(most.budget_bytes)} to spend"
+        f"{format_bytes(most.budget_bytes)} to spend; what would help: a larger card{in_words(most.remedies)}"
     )

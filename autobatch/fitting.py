@@ -124,7 +124,7 @@ def _go_on(
         progress.note(f"going on from {resumed.path}: same hardware, bit for bit")
         progress.opened(facts.device)
         progress.planned(planned)
-        return Result(device=facts.device, plan=planned), bench
+        return Result(device=facts.device, plan=planned, title=facts.name), bench
     progress.note(
         f"going on from {resumed.path} on other hardware: the batch, the learning rate and the order of the "
         "data stay, the micro-batch is planned anew, and sums differ by rounding"

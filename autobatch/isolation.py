@@ -27,12 +27,14 @@ from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
 from autobatch.errors import AutobatchError, UserCodeError
 from autobatch.footprint.predict import Footprint
-from autobatch.prior import prior_footprint
-from autobatch.records import Attempt
+from autobatch.prior import prior_footprint, remedies_of
+from autobatch.records import Attempt, Remedy
 from autobatch.workload import describe
 
 PRIOR = "prior"
 """Asks the child for a prediction instead of an attempt."""
+REMEDIES = "remedies"
+"""Asks it for what would help."""
 ANSWER_SECONDS = 600.0
 """How long one attempt may take before the child counts as hung."""
 PATIENCE_SECONDS = 2.0
@@ -75,6 +77,7 @@ class ProbeChild:
         self._answer_seconds = answer_seconds
         self._oom_kills = oom_kills or count_oom_kills
         self.facts: Facts
+        self.step: Footprint | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -122,12 +125,20 @@ class ProbeChild:
         """
         try:
             self._connection.send(PRIOR)
-            step: Footprint | None = self._receive("predicting the footprint")
+            self.step = self._receive("predicting the footprint")
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self.close()
             self._start()
             return None
-        return step
+        return self.step
+
+    def remedies(self) -> list[Remedy]:
+        """What would let a micro-batch fit that does not, as predicted; nothing from a child that is gone."""
+        try:
+            found: list[Remedy] = self.ask(REMEDIES, "looking for what would help")
+        except AutobatchError:
+            return []
+        return found
 
     def ask(self, message: Any, what: str) -> Any:
         """Have the child answer a message.
@@ -218,7 +229,16 @@ class ProbeChild:
 
 def probe_answers(bench: Bench, _: Options) -> Callable[[Any], Any]:
     """What a child for a probe does with what it is asked: a micro-batch and a level, or for a prediction."""
-    return lambda asked: prior_footprint(bench) if asked == PRIOR else attempt_at(bench, *asked)
+    step: Footprint | None = None
+
+    def answer(asked: Any) -> Any:
+        nonlocal step
+        if asked == PRIOR:
+            step = prior_footprint(bench)
+            return step
+        return remedies_of(bench, step) if asked == REMEDIES else attempt_at(bench, *asked)
+
+    return answer
 
 
 def serve(

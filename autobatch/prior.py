@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from autobatch.attempt import WINDOWS, Bench
+from autobatch.bench import Facts, facts_of, new_allocator
 from autobatch.errors import AutobatchError
+from autobatch.footprint.allocator import Allocator
+from autobatch.footprint.curve import memory_curve, predicted_points
 from autobatch.footprint.predict import Footprint, footprint
+from autobatch.footprint.program import Untraceable
 from autobatch.footprint.recorder import Setting
+from autobatch.footprint.remedies import Spending, find_remedies
 from autobatch.knobs import COMPILE
+from autobatch.records import MemoryCurve, PredictedPoint, Remedy
 from autobatch.state import preserved_random_state
 
 
@@ -18,25 +25,81 @@ def prior_footprint(bench: Bench) -> Footprint | None:
     On a card the first runs tell more: its libraries take workspaces that no trace sees. So do those of
     recurrent layers on the CPU (oneDNN).
     """
-    recurrent = any(isinstance(module, nn.RNNBase) for module in bench.model.modules())
-    if bench.device.kind == "cuda" or recurrent:
+    if not _tells(bench):
         return None
     try:
         # Data that is augmented draws while it is read.
         with preserved_random_state():
-            return footprint(
-                Setting(
-                    workload=bench.workload,
-                    model=bench.model,
-                    batch_of=bench.costliest.batch,
-                    precision=bench.precision,
-                    capability=None,
-                    windows=WINDOWS,
-                    max_grad_norm=bench.max_grad_norm,
-                    # A compiled model is predicted as its module runs without the compiler.
-                    knobs={name: value for name, value in bench.knobs.items() if name != COMPILE},
-                )
-            )
+            return footprint(_setting(bench))
     except AutobatchError:
         # Whatever cannot be traced is run.
         return None
+
+
+def remedies_of(bench: Bench, step: Footprint | None) -> list[Remedy]:
+    """What would let a micro-batch fit that does not; nothing where the step cannot be traced.
+
+    Args:
+        bench: what was probed.
+        step: its footprint, if that was traced already.
+    """
+    if step is None and not _tells(bench) and bench.device.kind != "cuda":
+        return []
+    facts = facts_of(bench)
+
+    def allocator(expandable: bool) -> Allocator | None:
+        if expandable and facts.device.kind == "cpu":
+            return None
+        return new_allocator(facts, expandable=expandable)
+
+    spending = Spending(
+        allocator=allocator,
+        unlimited=lambda expandable: new_allocator(facts, capped=False, expandable=expandable),
+        cap=facts.samples,
+        expandable=facts.expandable_segments,
+    )
+    setting = _setting(bench)
+    try:
+        with preserved_random_state():
+            return find_remedies(setting, step or footprint(setting), spending)
+    except AutobatchError:
+        return []
+
+
+def pictures(
+    step: Footprint | None, facts: Facts, micro_batch: int
+) -> tuple[list[PredictedPoint], MemoryCurve | None]:
+    """Predicted peaks around an answer, and where the memory goes over a step at it; where it was traced."""
+    if step is None:
+        return [], None
+
+    def unlimited() -> Allocator:
+        return new_allocator(facts, capped=False)
+
+    try:
+        curve = memory_curve(step, micro_batch, unlimited())
+    except Untraceable:
+        return [], None
+    return predicted_points(step, micro_batch, unlimited, facts.samples), curve
+
+
+def _tells(bench: Bench) -> bool:
+    """Whether a trace tells what runs will record; see `prior_footprint`."""
+    recurrent = any(isinstance(module, nn.RNNBase) for module in bench.model.modules())
+    return bench.device.kind != "cuda" and not recurrent
+
+
+def _setting(bench: Bench) -> Setting:
+    """What an attempt on the bench does; with the operators of the card, where it is one."""
+    card = bench.device.torch_device if bench.device.kind == "cuda" else None
+    return Setting(
+        workload=bench.workload,
+        model=bench.model,
+        batch_of=bench.costliest.batch,
+        precision=bench.precision,
+        capability=None if card is None else torch.cuda.get_device_capability(card),
+        windows=WINDOWS,
+        max_grad_norm=bench.max_grad_norm,
+        # A compiled model is predicted as its module runs without the compiler.
+        knobs={name: value for name, value in bench.knobs.items() if name != COMPILE},
+    )

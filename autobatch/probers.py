@@ -14,7 +14,8 @@ from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
 from autobatch.footprint.predict import Footprint
 from autobatch.isolation import ProbeChild
-from autobatch.prior import prior_footprint
+from autobatch.prior import prior_footprint, remedies_of
+from autobatch.records import Remedy
 from autobatch.workload import Workload
 
 SPILL_FACTOR = 3.0
@@ -52,9 +53,14 @@ class Prober(Protocol):
     """Makes attempts, here or in a child process."""
 
     facts: Facts
+    step: Footprint | None
+    """What `prior` answered; ``None`` before."""
 
     def prior(self) -> Footprint | None:
         """What is predicted before anything runs, where it can be."""
+
+    def remedies(self) -> list[Remedy]:
+        """What would let a micro-batch fit that does not, as predicted."""
 
     def run(self, micro_batch: int, level: float | None = None) -> Outcome:
         """Make one attempt, on samples that cost no more than ``level`` if that is given."""
@@ -66,10 +72,16 @@ class LocalProber:
 
     bench: Bench
     facts: Facts
+    step: Footprint | None = None
 
     def prior(self) -> Footprint | None:
         """See `autobatch.prior.prior_footprint`."""
-        return prior_footprint(self.bench)
+        self.step = prior_footprint(self.bench)
+        return self.step
+
+    def remedies(self) -> list[Remedy]:
+        """See `autobatch.prior.remedies_of`."""
+        return remedies_of(self.bench, self.step)
 
     def run(self, micro_batch: int, level: float | None = None) -> Outcome:
         """See `autobatch.attempt.attempt_at`."""

@@ -18,8 +18,8 @@ from autobatch.config import Options, PlanOptions, SearchOptions
 from autobatch.errors import DoesNotFitError, InputError
 from autobatch.fits import SavedFit, Stale, fit_path, recall, remember
 from autobatch.footprint.explain import explain
-from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Untraceable
+from autobatch.footprint.remedies import in_words
 from autobatch.forecast import ReplayForecast
 from autobatch.hardware import data_home
 from autobatch.planning import make_plan, rank_share
@@ -158,7 +158,7 @@ def _search(
         except Exception as error:
             # A batch of one is a special case to some operators (batch statistics), and the last resort.
             if size == 1 and tried and not any(one.fits for one in tried):
-                raise nothing_fits(tried, prober.facts, step, cannot=describe(error)) from error
+                raise nothing_fits(tried, prober, cannot=describe(error)) from error
             raise
         tried.append(outcome.attempt)
         return outcome
@@ -167,7 +167,7 @@ def _search(
     if not found.micro_batch:
         if found.stopped_by == "interrupt":
             raise KeyboardInterrupt
-        raise nothing_fits(found.attempts, prober.facts, step)
+        raise nothing_fits(found.attempts, prober)
     return Probe(
         micro_batch=found.micro_batch,
         limited_by=_limit(found.micro_batch, caps),
@@ -256,25 +256,22 @@ def _remember(result: Probe, facts: Facts, cap: int, home: Path, progress: Progr
         return None
 
 
-def nothing_fits(
-    attempts: list[Attempt], facts: Facts, step: Footprint | None, *, cannot: str | None = None
-) -> DoesNotFitError:
-    """Say where the memory of the smallest micro-batch goes, and what would help.
+def nothing_fits(attempts: list[Attempt], prober: Prober, *, cannot: str | None = None) -> DoesNotFitError:
+    """Say where the memory of the smallest micro-batch goes, and what would help, as far as it can be traced.
 
     Args:
         attempts: what ran.
-        facts: the device and its budget.
-        step: what was predicted, if anything was.
+        prober: knows the device, its budget, and what was predicted, if anything was.
         cannot: what a micro-batch of 1 raised, where that is no matter of memory.
     """
     last = attempts[-1]
     where = f" (in the {last.phase})" if last.phase else ""
-    if step is not None:
+    if prober.step is not None:
         with suppress(Untraceable):
-            where += f"; it takes {explain(step, last.micro_batch).text()}"
+            where += f"; it takes {explain(prober.step, last.micro_batch).text()}"
     one = f"; and one of 1 cannot run: {cannot}" if cannot else ""
     return DoesNotFitError(
         f"a micro-batch of {last.micro_batch} does not fit in the budget of "
-        f"{format_bytes(facts.device.budget_bytes)}: {last.reason}{where}{one}; what would help: a larger "
-        "--memory-budget, an optimizer with less state, bf16, activation checkpointing"
+        f"{format_bytes(prober.facts.device.budget_bytes)}: {last.reason}{where}{one}; what would help: a "
+        f"larger --memory-budget{in_words(prober.remedies())}"
     )

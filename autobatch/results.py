@@ -8,7 +8,16 @@ from typing import Any
 import msgspec
 
 from autobatch import __version__
-from autobatch.records import DeviceRecord, Plan, Probe, Record, Training, Tuning
+from autobatch.records import (
+    DeviceRecord,
+    MemoryCurve,
+    Plan,
+    PredictedPoint,
+    Probe,
+    Record,
+    Training,
+    Tuning,
+)
 
 SCHEMA = 1
 
@@ -26,8 +35,14 @@ class Result(Record, frozen=True, kw_only=True):
     report: Path | None = None
     out: Path | None = None
     """The folder of the run."""
+    title: str | None = None
+    """The workload's name."""
     command: str | None = None
     """What repeats the run."""
+    predicted: list[PredictedPoint] = []
+    """Peaks around the answer as they were predicted; empty where an earlier answer was confirmed."""
+    memory_curve: MemoryCurve | None = None
+    """Where the memory goes over a step at the answer, likewise."""
     versions: dict[str, str] = {}
     created: str | None = None
     """When the run ended: ISO date and time, UTC."""

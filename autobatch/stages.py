@@ -19,6 +19,7 @@ from autobatch.config import FitOptions, PlanOptions, ProbeOptions, TuneOptions
 from autobatch.hardware import data_home
 from autobatch.knobs import COMPILE, PRECISION, SPLIT, Axis, applicable, defaults, parse_knobs
 from autobatch.planning import micro_batches
+from autobatch.prior import pictures
 from autobatch.probers import open_prober
 from autobatch.probing import caps_of, plan_from, run_lengths, run_probe
 from autobatch.progress import Progress, Silent
@@ -90,12 +91,21 @@ def plan_only(
         # What the plan cannot be must be known before minutes are spent on a probe.
         plan_from(facts, 1, options)
         found, profile = run_probe(prober, options, progress=environment.progress, home=environment.home)
+        step = prober.step
     if found.stopped_by == "interrupt" and not is_whole:
         raise KeyboardInterrupt
     planned = plan_from(facts, found.micro_batch, options)
     environment.progress.planned(planned)
+    predicted, curve = pictures(step, facts, found.micro_batch)
     result = Result(
-        device=facts.device, probe=found, plan=planned, profile=profile, command=environment.command
+        device=facts.device,
+        probe=found,
+        plan=planned,
+        profile=profile,
+        title=facts.name,
+        command=environment.command,
+        predicted=predicted,
+        memory_curve=curve,
     )
     return result, facts
 

@@ -125,8 +125,8 @@ class CpuDevice:
 def refusal_text(error: OutOfBudget) -> str:
     """Say what was asked, what is held, and the budget."""
     return (
-        f"CPU out of memory: {format_bytes(error.attempted)} asked for, {format_bytes(error.allocated)} held"
-        f" by tensors, and the memory budget is {format_bytes(error.limit)}"
+        f"CPU out of memory: {format_bytes(error.attempted)} asked for, {format_bytes(error.free)} free: "
+        f"tensors hold {format_bytes(error.allocated)} of the memory budget of {format_bytes(error.limit)}"
     )
 
 

@@ -11,6 +11,9 @@ from autobatch.footprint.program import Polynomial, replay
 from autobatch.footprint.trace import FREE
 from autobatch.units import format_bytes
 
+MODULES = 3
+"""How many modules a line for people names."""
+
 
 class Explanation(NamedTuple):
     """Live bytes at the peak of a step."""
@@ -30,7 +33,11 @@ class Explanation(NamedTuple):
     def text(self) -> str:
         """Write it in one line for people."""
         parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in self.by_kind.items() if size)
-        return f"{format_bytes(self.peak_bytes)} at the peak, in the {self.phase}: {parts}"
+        top = [
+            f"{name} {format_bytes(size)}" for name, size in list(self.by_module.items())[:MODULES] if size
+        ]
+        modules = f"; most activations are of {', '.join(top)}" if len(self.by_module) > 1 else ""
+        return f"{format_bytes(self.peak_bytes)} at the peak, in the {self.phase}: {parts}{modules}"
 
 
 def explain(step: Footprint, micro_batch: int, *, depth: int = 2) -> Explanation:

@@ -84,15 +84,21 @@ class Prediction(NamedTuple):
         return self.outcome.peak_reserved_bytes
 
 
-def footprint(setting: Setting, *, clock: Callable[[], float] = time.perf_counter) -> Footprint:
+def footprint(
+    setting: Setting, *, tested: bool = False, clock: Callable[[], float] = time.perf_counter
+) -> Footprint:
     """Trace a step at a few small micro-batches, and fit a program to what it allocates.
+
+    Args:
+        setting: what to trace.
+        tested: this torch has passed the self-test already.
+        clock: seconds.
 
     Raises:
         Unpredictable: it cannot be traced, or follows no rule in the micro-batch; says why.
     """
     start = clock()
-    missing = missing_parts()
-    trouble = f"this torch has no {', '.join(missing)}" if missing else self_test()
+    trouble = None if tested else _trouble()
     if trouble:
         raise Unpredictable(f"cannot predict: {trouble}")
     first = _record(setting, SIZES[0])
@@ -162,6 +168,12 @@ def with_workspaces(step: Footprint, workspaces: tuple[int, int] | None) -> Prog
         return step.program
     size, count = workspaces
     return step.program.with_blocks([(index, size) for index in step.first_products[:count]])
+
+
+def _trouble() -> str | None:
+    """Why nothing can be predicted with this torch."""
+    missing = missing_parts()
+    return f"this torch has no {', '.join(missing)}" if missing else self_test()
 
 
 def _fit(setting: Setting, first: Trace) -> Program:

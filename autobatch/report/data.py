@@ -11,26 +11,17 @@ from pathlib import Path
 import msgspec
 
 from autobatch.errors import InputError
-from autobatch.records import DeviceRecord, Plan, Probe, Record, StepRecord, Training, Tuning
-
-
-class PredictedPoint(Record, frozen=True):
-    """What the footprint predicts for a micro-batch, before it ran."""
-
-    micro_batch: int
-    peak_reserved_bytes: int
-
-
-class MemoryCurve(Record, frozen=True):
-    """Memory over the events of one optimizer step, by category; all lists are equally long."""
-
-    positions: list[float]
-    """Where in the step, in the unit of ``axis``."""
-    categories: dict[str, list[int]]
-    """Live bytes by category at each position; drawn from the bottom in this order."""
-    axis: str = "allocation event"
-    phases: dict[str, float] = {}
-    """Where each phase of the step begins, by its name."""
+from autobatch.records import (
+    DeviceRecord,
+    MemoryCurve,
+    Plan,
+    PredictedPoint,
+    Probe,
+    Record,
+    StepRecord,
+    Training,
+    Tuning,
+)
 
 
 class ReportData(Record, frozen=True):

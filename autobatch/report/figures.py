@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from autobatch.records import Attempt, DeviceRecord, Probe
-from autobatch.report.data import PredictedPoint
+from autobatch.records import Attempt, DeviceRecord, PredictedPoint, Probe
 from autobatch.report.picture import Mark, Picture, Table
 from autobatch.report.svg import bytes_unit, color, draw, plain_axes
 from autobatch.report.verdict import count, decimal, many

@@ -19,12 +19,14 @@ from autobatch import __version__
 from autobatch.units import format_bytes
 
 if TYPE_CHECKING:
-    from autobatch.estimating import Estimates
+    from autobatch.estimating import Estimate, Estimates
     from autobatch.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Training, Tuning
     from autobatch.results import Result
 
 PLAIN_LINES = 10
 """Lines that a piped training run writes."""
+TOP_MODULES = 5
+"""Modules with the most activations that an explanation names."""
 
 
 class Terminal:
@@ -178,6 +180,29 @@ class Terminal:
                 "" if one.plan is None else f"{one.plan.accumulation_steps:,}",
             )
         self._console.print(table)
+        if len(estimates.estimates) == 1:
+            self._explain(estimates.estimates[0])
+
+    def _explain(self, one: Estimate) -> None:
+        """Say where the memory goes on one card, and what would help."""
+        total = sum(one.memory.values())
+        parts = [(kind, size) for kind, size in one.memory.items() if size]
+        parts += [(f"  {name}", size) for name, size in list(one.modules.items())[:TOP_MODULES] if size]
+        at = f"memory of tensors at the peak of {max(1, one.micro_batch):,}, in the {one.phase}"
+        table = Table(box=None, pad_edge=False)
+        table.add_column(at, overflow="fold")
+        table.add_column("bytes", justify="right", no_wrap=True)
+        table.add_column("share", justify="right", no_wrap=True)
+        for name, size in parts:
+            table.add_row(Text(name), format_bytes(size), f"{size / max(total, 1):.0%}")
+        self._console.print()
+        self._console.print(table)
+        if one.remedies:
+            self._console.print("\nwhat would help, as traced:")
+        for remedy in one.remedies or ():
+            figure = f"{remedy.micro_batch:,}" if remedy.micro_batch else "does not fit"
+            line = f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
+            self._console.print(Text(line), soft_wrap=True)
 
     def _say(self, text: str, style: str | None = None) -> None:
         if not self._quiet:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from autobatch.report.data import MemoryCurve
+from autobatch.records import MemoryCurve
 from autobatch.report.picture import Mark, Picture, Table, every, telling
 from autobatch.report.svg import bytes_unit, color, draw, plain_axes, series
 from autobatch.report.verdict import count, decimal
 from autobatch.units import format_bytes
 
 TABLE_ROWS = 50
-DRAWN_POINTS = 400
+DRAWN_POINTS = 380
+CACHED = "cached"
+"""A category of what the allocator holds and no tensor uses: grey."""
 
 
 def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
@@ -30,23 +32,28 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
     def paint(figure: Figure, narrow: bool) -> None:
         axes = plain_axes(figure, xlabel=curve.axis, title=f"live memory, {name}")
         layers = [[sizes[at] / unit for at in drawn] for sizes in curve.categories.values()]
-        colors = [series(number) for number in range(len(layers))]
+        colors = [
+            color("rule") if label == CACHED else series(number)
+            for number, label in enumerate(curve.categories)
+        ]
         axes.stackplot([curve.positions[at] for at in drawn], layers, colors=colors, linewidth=0, step="post")
         axes.margins(x=0)
-        axes.set_ylim(0, 1.15 * max(peak, 1) / unit)
+        axes.set_ylim(0, (1.25 if narrow else 1.15) * max(peak, 1) / unit)
         axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
-        for phase, start in curve.phases.items():
+        for number, (phase, start) in enumerate(curve.phases.items()):
+            # On a narrow page the names of short phases would run into one another.
+            drop = 13 * (number % 2) if narrow else 0
             axes.axvline(start, color=color("rule"), linewidth=1)
             axes.annotate(
                 phase, (start, 1), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
-                xytext=(-3 if late(start) else 3, -2), ha="right" if late(start) else "left", va="top",
+                xytext=(-3 if late(start) else 3, -2 - drop), ha="right" if late(start) else "left", va="top",
                 color=color("muted"),
             )  # fmt: skip
 
     title = "Memory over one optimizer step"
     words = f"Live memory by category over the {curve.axis}s of a step; it peaks at {format_bytes(peak)}."
     legend = [
-        Mark(role=f"series-{number % 6 + 1}", label=label, shape="block")
+        Mark(role="rule" if label == CACHED else f"series-{number % 6 + 1}", label=label, shape="block")
         for number, label in enumerate(curve.categories)
     ]
     svg = draw("memory-over-time", title, words, paint, heights=(320, 260))

@@ -3,8 +3,19 @@
 import math
 
 from autobatch.planning import make_plan
-from autobatch.records import Attempt, DeviceRecord, MemoryHolder, Probe, StepRecord, Training, Trial, Tuning
-from autobatch.report.data import MemoryCurve, PredictedPoint, ReportData
+from autobatch.records import (
+    Attempt,
+    DeviceRecord,
+    MemoryCurve,
+    MemoryHolder,
+    PredictedPoint,
+    Probe,
+    StepRecord,
+    Training,
+    Trial,
+    Tuning,
+)
+from autobatch.report.data import ReportData
 from autobatch.units import GiB, MiB
 
 FIXED, EACH = 1200 * MiB, 51 * MiB

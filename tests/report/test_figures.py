@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from autobatch.planning import make_plan
-from autobatch.records import Attempt, Trial
+from autobatch.records import Attempt, MemoryCurve, Trial
 from autobatch.report.curves import training_figure
-from autobatch.report.data import MemoryCurve
 from autobatch.report.figures import memory_figure
 from autobatch.report.palette import DARK, LIGHT, style_sheet
 from autobatch.report.picture import every, telling

@@ -1,0 +1,149 @@
+"""What would help, against workloads that were written that way, and against real runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from autobatch.attempt import WINDOWS, attempt
+from autobatch.footprint import remedies
+from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
+from autobatch.footprint.budget import Ledger
+from autobatch.footprint.predict import footprint
+from autobatch.footprint.program import largest, replay
+from autobatch.footprint.remedies import Spending, find_remedies, in_words
+from autobatch.records import Remedy
+from autobatch.units import MiB
+from tests.footprint.test_recorder import bench, setting
+from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+
+BUDGET = 30 * MiB
+
+
+def deep(recompute=False, fused=None):
+    """Deep enough that checkpoints pay."""
+    return make(
+        partial(Transformer, depth=4, recompute=recompute),
+        data=Tokens(),
+        loss=token_loss,
+        optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, fused=fused),
+    )
+
+
+@pytest.fixture(scope="module")
+def traced():
+    one = setting(bench(deep()), capability=(8, 0))
+    return one, footprint(one)
+
+
+def on_card(limit, cap=5000):
+    def allocator(budget, expandable):
+        return CachingAllocator(budget, AllocatorConfig(expandable_segments=expandable))
+
+    return Spending(allocator=partial(allocator, limit), unlimited=partial(allocator, None), cap=cap)
+
+
+def on_cpu(limit, cap=5000):
+    return Spending(
+        allocator=lambda expandable: None if expandable else Ledger(limit),
+        unlimited=lambda _: Ledger(),
+        cap=cap,
+    )
+
+
+def by_name(found: list[Remedy]) -> dict[str, Remedy]:
+    return {one.name: one for one in found}
+
+
+def test_each_gives_what_a_workload_written_that_way_gives(traced):
+    one, step = traced
+    found = find_remedies(one, step, on_card(BUDGET))
+    assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
+    now = largest(step.program, lambda: CachingAllocator(BUDGET), 5000, neighbours=0)
+    assert all(r.micro_batch >= now for r in found)
+
+    def limit(other, config=None):
+        program = footprint(other).program
+        best = largest(program, lambda: CachingAllocator(BUDGET, config), 5000, neighbours=0)
+        return best, replay(program.at(best), CachingAllocator(BUDGET, config)).peak_reserved_bytes
+
+    known = {
+        "checkpointing": limit(setting(bench(deep(recompute=True)), capability=(8, 0))),
+        "bf16": limit(setting(bench(deep(), precision="bf16"), capability=(8, 0))),
+        "fused": limit(setting(bench(deep(fused=True)), capability=(8, 0))),
+        "expandable_segments": limit(one, AllocatorConfig(expandable_segments=True)),
+    }
+    named = by_name(found)
+    assert named["checkpointing"].micro_batch > 1.2 * now
+    for name, remedy in named.items():
+        assert (remedy.micro_batch, remedy.peak_bytes) == known[name], name
+    for name in set(known) - set(named):
+        assert known[name][0] <= now, name
+
+
+def test_what_it_says_of_the_cpu_really_runs():
+    real = bench(deep(), budget=8 * MiB)
+    one = setting(real, windows=WINDOWS)
+    found = by_name(find_remedies(one, footprint(one), on_cpu(8 * MiB)))
+    assert "fused" not in found
+    assert "expandable_segments" not in found
+    changed = replace(real, knobs={"checkpointing": "full"})
+    size = found["checkpointing"].micro_batch
+    ran = attempt(changed, size).attempt
+    assert ran.fits
+    assert ran.peak_allocated_bytes == found["checkpointing"].peak_bytes
+    assert not attempt(changed, size + 1).attempt.fits
+    assert not attempt(real, size).attempt.fits
+
+
+def test_only_what_changes_something():
+    """Everything fits: nothing is gained but by taking less."""
+    one = setting(bench(WORKLOADS["perceptron"](), precision="bf16"), capability=(8, 0))
+    step = footprint(one)
+    peak = replay(step.program.at(8), CachingAllocator()).peak_reserved_bytes
+    for remedy in find_remedies(one, step, on_card(10**9, cap=8)):
+        assert remedy.micro_batch == 8
+        assert remedy.peak_bytes <= 0.99 * peak
+
+
+def test_cards_without_bf16_are_not_sent_to_it():
+    one = setting(bench(WORKLOADS["perceptron"]()))
+    asked = [name for name, _, _ in remedies._settings(replace(one, capability=(7, 0)))]
+    assert "bf16" not in asked
+    assert "bf16" in [name for name, _, _ in remedies._settings(replace(one, capability=(8, 0)))]
+
+
+def test_what_cannot_be_traced_is_left_out(traced, monkeypatch):
+    one, step = traced
+    monkeypatch.setattr(remedies, "footprint", lambda *_, **__: (_ for _ in ()).throw(remedies.Untraceable))
+    assert set(by_name(find_remedies(one, step, on_card(BUDGET)))) <= {"expandable_segments"}
+
+
+def test_time_is_bounded(traced):
+    one, step = traced
+    slow = replace(step, seconds=remedies.TRACING_SECONDS + 1)
+    assert set(by_name(find_remedies(one, slow, on_card(BUDGET)))) <= {"expandable_segments"}
+
+
+def test_in_words():
+    def remedy(**fields):
+        return Remedy(name="x", advice="this", **fields)
+
+    assert in_words(None) == in_words([]) == ""
+    some = [remedy(micro_batch=1200, peak_bytes=1), remedy(micro_batch=0, peak_bytes=3 * MiB)]
+    assert in_words(some) == (
+        ", this (a micro-batch of 1,200 is predicted to fit with it)"
+        ", this (a micro-batch of 1 is predicted to take 3.00 MiB with it)"
+    )
+
+
+def test_one_that_does_not_fit_at_all():
+    one = setting(bench(WORKLOADS["transformer"]()), windows=WINDOWS)
+    step = footprint(one)
+    peak = replay(step.program.at(1), Ledger()).peak_allocated_bytes
+    for remedy in find_remedies(one, step, on_cpu(peak // 3)):
+        assert remedy.micro_batch == 0
+        assert remedy.peak_bytes < peak

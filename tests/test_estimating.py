@@ -1,0 +1,55 @@
+"""What an estimate says besides the size: where the memory goes, and what would help."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import msgspec
+import pytest
+
+from autobatch.config import EstimateOptions
+from autobatch.errors import DoesNotFitError
+from autobatch.estimating import run_estimate
+from autobatch.report.terminal import Terminal
+from autobatch.units import MiB
+from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+
+
+@pytest.fixture(scope="module")
+def found():
+    workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
+    return run_estimate(workload, EstimateOptions(profile=["rtx-4090"], memory_budget=f"{24 * MiB}"), {})
+
+
+def test_one_card_is_explained(found):
+    one = found.estimates[0]
+    assert one.fits
+    assert sum(one.modules.values()) == one.memory["activations"]
+    # Checkpoints are traced, and may or may not pay; what is listed gives more.
+    assert all(remedy.micro_batch >= one.micro_batch for remedy in one.remedies)
+    text = StringIO()
+    Terminal(text).estimated(found)
+    for words in (f"in the {one.phase}", "optimizer state", "blocks.0", "bytes", "share"):
+        assert words in text.getvalue()
+    for remedy in one.remedies:
+        assert remedy.advice in text.getvalue()
+    json = msgspec.json.decode(msgspec.json.encode(found.to_json()))
+    assert [set(each) for each in json["estimates"][0]["remedies"]] == [
+        {"name", "advice", "micro_batch", "peak_bytes"} for _ in one.remedies
+    ]
+
+
+def test_several_cards_are_a_table_alone():
+    options = EstimateOptions(profile=["rtx-4090", "a100-40gb"], max_micro_batch=4)
+    found = run_estimate(WORKLOADS["perceptron"](), options, {})
+    assert [one.remedies for one in found.estimates] == [None, None]
+    text = StringIO()
+    Terminal(text).estimated(found)
+    assert "share" not in text.getvalue()
+
+
+def test_a_card_that_is_too_small_says_what_would_help():
+    workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
+    options = EstimateOptions(profile=["t4"], memory_budget=f"{18 * MiB}", precision="fp32")
+    with pytest.raises(DoesNotFitError, match=r"optimizer state.*what would help: a larger card"):
+        run_estimate(workload, options, {})
