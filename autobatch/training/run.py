@@ -211,6 +211,7 @@ def export_weights(model: torch.nn.Module, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         save_model(model, str(temporary))
+        temporary.chmod(0o644)  # it is made for its owner's eyes alone
         temporary.replace(path)
     except Exception as error:
         temporary.unlink(missing_ok=True)
