@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,12 @@ def one_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def quick_collection() -> Iterator[None]:
+    """Attempts that fail collect garbage: look only through what the test itself makes."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

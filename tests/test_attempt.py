@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -22,13 +21,7 @@ from autobatch.config import ProbeOptions
 from autobatch.errors import DoesNotFitError, InputError
 from tests.untouched import fingerprint, live_tensors, with_gradients
 
-
-@pytest.fixture(autouse=True)
-def quick_collection() -> Iterator[None]:
-    """Garbage is collected after every error: look only through what the test itself makes."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 class Vectors(Dataset):
