@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import platform
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -75,7 +74,7 @@ def environment() -> dict[str, object]:
     memory = host_memory()
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": " ".join([COMMAND, *sys.argv[1:]]),
+        "command": COMMAND,
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory": None if memory.total_bytes is None else format_bytes(memory.total_bytes),
