@@ -25,6 +25,8 @@ CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
 MOST_HALVINGS = 3
 """How often the micro-batch may be halved."""
+WORTH_COMPILING = 500
+"""Optimizer steps from which half a minute of compiling, in every trial that tries it, may come back."""
 
 
 class Situation(NamedTuple):
@@ -44,6 +46,8 @@ class Situation(NamedTuple):
     """Why ``torch.compile`` cannot work here; ``None``: it can."""
     micro_batch: int
     """The largest that the plan may use, in samples."""
+    planned_steps: int
+    """Optimizer steps of the run that is tuned for."""
 
 
 class Knob(NamedTuple):
@@ -60,8 +64,8 @@ class Knob(NamedTuple):
     """Whether it changes what a micro-batch takes: each choice then has a limit of its own."""
     changes_numbers: bool
     """Whether it may change what is computed, be it by rounding: each choice then has its loss checked."""
-    only_asked_on: frozenset[str] = frozenset()
-    """Kinds of device on which it is tuned only where it was asked for by name."""
+    by_itself: Callable[[Situation], bool] = lambda _: True
+    """Whether it is tuned without being asked for by name."""
 
 
 class Axis(NamedTuple):
@@ -103,7 +107,7 @@ KNOBS = (
         lambda here: str(here.compiler),
         changes_memory=True,
         changes_numbers=True,
-        only_asked_on=frozenset({"cpu", "sim"}),
+        by_itself=lambda here: here.device_kind == "cuda" and here.planned_steps >= WORTH_COMPILING,
     ),
     Knob(
         CHANNELS_LAST,
@@ -165,7 +169,7 @@ def applicable(here: Situation, asked: Sequence[str] | None = None) -> tuple[lis
     axes: list[Axis] = []
     notes: list[str] = []
     for knob in KNOBS:
-        if knob.name not in asked if asked is not None else here.device_kind in knob.only_asked_on:
+        if not (knob.by_itself(here) if asked is None else knob.name in asked):
             continue
         choices = knob.choices(here)
         if len(choices) > 1:

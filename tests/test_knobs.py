@@ -36,6 +36,7 @@ CARD = Situation(
     images=True,
     compiler=None,
     micro_batch=64,
+    planned_steps=1000,
 )
 BARE = Situation(
     device_kind="cpu",
@@ -45,6 +46,7 @@ BARE = Situation(
     images=False,
     compiler="no compiler",
     micro_batch=1,
+    planned_steps=1000,
 )
 
 
@@ -128,10 +130,10 @@ def test_nothing_applies_where_nothing_can_be_chosen() -> None:
     assert "compile is not tuned: no compiler" in notes
 
 
-def test_the_compiler_has_to_be_asked_for_on_the_processor() -> None:
-    here = CARD._replace(device_kind="cpu")
-    assert "compile" not in [axis.name for axis in applicable(here)[0]]
-    assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
+def test_the_compiler_has_to_be_asked_for_on_the_processor_and_for_short_runs() -> None:
+    for here in (CARD._replace(device_kind="cpu"), CARD._replace(planned_steps=60)):
+        assert "compile" not in [axis.name for axis in applicable(here)[0]]
+        assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
 
 
 @pytest.mark.parametrize(

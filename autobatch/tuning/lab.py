@@ -79,6 +79,7 @@ class Lab:
             self.bench,
             precision_is_open=self.options.precision == "auto",
             micro_batch=micro_batches(self.task.samples, self.task.limit)[0],
+            planned_steps=self.task.planned_steps,
         )
 
     def measure(self, values: Configuration) -> Measurement:
@@ -141,7 +142,15 @@ class Lab:
         }
 
     def _limit(self, values: Configuration) -> int | str:
-        """The largest micro-batch of a configuration; in words, why there is none."""
+        """The largest micro-batch of a configuration; in words, why there is none.
+
+        Compiled, it starts from what fits without the compiler, and is run there: every size that a search
+        tries would be compiled anew.
+        """
+        compiled = self._limits.get(key_of(memory_signature(values)))
+        if compiled is not None:
+            return compiled
+        values = {name: value for name, value in values.items() if name != COMPILE}
         signature = memory_signature(values)
         if not self._changes(signature):
             return self.task.limit

@@ -27,7 +27,8 @@ class NumberedSampler(BaseSampler):
 
     def __init__(self, seed: int, trials: int) -> None:
         self._seed = seed
-        self._startup = min(MOST_STARTUP, max(2, trials // STARTUP_SHARE))
+        self.startup = min(MOST_STARTUP, max(2, trials // STARTUP_SHARE))
+        """Trials that are drawn at random before a model is fitted."""
         self._new: type[GPSampler] | type[TPESampler] = (
             GPSampler if importlib.util.find_spec("scipy") else TPESampler
         )
@@ -56,7 +57,7 @@ class NumberedSampler(BaseSampler):
     ) -> dict[str, BaseDistribution]:
         """See the base class; what was put in line needs no model."""
         seed = (self._seed + trial.number) % 2**32
-        self._current = self._new(seed=seed, n_startup_trials=self._startup)
+        self._current = self._new(seed=seed, n_startup_trials=self.startup)
         if "fixed_params" in trial.system_attrs:
             return {}
         return self._current.infer_relative_search_space(study, trial)

@@ -22,13 +22,14 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with a fused step on cards and on the CPU."""
 
 
-def situation_of(bench: Bench, *, precision_is_open: bool, micro_batch: int) -> Situation:
+def situation_of(bench: Bench, *, precision_is_open: bool, micro_batch: int, planned_steps: int) -> Situation:
     """Look at what is there.
 
     Args:
         bench: the device and the workload.
         precision_is_open: no precision was asked for.
         micro_batch: the largest that the plan may use, in samples.
+        planned_steps: optimizer steps of the run that is tuned for.
     """
     precisions = native_precisions(bench) if precision_is_open else ()
     others = [one for one in precisions if one != bench.precision]
@@ -41,6 +42,7 @@ def situation_of(bench: Bench, *, precision_is_open: bool, micro_batch: int) -> 
         and any(t.dim() == 4 for t in tensors_of(bench.costliest.batch(2))),
         compiler=why_not_compile(bench.device.kind),
         micro_batch=micro_batch,
+        planned_steps=planned_steps,
     )
 
 

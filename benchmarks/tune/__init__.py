@@ -1,0 +1,1 @@
+"""What tuning finds, what it gains and what it costs."""

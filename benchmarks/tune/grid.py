@@ -1,0 +1,211 @@
+"""Every configuration of a workload, measured; and searches over what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optuna
+from torch.utils.data import Dataset
+
+from autobatch import Workload
+from autobatch.attempt import Bench
+from autobatch.bench import facts_of, open_bench
+from autobatch.config import TuneOptions, options_from
+from autobatch.knobs import Axis, Configuration, applicable, defaults
+from autobatch.probers import LocalProber
+from autobatch.probing import caps_of, plan_from, run_probe
+from autobatch.tuning.choosing import compare
+from autobatch.tuning.lab import Lab, Task
+from autobatch.tuning.measurement import Measure, Measurement
+from autobatch.tuning.space import every, key_of
+from autobatch.tuning.tuner import Budget, Place, tune
+
+REFINED = 6
+REFINING_ROUNDS = 8
+"""The best of many noisy figures is too good to be true: so many of them are measured again, so often, for as
+long as a trial measures. That is also what tells the noise of a trial."""
+ANCHOR_EVERY = 6
+"""Configurations between two measurements of the default: what else the machine does, both meet alike."""
+LONGEST_TRIAL_SECONDS = 0.5
+"""As `autobatch tune` does."""
+
+
+class InMemory(Dataset):
+    """The first samples of a data set, made once: so that the model is timed and not the making of them."""
+
+    def __init__(self, data: Any, count: int) -> None:
+        self.samples = [data[index] for index in range(min(count, len(data)))]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class Case(NamedTuple):
+    """A workload with everything that a trial of it needs."""
+
+    bench: Bench
+    task: Task
+    options: TuneOptions
+    axes: list[Axis]
+    limit: int
+
+
+def open_case(workload: Workload, *, target_batch: int, memory_budget: str, seconds: float) -> Case:
+    """Probe a workload, and open what trials run on."""
+    workload = dataclasses.replace(workload, train_data=InMemory(workload.train_data, 4 * target_batch))
+    options = options_from(
+        TuneOptions, {"target_batch": target_batch, "memory_budget": memory_budget, "device": "cpu"}
+    )
+    # On a machine that others use, a process's own time is the one to read; on a quiet one, with one thread,
+    # it is the same.
+    bench = dataclasses.replace(open_bench(workload, options), clock=time.process_time)
+    facts = facts_of(bench)
+    with tempfile.TemporaryDirectory() as home:
+        probe, _ = run_probe(LocalProber(bench, facts), options, home=Path(home))
+    plan = plan_from(facts, probe.micro_batch, options)
+    cap = min(caps_of(facts, options).values())
+    task = Task(probe.micro_batch, cap, sum(plan.micro_batches), planned_steps=1000, seconds=seconds)
+    axes, _ = applicable(Lab(bench, options, task).situation())
+    return Case(bench, task, options, axes, probe.micro_batch)
+
+
+def open_lab(case: Case, seconds: float) -> Lab:
+    """A lab that remembers nothing."""
+    lab = Lab(case.bench, case.options, case.task._replace(seconds=seconds))
+    lab.begin(defaults(case.axes))
+    return lab
+
+
+class Grid(NamedTuple):
+    """Every configuration, by its speed as a share of the default's."""
+
+    speeds: dict[Any, float]
+    """Medians over the passes; 0 where it is not feasible."""
+    micro_batches: dict[Any, int]
+    noise: float
+    """Standard deviation of the figure of a trial, of its logarithm."""
+
+    @property
+    def best(self) -> float:
+        """The largest there is."""
+        return max(self.speeds.values())
+
+
+def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
+    """Measure every configuration in every pass, each pass in another order."""
+    lab = open_lab(case, seconds)
+    base = defaults(case.axes)
+    found: dict[Any, list[float]] = {key_of(values): [] for values in every(case.axes)}
+    sizes: dict[Any, int] = {}
+    for number in range(passes):
+        order = list(every(case.axes))
+        random.Random(number).shuffle(order)
+        for first in range(0, len(order), ANCHOR_EVERY):
+            anchors = [lab.measure(base).samples_per_s]
+            part = [(values, lab.measure(values)) for values in order[first : first + ANCHOR_EVERY]]
+            anchors.append(lab.measure(base).samples_per_s)
+            anchor = statistics.geometric_mean(anchors)
+            for values, one in part:
+                found[key_of(values)].append(one.samples_per_s / anchor)
+                sizes[key_of(values)] = one.micro_batch
+    speeds = {key: statistics.median(ratios) for key, ratios in found.items()}
+    speeds[key_of(base)] = 1.0
+    refined = _refine(case, speeds)
+    return Grid(
+        speeds | {key: statistics.median(ratios) for key, ratios in refined.items()}, sizes, _noise(refined)
+    )
+
+
+def _refine(case: Case, speeds: dict[Any, float]) -> dict[Any, list[float]]:
+    """The best, measured again beside the default, in turn."""
+    lab = open_lab(case, LONGEST_TRIAL_SECONDS)
+    base = defaults(case.axes)
+    best = sorted((key for key in speeds if key != key_of(base)), key=lambda key: -speeds[key])[:REFINED]
+    found: dict[Any, list[float]] = {key: [] for key in best}
+    for _ in range(REFINING_ROUNDS):
+        anchor = lab.measure(base).samples_per_s
+        for key in best:
+            found[key].append(lab.measure(dict(key)).samples_per_s / anchor)
+    return found
+
+
+def _noise(figures: dict[Any, list[float]]) -> float:
+    """Of one figure; a ratio has the noise of two."""
+    spreads = [statistics.variance(map(math.log, ratios)) for ratios in figures.values() if all(ratios)]
+    return math.sqrt(statistics.median(spreads) / 2) if spreads else 0.0
+
+
+def replayed(grid: Grid, seed: int) -> Measure:
+    """Measurements that are the grid's figures with its noise."""
+    draw = random.Random(seed)
+
+    def measure(values: Configuration) -> Measurement:
+        key = key_of(values)
+        speed = 1000 * grid.speeds[key] * math.exp(draw.gauss(0, grid.noise))
+        failure = None if grid.speeds[key] else "not feasible in the grid"
+        return Measurement(
+            speed, max(1, grid.micro_batches[key]), failure, {"does_not_run": 1.0 if failure else -1.0}
+        )
+
+    return measure
+
+
+class Search(NamedTuple):
+    """What a search came to, as shares of the best of the grid."""
+
+    found: float
+    """The configuration with the best figure of its trial."""
+    chosen: float
+    """The one that is left after the best are measured again beside the default."""
+    asking_seconds: float
+
+
+def by_autobatch(case: Case, grid: Grid, *, trials: int, seed: int) -> Search:
+    """The tuner itself."""
+    result = tune(
+        replayed(grid, seed), case.axes, budget=Budget(trials), seed=seed, place=Place("replay", None, {})
+    ).tuning
+    first = max((one for one in result.history if one.feasible), key=lambda one: one.samples_per_s or 0.0)
+    return Search(
+        grid.speeds[key_of(first.parameters)] / grid.best,
+        grid.speeds[key_of(result.best)] / grid.best,
+        result.sampler_seconds,
+    )
+
+
+def by_sampler(
+    case: Case, grid: Grid, make: Callable[[int], optuna.samplers.BaseSampler], *, trials: int, seed: int
+) -> Search:
+    """Another sampler in Optuna's own loop; it starts with the default too, and measures its best again."""
+    measure = replayed(grid, seed)
+    figures: list[tuple[float, dict[str, Any]]] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        values = {axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in case.axes}
+        one = measure(values)
+        figures.append((one.samples_per_s if one.feasible else 0.0, values))
+        return figures[-1][0]
+
+    study = optuna.create_study(direction="maximize", sampler=make(seed))
+    study.enqueue_trial(defaults(case.axes))
+    study.optimize(objective, n_trials=trials)
+    base = defaults(case.axes)
+    best = sorted(figures, key=lambda one: -one[0])
+    others: list[dict[str, Any]] = []
+    for _, values in best:
+        if values != base and values not in others and len(others) < 3:
+            others.append(values)
+    ranking = compare(measure, base, others).ranking
+    chosen = others[ranking[0] - 1] if ranking else base
+    return Search(grid.speeds[key_of(best[0][1])] / grid.best, grid.speeds[key_of(chosen)] / grid.best, 0.0)
