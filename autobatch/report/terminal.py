@@ -114,7 +114,7 @@ class Terminal:
     ) -> None:
         """See `autobatch.progress.Progress`."""
         choice = " ".join(f"{name}={value}" for name, value in values.items()) or "default"
-        figure = f"does not fit: {failure}" if failure else f"{samples_per_s:,.0f} samples/s"
+        figure = f"left out: {failure}" if failure else f"{samples_per_s:,.0f} samples/s"
         self._say(f"trial   {number}/{of}  {choice}  {figure}")
         self._busy("tuning …")
 
