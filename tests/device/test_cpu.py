@@ -154,8 +154,8 @@ def test_enforced_raises_and_recovers():
         except torch.OutOfMemoryError as error:
             message = str(error)
         assert "256 KiB asked for" in message
-        assert "4.00 KiB held" in message
-        assert "budget is 64.0 KiB" in message
+        assert "60.0 KiB free" in message
+        assert "tensors hold 4.00 KiB of the memory budget of 64.0 KiB" in message
         stats = meter.stats()
         assert stats.allocated_bytes == x.nbytes
         assert stats.reserved_bytes is stats.peak_reserved_bytes is stats.retries is None
