@@ -40,7 +40,7 @@ def main() -> None:
     fit = [*program, "fit", "--target-batch", "1024", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
-        for name in ("the demo, first run", "the demo, second run"):
+        for name in () if "--without-demo" in sys.argv else ("the demo, first run", "the demo, second run"):
             seconds = wall(fit, folder=Path(folder), home=home)
             rows.append({"what": name, "seconds": {"least": seconds, "median": seconds}})
     content = surroundings("optuna", "tyro") | {"command": "python -m benchmarks.startup", "rows": rows}
