@@ -54,7 +54,7 @@ CASES = {
     "u-net": {"target_batch": 512, "memory_budget": "4MiB"},
     "encoder-dropout": {"target_batch": 256, "memory_budget": "8MiB"},
 }
-"""Budgets that hold a fraction of the batch, so that the plan accumulates."""
+"""Budgets that hold a fraction of the batch, so that the plan accumulates; the experts' fits whole."""
 GRID_SECONDS = 0.08
 ROUNDS = 9
 """… in which the answer and the default are measured in turn."""
