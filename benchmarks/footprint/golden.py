@@ -1,0 +1,74 @@
+"""What a card's allocator noted, made small enough to keep and checked against the model of it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
+from autobatch.footprint.trace import FREE, Trace
+from autobatch.units import KiB, MiB
+
+KEPT = ("alloc", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
+"""Actions of ``torch.cuda.memory._snapshot()["device_traces"]`` that a replay needs."""
+WORKSPACES = (4096 * KiB * 2 + 16 * KiB * 8, 32 * MiB)
+"""Sizes of cuBLAS' workspaces: ``:4096:2:16:8``, and on capability 9.0 and later (CublasHandlePool.cpp)."""
+
+
+class Mismatch(NamedTuple):
+    """Where the model holds something else than the card did."""
+
+    index: int
+    """Of the entry."""
+    card_bytes: int
+    model_bytes: int
+
+
+def reduced(entries: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
+    """Action, address and size of the entries that a replay needs; addresses counted from the lowest."""
+    kept = [(e["action"], int(e["addr"]), int(e["size"])) for e in entries if e["action"] in KEPT]
+    lowest = min((address for _, address, _ in kept), default=0)
+    return [(action, address - lowest, size) for action, address, size in kept]
+
+
+def mismatches(
+    entries: Iterable[tuple[str, int, int]], config: AllocatorConfig | None = None
+) -> list[Mismatch]:
+    """Replay a card's entries through the model, and compare what both reserve after every allocation.
+
+    The recording must begin with nothing reserved. What the card gives back (after ``empty_cache``, or to
+    find room) the model gives back at the next allocation.
+    """
+    model = CachingAllocator(None, config)
+    handles: dict[int, Any] = {}
+    found: list[Mismatch] = []
+    reserved, gave_back = 0, False
+    for index, (action, address, size) in enumerate(entries):
+        if action in ("segment_alloc", "segment_map"):
+            reserved += size
+        elif action in ("segment_free", "segment_unmap"):
+            reserved -= size
+            gave_back = True
+        elif action == "free_completed" and address in handles:
+            model.free(handles.pop(address))
+        elif action == "alloc":
+            if gave_back:
+                model.release()
+                gave_back = False
+            handles[address] = model.malloc(size)
+            if model.reserved_bytes != reserved:
+                found.append(Mismatch(index, reserved, model.reserved_bytes))
+    return found
+
+
+def lasting(trace: Trace, sizes: Iterable[int] = WORKSPACES) -> dict[int, int]:
+    """How many blocks of these sizes are taken and never given back: workspaces of libraries, by size."""
+    wanted = set(sizes)
+    live: dict[int, int] = {}
+    for block, size in trace.events:
+        if size == FREE:
+            live.pop(block, None)
+        else:
+            live[block] = size
+    return dict(Counter(size for size in live.values() if size in wanted))

@@ -1,0 +1,229 @@
+"""How exactly a card's memory is predicted, against the card that is here.
+
+    python -m benchmarks.footprint.gpu --out DIR [--only gpt …] [--precisions bf16 …] [--caps 8 …]
+
+For every workload and precision: peaks at a few micro-batches, and the largest micro-batch under caps on the
+allocator, found by runs; beside them what a trace on tensors without memory said before. Also kept: the
+allocator's own entries for one step (``golden_*.json.gz``, to check the model of the allocator without a
+card), how much the context grows, and how many workspaces cuBLAS takes. The result is written anew after
+every workload, so a run that is cut short leaves what it has. Without a card it says so, and exits with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gzip
+import json
+import platform
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autobatch.attempt import WINDOWS, Bench, attempt
+from autobatch.device.cuda import CudaDevice
+from autobatch.errors import AutobatchError
+from autobatch.footprint.allocator import CachingAllocator
+from autobatch.footprint.predict import Footprint, footprint, predict, with_workspaces
+from autobatch.footprint.program import replay
+from autobatch.footprint.recorder import Setting
+from autobatch.forecast import ReplayForecast
+from autobatch.search import search
+from autobatch.units import GiB
+from benchmarks.footprint.cards import CASES, SAMPLES, Made
+from benchmarks.footprint.golden import WORKSPACES, lasting, mismatches, reduced
+from benchmarks.footprint.table import card_summary, card_text
+from benchmarks.footprint.truth import Onlooker, train
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+SIZES = (4, 16, 64, 256)
+CAPS_GIB = (8, 16, 24, 40, 80)
+GOLDEN = ("gpt", "bf16", 16)
+"""The step whose entries are kept."""
+HEADROOM_BYTES = 2 * GiB
+"""A cap must leave this of what is free: the context grows, and others may come."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--caps", nargs="*", type=int, default=list(CAPS_GIB), help="GiB")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin nothing new after this long")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks.footprint.gpu: no CUDA card here, nothing was measured")
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    content = header()
+    for name in options.only:
+        for precision in options.precisions:
+            if time.perf_counter() - start > options.seconds:
+                content["left_out"].append([name, precision])
+                continue
+            content["workloads"].append(measure(name, precision, options.caps, content["workspaces"]))
+            if (name, precision) == GOLDEN[:2]:
+                content["golden"] = keep_golden(options.out)
+            content["context_bytes"].append(outside_bytes())
+            content["wall_seconds"] = round(time.perf_counter() - start)
+            content["summary"] = card_summary(content["workloads"])
+            write(options.out, content)
+    print(card_text(content))
+
+
+def header() -> dict[str, Any]:
+    """The card, the versions, and what is measured once."""
+    properties = torch.cuda.get_device_properties(0)
+    before = outside_bytes()
+    return {
+        "benchmark": "footprint-gpu",
+        "command": "python -m benchmarks.footprint.gpu",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "card": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "total_bytes": properties.total_memory,
+        "versions": {
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "python": platform.python_version(),
+        },
+        "context_bytes": [before],
+        "workspaces": workspaces(),
+        "golden": None,
+        "left_out": [],
+        "workloads": [],
+        "summary": None,
+        "wall_seconds": 0,
+    }
+
+
+def outside_bytes() -> int:
+    """Held on the card outside of this process's allocator: the context, kernels, and other processes."""
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free - torch.cuda.memory_reserved(0)
+
+
+def workspaces() -> dict[str, int]:
+    """Which workspaces cuBLAS takes for a product in the forward and in the backward thread, and keeps."""
+    ran = attempt(bench_of("mlp", "fp32", CudaDevice(index=0, memory_budget=8 * GiB)), 4)
+    if ran.trace is None:
+        return {}
+    return {str(size): count for size, count in lasting(ran.trace).items()}
+
+
+def bench_of(name: str, precision: str, device: CudaDevice) -> Bench:
+    case = CASES[name]()
+    torch.manual_seed(0)
+    return Bench(
+        workload=case.workload,
+        model=case.workload.model(),
+        device=device,
+        costliest=Made(case.batch_of),
+        precision=precision,
+        max_grad_norm=1.0,
+        knobs=case.knobs,
+    )
+
+
+def measure(name: str, precision: str, caps: list[int], found: dict[str, int]) -> dict[str, Any]:
+    """One workload in one precision; what goes wrong is part of the result."""
+    device = CudaDevice(index=0, memory_budget=None)
+    bench = bench_of(name, precision, device)
+    row: dict[str, Any] = {"workload": name, "precision": precision, "sizes": [], "limits": [], "notes": []}
+    try:
+        step = footprint(setting_of(bench))
+    except AutobatchError as error:
+        return row | {"failure": str(error)}
+    row["cpu_estimate_seconds"], row["notes"] = step.seconds, list(step.notes)
+    taken = next(((int(size), count) for size, count in found.items()), (WORKSPACES[0], 2))
+    for size in SIZES:
+        ran = attempt(bench, size).attempt
+        if not ran.fits:
+            break
+        row["sizes"].append(
+            {
+                "micro_batch": size,
+                "predicted": peaks(step, taken, size),
+                "card": {"allocated": ran.peak_allocated_bytes, "reserved": ran.peak_reserved_bytes},
+                "seconds": ran.seconds,
+            }
+        )
+    free, _ = torch.cuda.mem_get_info(0)
+    room = free + torch.cuda.memory_reserved(0) - HEADROOM_BYTES
+    row["limits"] = [limit(bench, step, taken, cap * GiB) for cap in caps if cap * GiB <= room]
+    return row
+
+
+def setting_of(bench: Bench) -> Setting:
+    return Setting(
+        workload=bench.workload,
+        model=bench.model,
+        batch_of=bench.costliest.batch,
+        precision=bench.precision,
+        capability=torch.cuda.get_device_capability(0),
+        windows=WINDOWS,
+        max_grad_norm=1.0,
+        knobs=bench.knobs,
+    )
+
+
+def peaks(step: Footprint, taken: tuple[int, int], size: int) -> dict[str, int]:
+    found = replay(with_workspaces(step, taken).at(size), CachingAllocator())
+    return {"allocated": found.peak_allocated_bytes, "reserved": found.peak_reserved_bytes}
+
+
+def limit(bench: Bench, step: Footprint, taken: tuple[int, int], cap_bytes: int) -> dict[str, Any]:
+    """The largest micro-batch under a cap: as it was predicted, and as runs say."""
+    said = predict(step, budget_bytes=cap_bytes, cap=SAMPLES, workspaces=taken)
+    card = replace(bench, device=CudaDevice(index=0, memory_budget=cap_bytes))
+    program = with_workspaces(step, taken)
+    forecast = ReplayForecast(lambda: CachingAllocator(cap_bytes), program)
+    true = search(lambda size: attempt(card, size), cap=SAMPLES, forecast=forecast)
+    return {
+        "cap_bytes": cap_bytes,
+        "predicted": said.micro_batch,
+        "predicted_low": said.micro_batch_low,
+        "predicted_high": said.micro_batch_high,
+        "card": true.micro_batch,
+        "upper_bound_by": true.upper_bound_by,
+        "runs": len(true.attempts),
+        "ooms": sum(not one.fits for one in true.attempts),
+    }
+
+
+def keep_golden(out: Path) -> dict[str, Any]:
+    """Keep the allocator's entries of one step, and compare the model with them."""
+    name, precision, size = GOLDEN
+    bench = bench_of(name, precision, CudaDevice(index=0, memory_budget=None))
+    with bench.device.enforced():
+        train(bench, size, Onlooker())
+        snapshot = torch.cuda.memory._snapshot(0)
+    entries = reduced(snapshot["device_traces"][0])
+    wrong = mismatches(entries)
+    content = {
+        "workload": name,
+        "precision": precision,
+        "micro_batch": size,
+        "card": torch.cuda.get_device_name(0),
+        "torch": str(torch.__version__),
+        "entries": entries,
+    }
+    path = out / "golden_allocator.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
+    return {"file": path.name, "entries": len(entries), "mismatches": len(wrong), "first": wrong[:3]}
+
+
+def write(out: Path, content: dict[str, Any]) -> None:
+    slug = content["card"].lower().replace(" ", "-")
+    path = out / f"footprint_{slug}_{content['date']}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

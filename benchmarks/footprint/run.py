@@ -1,0 +1,196 @@
+"""How exactly a step's memory is predicted, against steps that really ran.
+
+    python -m benchmarks.footprint.run
+
+Takes about six minutes on two cores. Two truths are measured for every micro-batch, and replayed through the
+model of CUDA's caching allocator that the prediction goes through as well:
+
+- the tensors of a real run, which is what a budget counts on the CPU and on simulated cards;
+- all that the process allocated in a run with nothing of ours active, by torch's profiler. What it holds
+  besides is scratch space inside of the CPU's operators (oneDNN), which no prediction sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autobatch.attempt import WINDOWS, Bench, attempt
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.host import cpu_name
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.footprint.allocator import CachingAllocator
+from autobatch.footprint.predict import footprint
+from autobatch.footprint.program import Program, Trace, largest, replay
+from autobatch.footprint.recorder import Setting
+from autobatch.hardware import load_profile
+from autobatch.samples import Costliest
+from autobatch.state import preserved_random_state
+from autobatch.units import GiB
+from benchmarks.footprint.memtracker import tracked
+from benchmarks.footprint.table import markdown, summary
+from benchmarks.footprint.truth import profiled, train
+from benchmarks.workloads import WORKLOADS
+
+RESULTS = Path(__file__).parents[1] / "results"
+COMMAND = "python -m benchmarks.footprint.run"
+SIZES = (7, 40, 100, 250)
+"""Traced are 2, 3 and 5: up to fifty times the largest of them."""
+TRACKED_SIZE = 100
+"""Where MemTracker is asked as well: it takes a trace of its own for every size."""
+LIMITED_SIZES = (33, 90, 180)
+"""A budget is what one of these is predicted to reserve; the largest that fits in it may be larger."""
+PRECISIONS = ("fp32", "bf16")
+CASES = (("gpt2", ("h100-80gb", "rtx-4090")), ("7b", ("h200", "b200")), ("gpt2", ("rtx-4090",)))
+"""Two cards of one generation take one trace; a single card is also told what would help."""
+
+
+def bench_of(name: str, precision: str) -> Bench:
+    workload = WORKLOADS[name]()
+    torch.manual_seed(0)
+    return Bench(
+        workload=workload,
+        model=workload.model(),
+        device=CpuDevice(memory_budget=8 * GiB),
+        costliest=Costliest(workload),
+        precision=precision,
+        max_grad_norm=1.0,
+    )
+
+
+def peaks(trace: Trace) -> dict[str, int]:
+    found = replay(trace, CachingAllocator())
+    return {"allocated": found.peak_allocated_bytes, "reserved": found.peak_reserved_bytes}
+
+
+def measure(name: str, precision: str) -> dict[str, Any]:
+    """One workload in one precision: the peaks at every size, and the largest under a few budgets."""
+    bench = bench_of(name, precision)
+    start = time.process_time()
+    step = footprint(
+        Setting(
+            workload=bench.workload,
+            model=bench.model,
+            batch_of=bench.costliest.batch,
+            precision=bench.precision,
+            capability=None,
+            windows=WINDOWS,
+            max_grad_norm=1.0,
+        )
+    )
+    seconds = time.process_time() - start
+    rows = []
+    for size in SIZES:
+        ran = attempt(bench, size)
+        rows.append(
+            {
+                "micro_batch": size,
+                "predicted": peaks(step.program.at(size)),
+                "tensors": peaks(ran.trace),
+                "process": peaks(profiled(bench, size)),
+            }
+        )
+    theirs = tracked(bench, TRACKED_SIZE)._asdict()
+    theirs["live_bytes"] = attempt(bench, TRACKED_SIZE).attempt.peak_allocated_bytes
+    return {
+        "workload": name,
+        "precision": precision,
+        "cpu_seconds": seconds,
+        "notes": list(step.notes),
+        "sizes": rows,
+        "memtracker": theirs | {"micro_batch": TRACKED_SIZE},
+        "limits": [limit(bench, step.program, size) for size in LIMITED_SIZES],
+    }
+
+
+def limit(bench: Bench, program: Program, size: int) -> dict[str, Any]:
+    """The largest micro-batch under a budget, as predicted, and whether real runs say so."""
+    budget = replay(program.at(size), CachingAllocator()).peak_reserved_bytes
+    found = largest(program, lambda: CachingAllocator(budget), 4096)
+    card = Bench(
+        workload=bench.workload,
+        model=bench.model,
+        device=SimulatedDevice(load_profile("h200", user_dir=RESULTS), budget),
+        costliest=bench.costliest,
+        precision=bench.precision,
+        max_grad_norm=1.0,
+    )
+    return {
+        "budget_bytes": budget,
+        "predicted": found,
+        "it_runs": runs(card, found),
+        "one_more_runs": runs(card, found + 1),
+        "a_probe_agrees": attempt(card, found).attempt.fits,
+    }
+
+
+def runs(card: Bench, size: int) -> bool:
+    """Whether the windows that were traced run inside the budget; a probe also tries another order."""
+    with preserved_random_state(), card.device.enforced() as meter:
+        try:
+            train(card, size, meter)
+        except torch.OutOfMemoryError:
+            return False
+    return True
+
+
+def costs() -> list[dict[str, Any]]:
+    """Seconds of estimates, each in a process of its own."""
+    rows = []
+    for which, cards in CASES:
+        command = [sys.executable, "-m", "benchmarks.footprint.seconds", which, *cards]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            rows.append({"model": which, "failure": said[-1]})
+        else:
+            rows.append(json.loads(done.stdout))
+        rows[-1]["load_before"] = os.getloadavg()[0]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="names of workloads")
+    parser.add_argument("--out", type=Path, help="where to write, without the ending")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    estimates = costs()
+    measured = []
+    for name in options.only or WORKLOADS:
+        for precision in PRECISIONS:
+            measured.append(measure(name, precision))
+            print(f"{name:<18} {precision}", file=sys.stderr, flush=True)
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    content = {
+        "benchmark": "footprint",
+        "command": COMMAND,
+        "date": today,
+        "hardware": f"{cpu_name()}, {os.cpu_count()} cores",
+        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+        "wall_seconds": round(time.perf_counter() - start),
+        "summary": summary(measured),
+        "estimates": estimates,
+        "workloads": measured,
+    }
+    slug = re.sub(r"[^a-z0-9]+", "-", content["hardware"].lower()).strip("-")
+    out = options.out or RESULTS / f"footprint_{slug}_{today}"
+    out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    out.with_suffix(".md").write_text(markdown(content))
+    print(markdown(content))
+
+
+if __name__ == "__main__":
+    main()

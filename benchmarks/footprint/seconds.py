@@ -1,0 +1,49 @@
+"""What an estimate costs, in a process of its own: seconds, processor time and peak memory.
+
+    python -m benchmarks.footprint.seconds gpt2 h100-80gb
+
+The process is told nothing but the shapes; it prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+
+import torch
+
+from autobatch.config import EstimateOptions
+from autobatch.estimating import run_estimate
+from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
+
+DECODERS = {"gpt2": (GPT2_SMALL, "GPT-2 small"), "7b": (LLAMA2_7B, "Llama 2 7B")}
+
+
+def main(which: str, cards: list[str]) -> None:
+    torch.set_num_threads(1)
+    shape, title = DECODERS[which]
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = run_estimate(decoder(shape, which), EstimateOptions(profile=cards, micro_batch=1), {})
+    one = found.estimates[0]
+    print(
+        json.dumps(
+            {
+                "model": title,
+                "length": shape.length,
+                "cards": cards,
+                "with_remedies": one.remedies is not None,
+                "wall_seconds": time.perf_counter() - wall,
+                "cpu_seconds": time.process_time() - cpu,
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "parameters_bytes": one.memory["parameters"],
+                "peak_allocated_bytes": one.peak_allocated_bytes,
+                "micro_batch_high": one.micro_batch_high,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
