@@ -91,10 +91,10 @@ def journal(path: Path) -> optuna.Study:
 
 def test_the_first_trial_is_the_default_and_none_is_tried_twice() -> None:
     measure = Counting()
-    found = search(measure, trials=20).tuning
+    found = search(measure, trials=12).tuning
     assert found.history[0].parameters == defaults(AXES) == measure.asked[0]
     tried = [key_of(one.parameters) for one in found.history]
-    assert len(tried) == len(set(tried)) == found.trials == 20
+    assert len(tried) == len(set(tried)) == found.trials == 12
 
 
 def test_what_it_finds_is_close_to_the_best_there_is() -> None:
@@ -373,7 +373,7 @@ def test_figures_add_up() -> None:
     ticks = itertools.count()
     found = search(axes=SMALL, clock=lambda: float(next(ticks))).tuning
     assert 0 < found.sampler_seconds < found.seconds
-    assert sum(search(trials=20).tuning.importance.values()) == pytest.approx(1)
+    assert sum(search(trials=8).tuning.importance.values()) == pytest.approx(1)
 
 
 NOISES = [(0.0, False), (0.02, True), (0.1, False), (0.1, True)]
@@ -404,7 +404,7 @@ def test_what_replaces_the_default_is_hardly_ever_slower(noise: float, with_hicc
 
 
 def test_the_whole_search_keeps_that_promise_too() -> None:
-    for seed in range(8):
+    for seed in range(4):
         draw = random.Random(seed)
         speeds = {key_of(v): math.exp(draw.gauss(-0.05, 0.1)) for v in every(SMALL)}
         speeds[key_of(defaults(SMALL))] = 1.0
