@@ -75,6 +75,10 @@ def cuda_personality(capability: tuple[int, int]) -> Iterator[None]:
         capability: the card's compute capability, which decides on the attention kernels.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    # oneDNN keeps the gates of a recurrent layer where no trace sees them. Without it they are tensors, about
+    # as much as cuDNN keeps.
+    onednn = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
     try:
         with warnings.catch_warnings():
             # torch says once that kernels are being replaced, which is what this is for.
@@ -84,6 +88,7 @@ def cuda_personality(capability: tuple[int, int]) -> Iterator[None]:
             _replace(library, "scaled_dot_product_attention", attention_kernel(capability), "AutogradCPU")
         yield
     finally:
+        torch._C._set_mkldnn_enabled(onednn)
         library._destroy()  # type: ignore[no-untyped-call]
 
 
@@ -104,6 +109,8 @@ def missing_parts() -> list[str]:
         "torch._C._dispatch_has_kernel_for_dispatch_key": torch._C,
         "torch._C._dispatch_get_all_op_names": torch._C,
         "torch._C._ExcludeDispatchKeyGuard": torch._C,
+        "torch._C._get_mkldnn_enabled": torch._C,
+        "torch._C._set_mkldnn_enabled": torch._C,
         "torch.library.fallthrough_kernel": torch.library,
     }
     missing = [name for name, place in needed.items() if not hasattr(place, name.rpartition(".")[2])]

@@ -6,7 +6,7 @@ Tracing costs seconds and no memory, whatever the batch and the card; a predicti
 milliseconds. Where a step cannot be traced, `Unpredictable` says why in one line.
 
 Known limitations: eager PyTorch only (a compiled model is traced as its module), one stream. Not counted are
-cuDNN's scratch for convolutions, the state that cuDNN's recurrent layers keep, temporaries inside sorting
+cuDNN's scratch for convolutions, what its recurrent layers keep past their gates, temporaries inside sorting
 kernels, and custom CUDA extensions; the interval of a prediction allows for the first.
 """
 
@@ -216,7 +216,9 @@ def _notes(setting: Setting, recording: Recording) -> list[str]:
     if recording.keeps_everything:
         notes.append("a selection by a mask: predicted as if it kept everything, which is the most it can be")
     if any(isinstance(module, nn.RNNBase) for module in setting.model.modules()):
-        notes.append("recurrent layers: cuDNN keeps more than is predicted here")
+        notes.append(
+            "recurrent layers: what cuDNN keeps is not told by a trace, but as much as their gates is counted"
+        )
     if hasattr(setting.model, "_orig_mod"):
         notes.append("a compiled model: predicted as its module runs without the compiler, which needs more")
     return notes

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.batches import tensors_of
 from autobatch.footprint.fakes import new_mode, twin_batch, twin_model
+from autobatch.footprint.naming import named
 from autobatch.footprint.personality import cuda_personality, prefer_foreach
-from autobatch.footprint.recording import Recorder, Recording, named
+from autobatch.footprint.recording import Recorder, Recording
 from autobatch.knobs import Configuration
 from autobatch.records import Precision
 from autobatch.state import preserved_random_state

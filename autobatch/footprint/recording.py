@@ -6,14 +6,14 @@ overflowed, and a selection by a mask keeps everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autobatch.footprint.attention import backward_scratch_bytes
@@ -30,6 +30,15 @@ _DEVICE = torch.ops.prim.device.default
 _CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+_REDUCED = {
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+}
+"""Losses that put a value for every element into their result before they shrink it to one number, and the
+place of the reduction among their arguments: the storage stays as it was (ATen/native/Loss.cpp), which their
+meta kernels do not tell."""
 _SELECTIONS = frozenset({aten.nonzero.default, aten.masked_select.default, aten.index.Tensor})
 """Operators whose results are as large as their data says."""
 _MASKS = (torch.bool, torch.uint8)
@@ -146,6 +155,8 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
             self._found_inf.add(args[1].untyped_storage()._cdata)
         elif func in _SELECTIONS:
             func, args, kwargs = self._keep_everything(func, args, kwargs)
+        elif func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
+            return self._one_of(args[0], args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = backward_scratch_bytes(func, args)
         if self._on_card and scratch:
@@ -160,6 +171,14 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
             return False
         # Neither 0 nor 1: optimizers divide by a value, and by what is left to 1.
         return 0.5 if tensor.is_floating_point() else 1
+
+    def _one_of(self, x: Tensor, y: Tensor) -> Tensor:
+        """One number in a storage for as many as two tensors have elements together."""
+        shape = torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
+        dtype = _typed(torch.promote_types(x.dtype, y.dtype))
+        whole = super().__torch_dispatch__(aten.empty.memory_format, (), (shape,), dtype)
+        one: Tensor = aten.as_strided.default(whole, [], [])
+        return one
 
     def _keep_everything(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
@@ -192,31 +211,6 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         kind = "activations" if self._phase == "forward" else "temporaries"
         assert block == len(self._labels)
         self._labels.append(Label(kind, self.modules[-1] if self.modules else ""))
-
-
-class named:  # noqa: N801 - a context manager
-    """Inside, the recorder knows which module's forward is running."""
-
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self._model = model
-        self._recorder = recorder
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._recorder.modules.append(name)
-
-    def _leave(self, *_: object) -> None:
-        if self._recorder.modules:
-            self._recorder.modules.pop()
 
 
 def _typed(dtype: torch.dtype) -> dict[str, Any]:

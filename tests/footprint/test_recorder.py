@@ -92,6 +92,16 @@ def test_a_window_that_leaves_something_behind_is_run():
     assert record(setting(one, windows=WINDOWS), 3).trace == ran.trace.canonical()
 
 
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
+def test_losses_that_are_as_large_as_their_input(name):
+    def loss(model, batch):
+        y = model(batch[0]).sigmoid()
+        return getattr(nn.functional, name)(y, torch.zeros_like(y).expand(y.shape))
+
+    one = bench(make(WORKLOADS["perceptron"]().model, loss=loss))
+    assert record(setting(one, windows=WINDOWS), 7).trace == attempt(one, 7).trace.canonical()
+
+
 def test_windows_are_those_of_an_attempt():
     assert tuple(Setting.__dataclass_fields__["windows"].default) == WINDOWS
 
