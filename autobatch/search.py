@@ -57,18 +57,24 @@ class _Bracket:
     high: int | None = None
     guided: int = 0
     climbs: int = 0
+    descents: int = 0
+    narrowly: bool = False
+    """Since a size last fitted, one ran and was refused all the same: for what the allocator had to do."""
     tried: set[int] = field(default_factory=set)
 
-    def note(self, attempt: Attempt) -> None:
+    def note(self, outcome: Outcome) -> None:
+        attempt = outcome.attempt
         size = attempt.micro_batch
         self.tried.add(size)
         if attempt.fits:
             self.low = max(self.low, size)
+            self.narrowly = False
             if self.high is not None and self.high <= self.low:
                 # Memory that is not monotone: a failure below a size that runs bounds nothing.
                 self.high = None
         elif size > self.low:
             self.high = size if self.high is None else min(self.high, size)
+            self.narrowly = self.narrowly or outcome.trace is not None
 
 
 def search(
@@ -100,14 +106,14 @@ def search(
             break
         guess = forecast.largest(cap)
         predicted = guess if predicted is None else predicted
-        size = _next_size(bracket, guess, forecast.calibration(cap))
+        size = _below(bracket) or _next_size(bracket, guess, forecast.calibration(cap))
         try:
             outcome = run(size)
         except KeyboardInterrupt:
             stopped_by = "interrupt"
             break
         attempts.append(outcome.attempt)
-        bracket.note(outcome.attempt)
+        bracket.note(outcome)
         forecast.learn(outcome)
         bound = _upper_bound(bracket, forecast)
     return Found(bracket.low, bound, predicted, attempts, stopped_by)
@@ -143,3 +149,12 @@ def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) ->
     if bracket.high is None:
         return min(max(2 * bracket.low, 1), bracket.cap)
     return (bracket.low + bracket.high) // 2
+
+
+def _below(bracket: _Bracket) -> int | None:
+    """Where a size failed narrowly, the limit is near below: look there, in growing strides."""
+    if not bracket.narrowly or bracket.guided >= FORECASTS or not bracket.high or bracket.high <= 1:
+        return None
+    bracket.guided += 1
+    bracket.descents += 1
+    return max(bracket.high - (1 << bracket.descents - 1), bracket.low + 1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from autobatch.attempt import Outcome
 from autobatch.footprint.budget import Ledger
 from autobatch.footprint.program import Program
 from autobatch.footprint.trace import FREE, Trace
@@ -74,9 +76,10 @@ def rounded(to: int, each: int) -> Rule:
 
 
 @given(
-    to=st.integers(2, 48), each=st.integers(1, 40), slope=st.integers(0, 60), fixed=st.integers(1, 3000),
-    cap=st.integers(1, 600),
+    to=st.sampled_from([2, 4, 8, 16, 32, 64]), each=st.integers(1, 40), slope=st.integers(0, 60),
+    fixed=st.integers(1, 9000), cap=st.integers(1, 600),
 )  # fmt: skip
+@example(to=2, each=24, slope=13, fixed=1837, cap=220)
 @settings(max_examples=300, deadline=None)
 def test_sizes_that_a_library_rounds_up_are_shown_by_runs(to, each, slope, fixed, cap) -> None:
     machine = machine_of(lambda m: slope * m + fixed, rounded(to, each), lambda _: 16)
@@ -186,3 +189,21 @@ def test_what_is_reserved_counts_where_something_is() -> None:
         )
 
     assert [peak_bytes(attempt(*pair)) for pair in ((3, None), (3, 8), (None, None))] == [3, 8, None]
+
+
+def test_what_ran_and_was_refused_all_the_same_is_followed_by_its_near_neighbours() -> None:
+    """Events that are right, and an allocator in pieces: sizes close to the limit run in one order only."""
+    rules = (lambda m: 90 * m + 100, lambda m: 5 * m + 5)
+    prior = Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
+    machine = machine_of(*rules)
+    limit = limit_of(machine, 10_000)
+
+    def run(size: int) -> Outcome:
+        outcome = machine.run(size)
+        if size <= limit - 6 or not outcome.attempt.fits:
+            return outcome
+        return Outcome(msgspec.structs.replace(outcome.attempt, fits=False), outcome.trace)
+
+    found = search(run, cap=10_000, forecast=forecast_of(prior))
+    assert (found.micro_batch, found.upper_bound_by) == (limit - 6, "run")
+    assert len(machine.asked) <= 7

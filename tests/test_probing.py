@@ -16,6 +16,7 @@ from autobatch.bench import open_bench
 from autobatch.config import PlanOptions, ProbeOptions
 from autobatch.errors import DoesNotFitError, InputError
 from autobatch.stages import Environment, run_plan_command
+from benchmarks.workloads import WORKLOADS
 from tests.probes import WIDTH, amsgrad, mlp, probed, vectors, work
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -157,9 +158,23 @@ def test_large_state_that_comes_with_the_first_step_is_seen(
     assert survives(bench, found, windows)
     # The mutant: activations are gone when the first step makes the state, so they are never seen together.
     monkeypatch.setattr(attempts, "WINDOWS", (1,))
+    monkeypatch.setattr(attempts, "OTHER_WINDOWS", (1,))
     too_large = found + max(1, found // 4)
     assert attempt(bench, too_large).attempt.fits
     assert not survives(bench, too_large, windows=3)
+
+
+def test_a_size_that_runs_in_one_order_of_windows_only_does_not_fit(monkeypatch) -> None:
+    """A first window of two micro-batches leaves a cache in other pieces than one of one."""
+    workload = WORKLOADS["resnet-bn"]()
+    options = {"device": "sim:t4", "memory_budget": "2MiB"}
+    bench = open_bench(workload, ProbeOptions(**options))
+    found = autobatch.probe(workload, **options).micro_batch
+    assert survives(bench, found, windows=6)
+    monkeypatch.setattr(attempts, "OTHER_WINDOWS", (1,))
+    refused = [size for size in range(found + 1, found + 8) if attempt(bench, size).attempt.fits]
+    assert refused
+    assert not survives(bench, refused[-1], windows=3)
 
 
 class Sequences(Dataset):
