@@ -67,14 +67,15 @@ class ReplayForecast:
             if known[0] > FIRST_SIZE + DISTANCES[0]:
                 # A prediction led here and was not quite right: what is smaller fits.
                 return known[0] - DISTANCES[0]
-            # Memory has a fixed part, so it grows slower than in proportion: this size fits.
-            proportional = known[0] * budget // max(self._peaks[known[0]], 1)
-            room = min(cap, proportional) - known[0]
+            room = self._in_proportion(known[0], cap) - known[0]
             return known[0] + next((distance for distance in DISTANCES if distance <= room), 1)
         undecided = self._program is None or (self._exact and not self._confirmed)
         if undecided and 0 < len(self._points) < ENOUGH_POINTS:
             between = (known[-2] + known[-1]) // 2
-            return between if between > known[-2] else min(cap, known[-1] + 2)
+            if between > known[-2]:
+                return between
+            room = self._in_proportion(known[-1], cap) - known[-1]
+            return known[-1] + max(1, min(2, room))
         return None
 
     def largest(self, cap: int) -> int | None:
@@ -96,6 +97,11 @@ class ReplayForecast:
             return not replay(self._program.at(micro_batch + 1), self._new_allocator()).fits
         except Untraceable:
             return False
+
+    def _in_proportion(self, known: int, cap: int) -> int:
+        """A size that fits: memory has a fixed part, so it grows slower than in proportion."""
+        budget = self._new_allocator().limit
+        return cap if budget is None else min(cap, known * budget // max(self._peaks[known], 1))
 
     def _fit(self) -> Program | None:
         """A line through two sizes, a parabola through three where no line holds, else the nearest line."""

@@ -85,8 +85,7 @@ def pictures(
 
 def _tells(bench: Bench) -> bool:
     """Whether a trace tells what runs will record; see `prior_footprint`."""
-    recurrent = any(isinstance(module, nn.RNNBase) for module in bench.model.modules())
-    return bench.device.kind != "cuda" and not recurrent
+    return bench.device.kind != "cuda"
 
 
 def _setting(bench: Bench) -> Setting:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autobatch.footprint.attention import backward_scratch_bytes
 from autobatch.footprint.budget import Ledger
+from autobatch.footprint.recurrent import Workspaces
 from autobatch.footprint.trace import Trace, repetition
 from autobatch.footprint.watching import StorageMode
 
@@ -27,6 +28,7 @@ _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, at
 """Operators that run on cuBLAS, which takes a workspace at its first call in each thread."""
 _DEVICE = torch.ops.prim.device.default
 """Asked more often than all other operators together, for autograd asks it of every fake."""
+_RECURRENT = aten.mkldnn_rnn_layer.default
 _CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -80,6 +82,7 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         self._first: dict[bool, int] = {}
         self._has_convolutions = False
         self._found_inf: set[int] = set()
+        self._workspaces = Workspaces()
         self.keeps_everything = False
         """Whether a selection by values was met, and taken to keep everything."""
         self._again: Trace | None = None
@@ -158,6 +161,9 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         elif func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
             return self._one_of(args[0], args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _RECURRENT:
+            size = self._workspaces.bytes_of(args)
+            return *out[:3], super().__torch_dispatch__(aten.empty.memory_format, (), ([size],), _typed(torch.uint8))
         scratch = backward_scratch_bytes(func, args)
         if self._on_card and scratch:
             self.transient(scratch)
