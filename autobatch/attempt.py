@@ -58,6 +58,8 @@ class Outcome(NamedTuple):
 
     attempt: Attempt
     trace: Trace | None
+    other: Trace | None = None
+    """Of the second look, where one was taken and its windows ran."""
 
 
 def attempt(bench: Bench, micro_batch: int) -> Outcome:
@@ -74,7 +76,7 @@ def attempt(bench: Bench, micro_batch: int) -> Outcome:
     second = _session(bench, micro_batch, OTHER_WINDOWS)
     told = first.attempt if second.attempt.fits else second.attempt
     seconds = first.attempt.seconds + second.attempt.seconds
-    return Outcome(msgspec.structs.replace(told, seconds=seconds), first.trace)
+    return Outcome(msgspec.structs.replace(told, seconds=seconds), first.trace, second.trace)
 
 
 def _session(bench: Bench, micro_batch: int, windows: Sequence[int]) -> Outcome:

@@ -31,11 +31,19 @@ class ReplayForecast:
     Args:
         new_allocator: an empty allocator with the device's budget.
         prior: a program predicted without running anything, if there is one.
+        other_order: predicts the second look of an attempt; asked once it refused what the first let pass.
     """
 
-    def __init__(self, new_allocator: Callable[[], Allocator], prior: Program | None = None) -> None:
+    def __init__(
+        self,
+        new_allocator: Callable[[], Allocator],
+        prior: Program | None = None,
+        other_order: Callable[[], Program | None] = lambda: None,
+    ) -> None:
         self._new_allocator = new_allocator
         self._program = prior
+        self._predict_other = other_order
+        self._other: Program | None = None
         self._exact = True
         self._confirmed = False
         self._points: list[tuple[int, Trace]] = []
@@ -45,13 +53,18 @@ class ReplayForecast:
         """Take in an attempt: check the program against it, and fit it anew where it was wrong."""
         size, peak = outcome.attempt.micro_batch, peak_bytes(outcome.attempt)
         if not outcome.attempt.fits:
+            if outcome.trace is not None and self._agrees(size, outcome.trace):
+                # It ran, and was refused in another order of the windows.
+                self._other = self._other or self._predict_other()
             return
+        if self._other and outcome.other and not self._other.agrees_with(size, outcome.other):
+            self._other = None
         if peak is not None:
             self._peaks[size] = peak
         if outcome.trace is None:
             return
         self._points.append((size, outcome.trace))
-        if self._exact and self._program is not None and self._program.agrees_with(size, outcome.trace):
+        if self._agrees(size, outcome.trace):
             self._confirmed = True
             return
         self._confirmed = False
@@ -82,7 +95,7 @@ class ReplayForecast:
         """The largest micro-batch predicted to fit, at most ``cap`` and possibly 0; ``None``: cannot say."""
         if self._program is not None:
             try:
-                return largest(self._program, self._new_allocator, cap) or 0
+                return largest(self._program, self._new_allocator, cap, other=self._other) or 0
             except Untraceable:
                 self._program = None
         if 0 < len(self._points) < ENOUGH_POINTS:
@@ -93,10 +106,14 @@ class ReplayForecast:
         """Whether a program that a further run agreed with shows that ``micro_batch + 1`` does not fit."""
         if self._program is None or not self._confirmed:
             return False
+        orders = [self._program] if self._other is None else [self._program, self._other]
         try:
-            return not replay(self._program.at(micro_batch + 1), self._new_allocator()).fits
+            return not all(replay(order.at(micro_batch + 1), self._new_allocator()).fits for order in orders)
         except Untraceable:
             return False
+
+    def _agrees(self, size: int, trace: Trace) -> bool:
+        return self._exact and self._program is not None and self._program.agrees_with(size, trace)
 
     def _in_proportion(self, known: int, cap: int) -> int:
         """A size that fits: memory has a fixed part, so it grows slower than in proportion."""

@@ -27,11 +27,13 @@ from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
 from autobatch.errors import AutobatchError, UserCodeError
 from autobatch.footprint.predict import Footprint
-from autobatch.prior import prior_footprint, remedies_of
+from autobatch.footprint.program import Program
+from autobatch.prior import other_order, prior_footprint, remedies_of
 from autobatch.records import Attempt, Remedy
 from autobatch.workload import describe
 
 PRIOR = "prior"
+OTHER_ORDER = "other order"
 """Asks the child for a prediction instead of an attempt."""
 REMEDIES = "remedies"
 """Asks it for what would help."""
@@ -131,6 +133,15 @@ class ProbeChild:
             self._start()
             return None
         return self.step
+
+    def other_order(self) -> Program | None:
+        """What is predicted of the second look of an attempt; nothing from a child that is gone."""
+        try:
+            found: Program | None = self.ask(OTHER_ORDER, "predicting the footprint")
+        except ChildLost:
+            self.restart()
+            return None
+        return found
 
     def remedies(self) -> list[Remedy]:
         """What would let a micro-batch fit that does not, as predicted; nothing from a child that is gone."""
@@ -236,6 +247,8 @@ def probe_answers(bench: Bench, _: Options) -> Callable[[Any], Any]:
         if asked == PRIOR:
             step = prior_footprint(bench)
             return step
+        if asked == OTHER_ORDER:
+            return other_order(bench)
         return remedies_of(bench, step) if asked == REMEDIES else attempt_at(bench, *asked)
 
     return answer

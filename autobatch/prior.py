@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Sequence
+from dataclasses import replace
 
-from autobatch.attempt import WINDOWS, Bench
+import torch
+
+from autobatch.attempt import OTHER_WINDOWS, WINDOWS, Bench
 from autobatch.bench import Facts, facts_of, new_allocator
 from autobatch.errors import AutobatchError
 from autobatch.footprint.allocator import Allocator
 from autobatch.footprint.curve import memory_curve, predicted_points
 from autobatch.footprint.predict import Footprint, footprint
-from autobatch.footprint.program import Untraceable
+from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.recorder import Setting
 from autobatch.footprint.remedies import Spending, find_remedies
 from autobatch.knobs import COMPILE
@@ -19,21 +21,30 @@ from autobatch.records import MemoryCurve, PredictedPoint, Remedy
 from autobatch.state import preserved_random_state
 
 
-def prior_footprint(bench: Bench) -> Footprint | None:
+def prior_footprint(bench: Bench, windows: Sequence[int] = WINDOWS) -> Footprint | None:
     """Trace an attempt on tensors without memory; ``None`` where that would not tell what will be recorded.
 
-    On a card the first runs tell more: its libraries take workspaces that no trace sees. So do those of
-    recurrent layers on the CPU (oneDNN).
+    On a card the first runs tell more: its libraries take workspaces that no trace sees.
+
+    Args:
+        bench: what attempts run on.
+        windows: micro-batches a window.
     """
-    if not _tells(bench):
+    if bench.device.kind == "cuda":
         return None
     try:
         # Data that is augmented draws while it is read.
         with preserved_random_state():
-            return footprint(_setting(bench))
+            return footprint(replace(_setting(bench), windows=windows))
     except AutobatchError:
         # Whatever cannot be traced is run.
         return None
+
+
+def other_order(bench: Bench) -> Program | None:
+    """What the second look of an attempt allocates; ``None`` where it cannot be traced."""
+    step = prior_footprint(bench, OTHER_WINDOWS)
+    return None if step is None else step.program
 
 
 def remedies_of(bench: Bench, step: Footprint | None) -> list[Remedy]:
@@ -43,8 +54,6 @@ def remedies_of(bench: Bench, step: Footprint | None) -> list[Remedy]:
         bench: what was probed.
         step: its footprint, if that was traced already.
     """
-    if step is None and not _tells(bench) and bench.device.kind != "cuda":
-        return []
     facts = facts_of(bench)
 
     def allocator(expandable: bool) -> Allocator | None:
@@ -81,11 +90,6 @@ def pictures(
     except Untraceable:
         return [], None
     return predicted_points(step, micro_batch, unlimited, facts.samples), curve
-
-
-def _tells(bench: Bench) -> bool:
-    """Whether a trace tells what runs will record; see `prior_footprint`."""
-    return bench.device.kind != "cuda"
 
 
 def _setting(bench: Bench) -> Setting:

@@ -13,8 +13,9 @@ from autobatch.attempt import Bench, Outcome, attempt_at
 from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
 from autobatch.footprint.predict import Footprint
+from autobatch.footprint.program import Program
 from autobatch.isolation import ProbeChild
-from autobatch.prior import prior_footprint, remedies_of
+from autobatch.prior import other_order, prior_footprint, remedies_of
 from autobatch.records import Remedy
 from autobatch.workload import Workload
 
@@ -59,6 +60,9 @@ class Prober(Protocol):
     def prior(self) -> Footprint | None:
         """What is predicted before anything runs, where it can be."""
 
+    def other_order(self) -> Program | None:
+        """What is predicted of the second look that an attempt takes near the limit, where it can be."""
+
     def remedies(self) -> list[Remedy]:
         """What would let a micro-batch fit that does not, as predicted."""
 
@@ -78,6 +82,10 @@ class LocalProber:
         """See `autobatch.prior.prior_footprint`."""
         self.step = prior_footprint(self.bench)
         return self.step
+
+    def other_order(self) -> Program | None:
+        """See `autobatch.prior.other_order`."""
+        return other_order(self.bench)
 
     def remedies(self) -> list[Remedy]:
         """See `autobatch.prior.remedies_of`."""

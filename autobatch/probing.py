@@ -149,7 +149,9 @@ def _search(
     run: Callable[[int], Outcome], prober: Prober, caps: dict[LimitedBy, int], expired: Callable[[], bool]
 ) -> Probe:
     step = prober.prior()
-    forecast = ReplayForecast(lambda: new_allocator(prober.facts), None if step is None else step.program)
+    forecast = ReplayForecast(
+        lambda: new_allocator(prober.facts), None if step is None else step.program, prober.other_order
+    )
     tried: list[Attempt] = []
 
     def noted(size: int) -> Outcome:

@@ -106,7 +106,7 @@ def search(
             break
         guess = forecast.largest(cap)
         predicted = guess if predicted is None else predicted
-        size = _below(bracket) or _next_size(bracket, guess, forecast.calibration(cap))
+        size = _below(bracket, guess) or _next_size(bracket, guess, forecast.calibration(cap))
         try:
             outcome = run(size)
         except KeyboardInterrupt:
@@ -151,9 +151,11 @@ def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) ->
     return (bracket.low + bracket.high) // 2
 
 
-def _below(bracket: _Bracket) -> int | None:
-    """Where a size failed narrowly, the limit is near below: look there, in growing strides."""
+def _below(bracket: _Bracket, guess: int | None) -> int | None:
+    """Where a size failed narrowly, and no prediction leads on, the limit is near below: growing strides."""
     if not bracket.narrowly or bracket.guided >= FORECASTS or not bracket.high or bracket.high <= 1:
+        return None
+    if guess is not None and bracket.low < guess < bracket.high:
         return None
     bracket.guided += 1
     bracket.descents += 1

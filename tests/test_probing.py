@@ -15,6 +15,8 @@ from autobatch.attempt import Bench, attempt
 from autobatch.bench import open_bench
 from autobatch.config import PlanOptions, ProbeOptions
 from autobatch.errors import DoesNotFitError, InputError
+from autobatch.probers import open_prober
+from autobatch.probing import run_probe
 from autobatch.stages import Environment, run_plan_command
 from benchmarks.workloads import WORKLOADS
 from tests.probes import WIDTH, amsgrad, mlp, probed, vectors, work
@@ -175,6 +177,21 @@ def test_a_size_that_runs_in_one_order_of_windows_only_does_not_fit(monkeypatch)
     refused = [size for size in range(found + 1, found + 8) if attempt(bench, size).attempt.fits]
     assert refused
     assert not survives(bench, refused[-1], windows=3)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_other_order_is_predicted_once_it_made_a_difference(isolated, tmp_path) -> None:
+    """Then the second prediction is right: one error, two runs, and every size above it fails."""
+    options = ProbeOptions(device="sim:t4", memory_budget="2MiB")
+    here = open_bench(WORKLOADS["resnet-bn"](), options)
+    file = tmp_path / "train.py"
+    file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['resnet-bn']\n")
+    with open_prober(f"{file}:train", options, isolated=isolated) as prober:
+        found, _ = run_probe(prober, options, home=tmp_path)
+    assert [one.fits for one in found.attempts] == [False, True]
+    assert found.upper_bound_by == "replay"
+    above = range(found.micro_batch + 1, found.attempts[0].micro_batch + 1)
+    assert not any(attempt(here, size).attempt.fits for size in above)
 
 
 class Sequences(Dataset):

@@ -210,8 +210,8 @@ def largest(
     program: Program,
     make_allocator: Callable[[], Allocator],
     cap: int,
-    refuses: Callable[[Replay], str | None] | None = None,
     *,
+    other: Program | None = None,
     neighbours: int = _NEIGHBOURS,
 ) -> int | None:
     """The largest micro-batch whose replay fits; ``None`` if none is found.
@@ -224,7 +224,7 @@ def largest(
         program: the step.
         make_allocator: a new allocator with the budget as its limit, for every replay.
         cap: the largest micro-batch asked for, at least 1.
-        refuses: says why a replay that got through does not count all the same.
+        other: a second order of the same step, which must fit as well.
         neighbours: how far behind the answer to look for a micro-batch that fits all the same.
 
     Raises:
@@ -234,8 +234,8 @@ def largest(
 
     def fits(m: int) -> bool:
         if m not in known:
-            outcome = replay(program.at(m), make_allocator())
-            known[m] = outcome.fits and (refuses is None or refuses(outcome) is None)
+            orders = (program,) if other is None else (program, other)
+            known[m] = all(replay(order.at(m), make_allocator()).fits for order in orders)
         return known[m]
 
     low = _last_fitting(fits, 0, cap)

@@ -6,7 +6,7 @@ overflowed, and a selection by a mask keeps everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autobatch.footprint.attention import backward_scratch_bytes
 from autobatch.footprint.budget import Ledger
@@ -28,6 +27,7 @@ _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, at
 """Operators that run on cuBLAS, which takes a workspace at its first call in each thread."""
 _DEVICE = torch.ops.prim.device.default
 """Asked more often than all other operators together, for autograd asks it of every fake."""
+_QUESTIONS = frozenset({_DEVICE, aten._local_scalar_dense.default})
 _RECURRENT = aten.mkldnn_rnn_layer.default
 _CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -140,10 +140,8 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on fakes; see the class."""
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
-        if func is aten._local_scalar_dense.default:
-            return self._answer(args[0])
+        if func in _QUESTIONS:
+            return args[0].fake_device if func is _DEVICE else self._answer(args[0])
         if func.name().startswith("aten::_foreach_") and func._schema.name.endswith("_"):
             # In place over hundreds of tensors: nothing comes of it but time.
             return None
@@ -158,12 +156,11 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
             self._found_inf.add(args[1].untyped_storage()._cdata)
         elif func in _SELECTIONS:
             func, args, kwargs = self._keep_everything(func, args, kwargs)
-        elif func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
+        if func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
             return self._one_of(args[0], args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _RECURRENT:
-            size = self._workspaces.bytes_of(args)
-            return *out[:3], super().__torch_dispatch__(aten.empty.memory_format, (), ([size],), _typed(torch.uint8))
+            out = (*out[:3], self._empty([self._workspaces.bytes_of(args)], torch.uint8))
         scratch = backward_scratch_bytes(func, args)
         if self._on_card and scratch:
             self.transient(scratch)
@@ -178,12 +175,16 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         # Neither 0 nor 1: optimizers divide by a value, and by what is left to 1.
         return 0.5 if tensor.is_floating_point() else 1
 
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that an operator makes without telling torch."""
+        made: Tensor = super().__torch_dispatch__(aten.empty.memory_format, (), (shape,), _typed(dtype))
+        return made
+
     def _one_of(self, x: Tensor, y: Tensor) -> Tensor:
         """One number in a storage for as many as two tensors have elements together."""
         shape = torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
-        dtype = _typed(torch.promote_types(x.dtype, y.dtype))
-        whole = super().__torch_dispatch__(aten.empty.memory_format, (), (shape,), dtype)
-        one: Tensor = aten.as_strided.default(whole, [], [])
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        one: Tensor = aten.as_strided.default(self._empty(shape, dtype), [], [])
         return one
 
     def _keep_everything(
@@ -204,11 +205,7 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
                 self.keeps_everything = True
                 size = index.numel()
                 for _ in range(index.dim()):
-                    indices.append(
-                        super().__torch_dispatch__(
-                            aten.empty.memory_format, (), ([size],), _typed(torch.int64)
-                        )
-                    )
+                    indices.append(self._empty([size], torch.int64))
             else:
                 indices.append(index)
         return func, (x, indices, *args[2:]), kwargs

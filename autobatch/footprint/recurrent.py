@@ -41,7 +41,8 @@ class Workspaces:
             one, two = (_asked(args, at, features, hidden) for at in (1, 2))
             self._known[key] = (two - one, 2 * one - two)
         a_step, fixed = self._known[key]
-        return -(-samples * (steps * a_step + fixed) // SAMPLES) + PARTS * PAGE
+        whole = int(samples * (steps * a_step + fixed))
+        return -(-whole // SAMPLES) + PARTS * PAGE
 
 
 def _asked(args: tuple[Any, ...], steps: int, features: int, hidden: int) -> int:

@@ -181,16 +181,11 @@ def test_largest_against_brute_force(recipe, limit, cap, caching):
         assert (answer or 0) == sum(truth)
 
 
-def test_largest_looks_past_a_dip_and_heeds_a_refusal():
+def test_largest_of_two_orders_is_what_fits_in_both():
     program = Program.fit([(1, trace(100)), (2, trace(200))])
     assert largest(program, lambda: Ledger(1000), 50) == 10
     assert largest(program, lambda: Ledger(1000), 7) == 7
     assert largest(program, lambda: Ledger(99), 7) is None
-    dips = {4, 5, 6, 9}
-    refused = largest(
-        program,
-        lambda: Ledger(1000),
-        50,
-        lambda outcome: "a dip" if outcome.peak_allocated_bytes // 100 in dips else None,
-    )
-    assert refused == 10
+    other = Program.fit([(1, trace(130)), (2, trace(250))])
+    assert largest(program, lambda: Ledger(1000), 50, other=other) == (1000 - 10) // 120
+    assert largest(other, lambda: Ledger(1000), 50, other=program) == (1000 - 10) // 120
