@@ -80,11 +80,11 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.context.value if self.context else None
 
     @property
-    def cublas_workspace_bytes(self) -> int | None:
-        """All cuBLAS workspaces of a training process together, in bytes."""
+    def workspaces(self) -> tuple[int, int] | None:
+        """Bytes of one cuBLAS workspace and how many a training process holds; ``None``: not known."""
         if self.cublas_workspace is None or self.cublas_workspaces is None:
             return None
-        return self.cublas_workspace.value * self.cublas_workspaces.value
+        return self.cublas_workspace.value, self.cublas_workspaces.value
 
     @property
     def compute_capability(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from autobatch.card import HardwareProfile
 from autobatch.config import EstimateOptions
 from autobatch.device.simulated import card_budget
 from autobatch.errors import AutobatchError, DoesNotFitError
+from autobatch.fits import residuals
 from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint, footprint, predict
@@ -105,13 +107,15 @@ def run_estimate(
     with preserved_random_state():
         seed_everything(options.seed)
         tracer = _Tracer(found)
-    estimates = [_estimate(tracer, card, options) for card in cards]
+    off = {card.name: residuals(home, (card.title, *card.device_names)) for card in cards}
+    estimates = [_estimate(tracer, card, options, off[card.name]) for card in cards]
     if len(cards) == 1:
         remedies = _remedies(tracer, cards[0], estimates[0], options)
         estimates = [msgspec.structs.replace(estimates[0], remedies=remedies)]
     if estimates and not any(one.fits for one in estimates):
         raise DoesNotFitError(_nothing_fits(estimates, options))
-    notes = dict.fromkeys([*tracer.costliest.notes, *tracer.notes()])
+    compared = [_compared(name, shares) for name, shares in off.items() if shares]
+    notes = dict.fromkeys([*tracer.costliest.notes, *tracer.notes(), *compared])
     return Estimates(estimates=estimates, notes=list(notes))
 
 
@@ -160,17 +164,31 @@ def on_meta(workload: Workload) -> nn.Module:
         return build_model(workload)
 
 
-def _estimate(tracer: _Tracer, card: HardwareProfile, options: EstimateOptions) -> Estimate:
+def _compared(name: str, shares: list[float]) -> str:
+    """What runs on a card said of traces there."""
+    low, high = min(shares), max(shares)
+    return (
+        f"{name}: runs on this machine took {low:+.1%} to {high:+.1%} more than predicted "
+        f"({len(shares)} compared)"
+    )
+
+
+def _estimate(
+    tracer: _Tracer, card: HardwareProfile, options: EstimateOptions, residuals: list[float]
+) -> Estimate:
     start = time.perf_counter()
     budget, source = card_budget(card, options.memory_budget)
     precision = _precision(options, card.compute_capability)
     step = tracer.trace(card.compute_capability, precision)
+    # Runs that took more than predicted widen the interval: what is predicted must then be so much smaller.
+    margins = [step.margin, *(1 - 1 / (1 + residual) for residual in residuals)]
+    step = replace(step, margin=max(margins))
     found = predict(
         step,
         budget_bytes=budget,
         cap=_cap(tracer.workload, options),
         micro_batch=options.micro_batch,
-        workspaces=_workspaces(card),
+        workspaces=card.workspaces,
     )
     where = explain(step, max(1, found.micro_batch))
     return Estimate(
@@ -205,7 +223,7 @@ def _remedies(
         allocator=partial(allocator, one.budget_bytes),
         unlimited=partial(allocator, None),
         cap=_cap(tracer.workload, options),
-        workspaces=_workspaces(card),
+        workspaces=card.workspaces,
     )
     with preserved_random_state():
         step = tracer.trace(capability, one.precision)
@@ -215,11 +233,6 @@ def _remedies(
 def _cap(workload: Workload, options: EstimateOptions) -> int:
     caps = [len(workload.train_data)]  # type: ignore[arg-type]
     return min(caps + [cap for cap in (options.max_micro_batch, options.target_batch) if cap is not None])
-
-
-def _workspaces(card: HardwareProfile) -> tuple[int, int] | None:
-    size, count = card.cublas_workspace, card.cublas_workspaces
-    return (size.value, count.value) if size and count else None
 
 
 def _precision(options: EstimateOptions, capability: tuple[int, int]) -> Precision:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +36,10 @@ class SavedFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The cap of the search in samples, where there was one."""
     date: str
     """ISO date, or date and time, of the day it was found."""
+    traced_bytes: Positive | None = None
+    """Peak reserved at ``micro_batch`` as a trace alone predicts it, on a card that runs have measured."""
+    measured_bytes: Positive | None = None
+    """Peak reserved at ``micro_batch`` as it was."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +99,16 @@ def recall(key: Mapping[str, KeyValue], home: Path) -> SavedFit | Stale | None:
     ]
     newest_first = sorted(relatives, key=lambda stale: stale.fit.date, reverse=True)
     return min(newest_first, key=lambda stale: len(stale.changed), default=None)
+
+
+def residuals(home: Path, devices: Iterable[str]) -> list[float]:
+    """How far traces were off on cards of these names: measured ÷ predicted − 1, for every fit that knows."""
+    names = {name.casefold() for name in devices}
+    return [
+        fit.measured_bytes / fit.traced_bytes - 1
+        for fit in _read_all(home)
+        if str(fit.key.get("device")).casefold() in names and fit.traced_bytes and fit.measured_bytes
+    ]
 
 
 def fit_path(key: Mapping[str, KeyValue], home: Path) -> Path:

@@ -28,12 +28,13 @@ from autobatch.config import Options
 from autobatch.errors import AutobatchError, UserCodeError
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program
-from autobatch.prior import other_order, prior_footprint, remedies_of
+from autobatch.prior import other_order, prior_footprint, remedies_of, traced_peak
 from autobatch.records import Attempt, Remedy
 from autobatch.workload import describe
 
 PRIOR = "prior"
 OTHER_ORDER = "other order"
+TRACED = "traced peak"
 """Asks the child for a prediction instead of an attempt."""
 REMEDIES = "remedies"
 """Asks it for what would help."""
@@ -143,6 +144,16 @@ class ProbeChild:
             return None
         return found
 
+    def traced_peak(self, micro_batch: int) -> int | None:
+        """What a trace alone predicts on a card; see `autobatch.prior.traced_peak`."""
+        if self.facts.device.kind != "cuda":
+            return None
+        try:
+            found: int | None = self.ask((TRACED, micro_batch), "predicting the footprint")
+        except AutobatchError:
+            return None
+        return found
+
     def remedies(self) -> list[Remedy]:
         """What would let a micro-batch fit that does not, as predicted; nothing from a child that is gone."""
         try:
@@ -249,7 +260,10 @@ def probe_answers(bench: Bench, _: Options) -> Callable[[Any], Any]:
             return step
         if asked == OTHER_ORDER:
             return other_order(bench)
-        return remedies_of(bench, step) if asked == REMEDIES else attempt_at(bench, *asked)
+        if asked == REMEDIES:
+            return remedies_of(bench, step)
+        what, size = asked
+        return traced_peak(bench, size) if what == TRACED else attempt_at(bench, *asked)
 
     return answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,10 +13,11 @@ from autobatch.bench import Facts, facts_of, new_allocator
 from autobatch.errors import AutobatchError
 from autobatch.footprint.allocator import Allocator
 from autobatch.footprint.curve import memory_curve, predicted_points
-from autobatch.footprint.predict import Footprint, footprint
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.predict import Footprint, footprint, with_workspaces
+from autobatch.footprint.program import Program, Untraceable, replay
 from autobatch.footprint.recorder import Setting
 from autobatch.footprint.remedies import Spending, find_remedies
+from autobatch.hardware import data_home, match_profile
 from autobatch.knobs import COMPILE
 from autobatch.records import MemoryCurve, PredictedPoint, Remedy
 from autobatch.state import preserved_random_state
@@ -45,6 +47,25 @@ def other_order(bench: Bench) -> Program | None:
     """What the second look of an attempt allocates; ``None`` where it cannot be traced."""
     step = prior_footprint(bench, OTHER_WINDOWS)
     return None if step is None else step.program
+
+
+def traced_peak(bench: Bench, micro_batch: int) -> int | None:
+    """Peak reserved of a micro-batch on a card, in bytes, as a trace alone predicts it.
+
+    For comparison with what a run measured there; ``None`` on other devices, and where it cannot be traced.
+    """
+    if bench.device.kind != "cuda":
+        return None
+    device = bench.device.describe()
+    capability = torch.cuda.get_device_capability(bench.device.torch_device)
+    card = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
+    try:
+        with preserved_random_state():
+            program = with_workspaces(footprint(_setting(bench)), None if card is None else card.workspaces)
+        unlimited = new_allocator(facts_of(bench), capped=False)
+        return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
+    except AutobatchError:
+        return None
 
 
 def remedies_of(bench: Bench, step: Footprint | None) -> list[Remedy]:

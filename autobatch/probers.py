@@ -15,7 +15,7 @@ from autobatch.config import Options
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program
 from autobatch.isolation import ProbeChild
-from autobatch.prior import other_order, prior_footprint, remedies_of
+from autobatch.prior import other_order, prior_footprint, remedies_of, traced_peak
 from autobatch.records import Remedy
 from autobatch.workload import Workload
 
@@ -63,6 +63,9 @@ class Prober(Protocol):
     def other_order(self) -> Program | None:
         """What is predicted of the second look that an attempt takes near the limit, where it can be."""
 
+    def traced_peak(self, micro_batch: int) -> int | None:
+        """Peak reserved as a trace alone predicts it, where the device is a card that runs have measured."""
+
     def remedies(self) -> list[Remedy]:
         """What would let a micro-batch fit that does not, as predicted."""
 
@@ -86,6 +89,10 @@ class LocalProber:
     def other_order(self) -> Program | None:
         """See `autobatch.prior.other_order`."""
         return other_order(self.bench)
+
+    def traced_peak(self, micro_batch: int) -> int | None:
+        """See `autobatch.prior.traced_peak`."""
+        return traced_peak(self.bench, micro_batch)
 
     def remedies(self) -> list[Remedy]:
         """See `autobatch.prior.remedies_of`."""

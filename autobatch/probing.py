@@ -86,7 +86,7 @@ def run_probe(
     progress.probed(result)
     if saved is not None and confirmed is not None:
         return result, fit_path(saved.key, home)
-    return result, _remember(result, facts, min(caps.values()), home, progress)
+    return result, _remember(result, prober, min(caps.values()), home, progress)
 
 
 def run_lengths(prober: Prober, options: Options, found: Probe, progress: Progress) -> Probe:
@@ -239,23 +239,32 @@ def _confirm(
     )
 
 
-def _remember(result: Probe, facts: Facts, cap: int, home: Path, progress: Progress) -> Path | None:
+def _remember(result: Probe, prober: Prober, cap: int, home: Path, progress: Progress) -> Path | None:
     """Save the answer of a search that came to its end; where it is saved."""
     if result.upper_bound_by is None:
         return None
+    traced_bytes = prober.traced_peak(result.micro_batch)
     fit = SavedFit(
-        key=facts.key,
+        key=prober.facts.key,
         micro_batch=result.micro_batch,
         limited_by=result.limited_by,
         upper_bound_by=result.upper_bound_by,
         cap=cap,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        traced_bytes=traced_bytes,
+        measured_bytes=None if traced_bytes is None else _peak_of(result),
     )
     try:
         return remember(fit, home)
     except InputError as error:
         progress.note(f"what fitted is not remembered: {error}")
         return None
+
+
+def _peak_of(result: Probe) -> int | None:
+    """Peak reserved of the attempt that is the answer."""
+    of_answer = (one for one in result.attempts if one.fits and one.micro_batch == result.micro_batch)
+    return next((one.peak_reserved_bytes for one in of_answer), None)
 
 
 def nothing_fits(attempts: list[Attempt], prober: Prober, *, cannot: str | None = None) -> DoesNotFitError:

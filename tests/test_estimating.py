@@ -10,6 +10,7 @@ import pytest
 from autobatch.config import EstimateOptions
 from autobatch.errors import DoesNotFitError
 from autobatch.estimating import run_estimate
+from autobatch.fits import SavedFit, remember
 from autobatch.report.terminal import Terminal
 from autobatch.units import MiB
 from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
@@ -37,6 +38,32 @@ def test_one_card_is_explained(found):
     assert [set(each) for each in json["estimates"][0]["remedies"]] == [
         {"name", "advice", "micro_batch", "peak_bytes"} for _ in one.remedies
     ]
+
+
+def test_what_runs_on_this_machine_took_more_widens_the_interval(tmp_path):
+    """Of two runs on such a card one took a quarter more than its trace said; of another card, no word."""
+    workload = make(lambda: Transformer(width=128, depth=8), data=Tokens(), loss=token_loss)
+    for number, (device, measured) in enumerate(
+        (("NVIDIA GeForce RTX 4090", 125), ("NVIDIA GeForce RTX 4090", 99), ("NVIDIA T4", 900))
+    ):
+        saved = SavedFit(
+            key={"workload": f"w{number}", "device": device},
+            micro_batch=1,
+            limited_by="memory",
+            upper_bound_by="run",
+            date="2026-11-21",
+            traced_bytes=100 * MiB,
+            measured_bytes=measured * MiB,
+        )
+        remember(saved, tmp_path)
+    options = EstimateOptions(profile=["rtx-4090", "l4"], memory_budget=f"{80 * MiB}")
+    after = run_estimate(workload, options, {"AUTOBATCH_HOME": str(tmp_path)})
+    now, before = after.estimates[0], run_estimate(workload, options, {}).estimates[0]
+    assert now.micro_batch == before.micro_batch
+    assert now.micro_batch_low < before.micro_batch_low
+    tight = EstimateOptions(profile=["rtx-4090", "l4"], memory_budget=f"{64 * MiB}")
+    assert now.micro_batch_low == run_estimate(workload, tight, {}).estimates[0].micro_batch
+    assert any("-1.0% to +25.0% more than predicted (2 compared)" in note for note in after.notes)
 
 
 def test_several_cards_are_a_table_alone():

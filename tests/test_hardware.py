@@ -71,9 +71,7 @@ def test_a_shipped_profile_is_whole_and_sane(file):
     assert 8 * GiB < profile.total_bytes < 256 * GiB
     assert profile.nvml_total is None or profile.nvml_total.value > profile.total_bytes
     assert profile.context_bytes is None or 64 * MiB < profile.context_bytes < 2 * GiB
-    assert profile.cublas_workspace_bytes == (
-        64 * MiB if profile.compute_capability >= (9, 0) else 2 * 8519680
-    )
+    assert profile.workspaces == (32 * MiB if profile.compute_capability >= (9, 0) else 8519680, 2)
     figures = [value for value in tomllib.loads(file.read_text()).values() if isinstance(value, dict)]
     assert len(figures) >= 4
     for figure in figures:
@@ -209,7 +207,7 @@ def test_a_saved_profile_reads_back_equal(tmp_path):
 def test_unknown_figures_are_none(tmp_path):
     profile = a_profile()
     assert profile.total_bytes == 8 * GiB
-    assert (profile.context_bytes, profile.cublas_workspace_bytes) == (None, None)
+    assert (profile.context_bytes, profile.workspaces) == (None, None)
     assert profile.compute_capability == (8, 6)
 
 

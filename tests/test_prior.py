@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
+from autobatch import hardware
 from autobatch.attempt import attempt
-from autobatch.config import PlanOptions
+from autobatch.bench import facts_of
+from autobatch.config import EstimateOptions, PlanOptions, ProbeOptions
+from autobatch.device.cpu import CpuDevice
 from autobatch.errors import DoesNotFitError
-from autobatch.prior import pictures, remedies_of
+from autobatch.estimating import run_estimate
+from autobatch.fits import SavedFit
+from autobatch.footprint.allocator import CachingAllocator
+from autobatch.prior import pictures, remedies_of, traced_peak
+from autobatch.probers import LocalProber
+from autobatch.probing import run_probe
 from autobatch.stages import Environment, run_plan_command
 from autobatch.units import KiB, MiB
 from tests.footprint.test_recorder import bench
@@ -48,6 +60,45 @@ def test_nothing_fits_says_what_would(tmp_path):
         assert words in text
     for size in re.findall(r"a micro-batch of ([\d,]+) is predicted to fit", text):
         assert int(size.replace(",", "")) >= 1
+
+
+class Card(CpuDevice):
+    """This machine's memory in the place of an L4's."""
+
+    kind = "cuda"
+
+    def describe(self):
+        return msgspec.structs.replace(
+            super().describe(), kind="cuda", name="NVIDIA L4", total_bytes=load_profile("l4").total_bytes
+        )
+
+    def new_allocator(self):
+        return CachingAllocator(self.budget_bytes)
+
+
+def load_profile(name):
+    return hardware.load_profile(name, user_dir=Path("nowhere"))
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_what_a_card_took_is_kept_beside_what_a_trace_says_of_it(size, monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    workload, options = deep(), EstimateOptions(profile=["l4"], micro_batch=size, precision="fp32")
+    here = replace(bench(workload), device=Card(memory_budget=64 * MiB), max_grad_norm=None)
+    predicted = run_estimate(workload, options, {}).estimates[0].peak_reserved_bytes
+    assert traced_peak(here, size) == predicted
+    assert traced_peak(bench(workload), size) is None
+
+
+def test_the_answer_on_a_card_is_remembered_with_both_figures(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    here = replace(bench(deep()), device=Card(memory_budget=64 * MiB))
+    options = ProbeOptions(max_micro_batch=3)
+    found, path = run_probe(LocalProber(here, facts_of(here)), options, home=tmp_path)
+    saved = msgspec.json.decode(path.read_bytes(), type=SavedFit)
+    assert saved.traced_bytes == traced_peak(here, found.micro_batch)
+    assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes
 
 
 def test_remedies_come_from_the_bench_as_it_is():
