@@ -48,6 +48,8 @@ class Bench:
     costliest: Costliest
     precision: Precision
     max_grad_norm: float | None = None
+    ema: float | None = None
+    """Decay of the weights' average; ``None``: none is kept."""
     knobs: Mapping[str, Value] = field(default_factory=dict)
     """What the tuner chose, by the knob's name."""
     clock: Callable[[], float] = time.perf_counter
@@ -147,6 +149,7 @@ def train_on_copies(
             precision=bench.precision,
             learning_rate=bench.workload.learning_rate,
             max_grad_norm=bench.max_grad_norm,
+            ema=bench.ema,
             knobs=bench.knobs,
         )
         if trainee.scaler is not None:

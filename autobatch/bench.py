@@ -101,6 +101,7 @@ def open_bench(
         costliest=costliest,
         precision=precision_of(options, device),
         max_grad_norm=getattr(options, "max_grad_norm", None),
+        ema=getattr(options, "ema", None),
     )
 
 
@@ -192,6 +193,8 @@ def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
         "optimizer": _digest(_optimizer_line(bench.workload)),
         "precision": bench.precision,
         "max_grad_norm": None if bench.max_grad_norm is None else str(bench.max_grad_norm),
+        # What it weighs does not depend on the decay.
+        "ema": None if bench.ema is None else "on",
         "device": device.name,
         "device_kind": device.kind,
         "total_bytes": device.total_bytes,

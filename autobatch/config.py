@@ -57,6 +57,8 @@ class SearchOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Seconds after which the best certified size so far is the answer."""
     max_grad_norm: Positive | None = None
     """Clip the gradient of the whole window to this norm; without it: no clipping."""
+    ema: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """Also keep an average of the weights with this decay, 0.999 say; without it: none."""
 
 
 class ProbeOptions(SearchOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,8 +107,18 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Write a checkpoint every this many optimizer steps, besides the one at the end."""
     checkpoint_minutes: Positive | None = None
     """Write a checkpoint when this many minutes have passed since the last one."""
+    on_failed_save: Literal["stop", "continue"] = "stop"
+    """What a checkpoint on the way that cannot be written does to the run; one at the end always stops it."""
     validate_every: AtLeastOne | None = None
     """Validate every this many optimizer steps, besides the end."""
+    validation_micro_batch: AtLeastOne | None = None
+    """Samples at a time in validation; without it: the training's, and more while they fit."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """Stop at a loss or gradient that is not finite, or skip up to 3 such windows in a row (fp16 does)."""
+    split_check: Literal["error", "note", "off"] = "error"
+    """What a loss is that cannot be split into micro-batches exactly; off: not looked at."""
+    bn_momentum: Literal["keep", "auto"] = "keep"
+    """auto: let the running averages of BatchNorm move by the batch, not by its micro-batches."""
     keep_last: Annotated[int, Meta(ge=2)] = 3
     """Checkpoints to keep."""
     resume: bool = False
@@ -201,6 +213,8 @@ def _limited(kind: type, meta: Meta) -> str:
     number = "a whole number" if kind is int else "a number"
     if meta.le is not None:
         return f"{number} from {meta.ge} to {meta.le}"
+    if meta.lt is not None:
+        return f"{number} over {meta.gt} and under {meta.lt}"
     return f"{number} of {meta.ge} or more" if meta.ge is not None else f"{number} over {meta.gt}"
 
 

@@ -25,9 +25,11 @@ from autobatch.results import Result
 from autobatch.stages import Environment, plan_only, tuned
 from autobatch.state import seed_everything
 from autobatch.step import assemble
+from autobatch.training.advice import batch_norms
 from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
+from autobatch.training.evaluation import rehearse
 from autobatch.training.loop import Loop
-from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
+from autobatch.training.run import AVERAGED_WEIGHTS, CHECKPOINTS, METRICS, WEIGHTS, RunSettings, train
 from autobatch.training.selfcheck import check_decomposes
 from autobatch.training.windows import Course
 from autobatch.workload import Workload, kind_of, user_code
@@ -57,10 +59,12 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     assert result.plan is not None
     key = facts_of(bench).key
     course = _course(bench.workload, options)
-    for line in check_decomposes(bench, micro_batch=result.plan.micro_batch, course=course):
+    micro_batch = result.plan.micro_batch
+    for line in check_decomposes(bench, micro_batch=micro_batch, course=course, check=options.split_check):
         environment.progress.note(line)
     with bench.device.training() as meter:
         loop = _open_loop(bench, result.plan, options, meter)
+        rehearse(bench.workload, loop.trainee, device=bench.device, meter=meter)
         facts = {
             "plan": msgspec.to_builtins(result.plan),
             "key": key,
@@ -84,7 +88,9 @@ def _settings(options: FitOptions, out: Path, facts: dict[str, Any], command: st
         out=out,
         checkpoint_every=options.checkpoint_every,
         checkpoint_minutes=options.checkpoint_minutes,
+        on_failed_save=options.on_failed_save,
         validate_every=options.validate_every,
+        validation_micro_batch=options.validation_micro_batch,
         keep_last=options.keep_last,
         facts=facts,
         resume_hint=_resume_hint(command, out),
@@ -150,6 +156,7 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> 
         precision=planned.precision,
         learning_rate=planned.learning_rate,
         max_grad_norm=options.max_grad_norm,
+        ema=options.ema,
         knobs=planned.knobs,
     )
     course = _course(workload, options)
@@ -170,6 +177,8 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> 
         meter=meter,
         micro_batch=planned.micro_batch,
         schedules=schedules,
+        on_nonfinite=options.on_nonfinite,
+        rescaled_norms=batch_norms(trainee.model) if options.bn_momentum == "auto" else [],
     )
 
 
@@ -275,7 +284,8 @@ def _same_horizon(resumed: Loaded, loop: Loop) -> None:
 
 def _set_aside(out: Path) -> None:
     """Move an earlier run of the same folder out of the way: nothing is lost, nothing is mixed."""
-    old = [path for path in (out / CHECKPOINTS, out / METRICS, out / RESULT, out / REPORT) if path.exists()]
+    names = (CHECKPOINTS, METRICS, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
+    old = [path for path in (out / name for name in names) if path.exists()]
     if not old:
         return
     number = 1

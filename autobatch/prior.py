@@ -124,6 +124,7 @@ def _setting(bench: Bench) -> Setting:
         capability=None if card is None else torch.cuda.get_device_capability(card),
         windows=WINDOWS,
         max_grad_norm=bench.max_grad_norm,
+        ema=bench.ema,
         # A compiled model is predicted as its module runs without the compiler.
         knobs={name: value for name, value in bench.knobs.items() if name != COMPILE},
     )

@@ -157,7 +157,8 @@ class StepRecord(Record, frozen=True, kw_only=True):
     step: int
     """Windows seen, this one included."""
     applied: bool
-    """False where the window took no optimizer step (overflow of the loss scale, nothing counted)."""
+    """False where the window took no optimizer step (overflow of the loss scale, nothing counted, or a
+    loss or gradient that is not finite and was skipped)."""
     samples: int
     """Samples seen by the whole run so far."""
     loss: float | None
@@ -170,6 +171,10 @@ class StepRecord(Record, frozen=True, kw_only=True):
     accumulation_steps: int
     seconds: float
     """Of this window alone."""
+    samples_per_s: float | None = None
+    """Of this window alone."""
+    items_per_s: float | None = None
+    """What the loss is a mean over: tokens that count, say; samples where it counts nothing else."""
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     oom_recoveries: int
@@ -202,6 +207,10 @@ class Training(Record, frozen=True, kw_only=True):
     """What it says of the target batch, in a sentence."""
     micro_batch: int | None = None
     """The micro-batch at the end: smaller than the plan's after a recovery."""
+    ema: float | None = None
+    """Decay of the averaged weights, which the validation figures are of; ``None``: of the weights."""
+    failed_checkpoints: list[int] = []
+    """Steps after which no checkpoint could be written, where the run went on all the same."""
 
 
 class PredictedPoint(Record, frozen=True):

@@ -148,9 +148,11 @@ def _measure_first(trainee: Trainee, tally: Tally) -> None:
 def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
     """Turn the gradients of a window into one optimizer step, and free them.
 
-    The order is: normalise, measure, check, clip, unscale, step, update of the loss scale. Unscaling stands
-    with the step, where optimizers that unscale by themselves do it; a loss scale is a power of two, so the
-    place makes no difference.
+    The order is: normalise, measure, check, clip, unscale, step, update of the loss scale, average of the
+    weights, and the gradients are freed here, at the end, so that none is held while nothing needs it. The
+    check comes before the clip, for a norm that is not finite clips nothing. Unscaling stands with the step,
+    where optimizers that unscale by themselves do it; a loss scale is a power of two, so the place makes no
+    difference. Schedules, counters and what a run writes follow in `autobatch.training`.
 
     Args:
         trainee: the model and its optimizer, with the window's gradients.
@@ -159,6 +161,7 @@ def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
 
     Returns:
         The window's loss; without a loss scale, nothing moved unless the loss and all gradients are finite.
+        Where that is so, the buffers can still be put back to where the window found them.
 
     Raises:
         InputError: the loss does not depend on what is trained.
@@ -188,9 +191,9 @@ def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
             torch._foreach_mul_([g for own in gradients for g in own], coefficient)
     has_gradient = [bool(own) for own in gradients]
     del gradients, norms
-    trainee.buffers.let_go()
     if items > 0 and (trainee.scaler is not None or any(steps)):
-        _take_steps(trainee, has_gradient)
+        trainee.buffers.let_go()
+        _take_steps(trainee, has_gradient, moved=any(steps))
     trainee.gradients.discard()
     return WindowResult(
         loss=loss,
@@ -273,8 +276,12 @@ def _clip_coefficient(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-def _take_steps(trainee: Trainee, has_gradient: list[bool]) -> None:
-    """Let every optimizer step; the loss scale leaves out those whose gradients overflowed."""
+def _take_steps(trainee: Trainee, has_gradient: list[bool], *, moved: bool) -> None:
+    """Let every optimizer step; the loss scale leaves out those whose gradients overflowed.
+
+    The average follows where one of them ``moved`` its weights; out of memory there, nothing can be run
+    again either.
+    """
     trainee.stepping = True
     trainee.gradients.hand_over()
     with user_code("optimizer"):
@@ -286,6 +293,8 @@ def _take_steps(trainee: Trainee, has_gradient: list[bool]) -> None:
                 trainee.scaler.step(optimizer)
         if trainee.scaler is not None and any(has_gradient):
             trainee.scaler.update()
+    if trainee.average is not None and moved:
+        trainee.average.update()
     trainee.stepping = False
 
 

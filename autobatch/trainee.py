@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.applying import apply_forward, apply_implementation, apply_layout
+from autobatch.averaging import WeightAverage
 from autobatch.errors import InputError
 from autobatch.gradients import Gradients, Optimizers
 from autobatch.records import Precision
@@ -38,6 +39,8 @@ class Trainee:
     """What the buffers were before the window that runs."""
     items_per_sample: float | None = None
     """The first count above 0 that a `Loss` gave, a sample; ``None`` until then. Fixed for the whole run."""
+    average: WeightAverage | None = None
+    """Of the weights; moves with every step that is taken."""
     stepping: bool = False
     """An optimizer has begun to move weights: what fails now cannot be run again in place."""
 
@@ -50,11 +53,13 @@ def assemble(
     precision: Precision,
     learning_rate: float,
     max_grad_norm: float | None = None,
+    ema: float | None = None,
     knobs: Mapping[str, object] | None = None,
 ) -> Trainee:
     """Put a model with its optimizer and its loss scale together; the model is on ``device`` already.
 
-    What the tuner chose, ``knobs``, is applied here; see `autobatch.applying`.
+    What the tuner chose, ``knobs``, is applied here; see `autobatch.applying`. With ``ema``, the decay of an
+    average of the weights, that average begins here.
 
     Raises:
         InputError: the workload's optimizer is none, or trains nothing that can be trained in this precision.
@@ -90,6 +95,7 @@ def assemble(
         max_grad_norm=max_grad_norm,
         gradients=Gradients(model, optimizers),
         buffers=BufferKeeper(model),
+        average=None if ema is None else WeightAverage(parameters, ema),
     )
 
 

@@ -123,6 +123,7 @@ def other_loss(model: nn.Module, batch) -> torch.Tensor:
         ("precision", work(), {"precision": "bf16"}),
         ("budget_bytes", work(), {"memory_budget": "2MiB"}),
         ("max_grad_norm", work(), {"max_grad_norm": 1.0}),
+        ("ema", work(), {"ema": 0.9}),
         ("workload", work(name="another"), {}),
     ],
 )

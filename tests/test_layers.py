@@ -19,7 +19,7 @@ FLOORS = [
     {"report"},
     {"hardware", "config", "finding", "failures", "results", "demo"},
     {"fits", "sources"},
-    {"batches", "state", "gradients"},
+    {"batches", "state", "gradients", "averaging"},
     {"applying"},
     {"trainee"},
     {"step"},

@@ -15,7 +15,15 @@ POINTS = 24
 """Micro-batches whose peaks are predicted for a picture."""
 MOST_POSITIONS = 500
 """Events of a step that a picture keeps."""
-KINDS = ("parameters", "optimizer state", "gradients", "batch", "activations", "temporaries")
+KINDS = (
+    "parameters",
+    "averaged weights",
+    "optimizer state",
+    "gradients",
+    "batch",
+    "activations",
+    "temporaries",
+)
 """From the bottom: what stays longest first."""
 CACHED = "cached"
 """Held by the allocator, and by no tensor."""

@@ -42,6 +42,8 @@ class Setting:
     windows: Sequence[int] = (1, 2, 2)
     """Micro-batches a window: as in an attempt on a device (`autobatch.attempt.WINDOWS`)."""
     max_grad_norm: float | None = None
+    ema: float | None = None
+    """Decay of the weights' average; ``None``: none is kept."""
     knobs: Configuration = field(default_factory=dict)
     """What the tuner chose; see `autobatch.knobs`."""
 
@@ -81,8 +83,11 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
         precision=setting.precision,
         learning_rate=setting.workload.learning_rate,
         max_grad_norm=setting.max_grad_norm,
+        ema=setting.ema,
         knobs=setting.knobs,
     )
+    if trainee.average is not None:
+        recorder.label("averaged weights", trainee.average.tensors())
     if setting.capability is not None:
         for optimizer in trainee.optimizers:
             prefer_foreach(optimizer)

@@ -50,7 +50,8 @@ class Label(NamedTuple):
     """What a block is for."""
 
     kind: str
-    """``parameters``, ``gradients``, ``optimizer state``, ``batch``, ``activations`` or ``temporaries``."""
+    """``parameters``, ``averaged weights``, ``gradients``, ``optimizer state``, ``batch``, ``activations`` or
+    ``temporaries``."""
     module: str
     """Name of the module whose forward made it; empty outside of any."""
 

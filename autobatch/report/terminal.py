@@ -130,12 +130,14 @@ class Terminal:
                 f"{step.recovered}",
                 style="yellow",
             )
+        if not step.applied and step.count:
+            self._say(f"step {step.step}: not finite, no optimizer step was taken", style="yellow")
         loss = "–" if step.loss is None else f"{step.loss:.4f}"
         if not self._live:
             stride = max(1, of // PLAIN_LINES)
             if step.step % stride == 0 or step.step == of:
-                rate = step.micro_batch and sum_samples(step) / step.seconds
-                self._say(f"step    {step.step:>6,}/{of:,}  loss {loss}  {rate:,.0f} samples/s")
+                rate = "" if step.samples_per_s is None else f"  {step.samples_per_s:,.0f} samples/s"
+                self._say(f"step    {step.step:>6,}/{of:,}  loss {loss}{rate}")
             return
         self._idle()
         if self._bar is None:
@@ -216,11 +218,6 @@ class Terminal:
     def _idle(self) -> None:
         if self._status is not None:
             self._status.stop()
-
-
-def sum_samples(step: StepRecord) -> float:
-    """Samples of a window, from its split; exact but for the last, even, micro-batches."""
-    return step.micro_batch * step.accumulation_steps
 
 
 def describe_plan(plan: Plan) -> str:

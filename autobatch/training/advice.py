@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,7 +30,8 @@ def advice(model: nn.Module, course: Course, micro_batch: int) -> list[str]:
         ""
         if momentum is None
         else f"; their running averages move {len(sizes)} times a step, where a momentum of "
-        f"{matching_momentum(momentum, len(sizes)):.4g} instead of {momentum:g} would match the whole batch"
+        f"{matching_momentum(momentum, len(sizes)):.4g} instead of {momentum:g} would match the whole batch "
+        "(--bn-momentum auto sets it)"
     )
     return [
         f"{len(layers)} BatchNorm layers take their statistics over {sizes[-1]} to {sizes[0]} samples, not "
@@ -39,6 +42,23 @@ def advice(model: nn.Module, course: Course, micro_batch: int) -> list[str]:
 def matching_momentum(momentum: float, micro_batches_a_step: int) -> float:
     """The momentum with which that many updates weigh a step as one update does with ``momentum``."""
     return 1.0 - math.pow(1.0 - momentum, 1.0 / micro_batches_a_step)
+
+
+@contextmanager
+def matched_momentum(layers: Sequence[_BatchNorm], micro_batches_a_step: int) -> Iterator[None]:
+    """Inside, so many updates move the running averages as far as one would; then momenta are as they were.
+
+    Layers without a momentum average over all that they saw, and need no other.
+    """
+    kept = [(layer, layer.momentum) for layer in layers]
+    try:
+        for layer, momentum in kept:
+            if momentum is not None:
+                layer.momentum = matching_momentum(momentum, micro_batches_a_step)
+        yield
+    finally:
+        for layer, momentum in kept:
+            layer.momentum = momentum
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

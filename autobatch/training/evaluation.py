@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.errors import DoesNotFitError, InputError
 from autobatch.samples import join
+from autobatch.state import preserved_random_state
 from autobatch.step import Trainee, precision_context, tensors_of, to_device
 from autobatch.workload import Batch, Loss, Workload, kind_of, user_code
+
+REHEARSED = 2
+"""Validation samples that loss and metrics are tried on before training."""
+
+
+class Reach:
+    """How many samples a forward pass without gradients takes at a time; learnt while validating.
+
+    It keeps no activations for a backward pass, so it takes more samples than training does: the size starts
+    at the training's and doubles while that fits. What failed once is not tried again.
+
+    Args:
+        micro_batch: samples to start with.
+        grows: larger sizes may be tried. Not where running out of memory ends the process, not the batch.
+    """
+
+    def __init__(self, micro_batch: int, *, grows: bool = False) -> None:
+        self.micro_batch = micro_batch
+        self.start = micro_batch
+        self._grows = grows
+        self._failed = math.inf
+
+    def fitted(self, size: int) -> None:
+        """So many samples ran."""
+        if self._grows and size == self.micro_batch and 2 * size < self._failed:
+            self.micro_batch = 2 * size
+
+    def failed(self, size: int) -> None:
+        """So many samples did not run."""
+        self._failed = min(self._failed, size)
+        self.micro_batch = math.ceil(size / 2)
 
 
 def evaluate(
@@ -22,7 +56,7 @@ def evaluate(
     *,
     device: Device,
     meter: Meter,
-    micro_batch: int,
+    reach: Reach,
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Loss and metrics over the validation data; empty where the workload has none.
@@ -33,9 +67,10 @@ def evaluate(
     Args:
         workload: has the data, the loss and the metrics.
         trainee: the model; the modes of its modules are put back afterwards.
-        device: gives back what it holds after an out-of-memory error.
+        device: gives back what it holds after an out-of-memory error, and after more samples at a time than
+            training takes, whose blocks would stand in the way of its own.
         meter: told of each batch.
-        micro_batch: samples at a time.
+        reach: samples at a time; learns what fits.
         poll: called before each micro-batch; may raise to stop.
 
     Raises:
@@ -53,15 +88,16 @@ def evaluate(
         first, size = 0, len(data)  # type: ignore[arg-type]
         while first < size:
             poll()
-            ids = range(first, min(first + micro_batch, size))
-            figures = _figures(workload, trainee, meter, ids)
+            ids = range(first, min(first + reach.micro_batch, size))
+            figures = _figures(workload, trainee, meter, ids, may_fail=len(ids) > reach.start)
             if isinstance(figures, str):
                 # Out of the except block: nothing keeps the failed batch's tensors alive any more.
                 device.release()
                 if len(ids) == 1:
                     raise DoesNotFitError(f"out of memory in validation at a micro-batch of 1: {figures}")
-                micro_batch = math.ceil(len(ids) / 2)
+                reach.failed(len(ids))
                 continue
+            reach.fitted(len(ids))
             for name, (total, count) in figures.items():
                 totals[name] = totals.get(name, 0.0) + total
                 counts[name] = counts.get(name, 0.0) + count
@@ -69,13 +105,40 @@ def evaluate(
     finally:
         for module, training in modes:
             module.training = training
+    if reach.micro_batch > reach.start:
+        device.release()
     return {name: totals[name] / counts[name] for name in totals if counts[name]}
 
 
+def rehearse(workload: Workload, trainee: Trainee, *, device: Device, meter: Meter) -> None:
+    """Run loss and metrics on the first validation samples: a mistake in them costs no training.
+
+    Raises:
+        InputError: a figure is no number.
+        Exception: whatever the workload raises.
+    """
+    data = workload.validation_data
+    if data is None:
+        return
+    few = Subset(data, range(min(REHEARSED, len(data))))  # type: ignore[arg-type]
+    with preserved_random_state():
+        evaluate(
+            replace(workload, validation_data=few),
+            trainee,
+            device=device,
+            meter=meter,
+            reach=Reach(REHEARSED),
+        )
+
+
 def _figures(
-    workload: Workload, trainee: Trainee, meter: Meter, ids: Sequence[int]
+    workload: Workload, trainee: Trainee, meter: Meter, ids: Sequence[int], *, may_fail: bool
 ) -> dict[str, tuple[float, float]] | str:
-    """Total and count of each figure over some samples; what an out-of-memory error said."""
+    """Total and count of each figure over some samples; what an error said that fewer samples may not raise.
+
+    That is an error of memory, and any at all at a size that nobody asked for (``may_fail``): kernels that
+    index with 32 bits, say.
+    """
     try:
         with torch.no_grad():
             with meter.aside():
@@ -87,7 +150,7 @@ def _figures(
                 figures |= _metrics(workload, trainee, batch)
             return {name: _pair(name, figure, len(ids)) for name, figure in figures.items()}
     except Exception as error:
-        if classify(error) in (Verdict.DEVICE, Verdict.HOST):
+        if may_fail or classify(error) in (Verdict.DEVICE, Verdict.HOST):
             return first_line(error)
         raise
 

@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.device.base import Device, MemoryStats, Meter
 from autobatch.device.oom import Verdict, classify, first_line
@@ -23,6 +24,7 @@ from autobatch.records import StepRecord
 from autobatch.samples import join
 from autobatch.state import capture_random_state, restore_random_state
 from autobatch.step import Trainee, WindowResult, accumulate, finish, tensors_of, to_device
+from autobatch.training.advice import matched_momentum
 from autobatch.training.culprits import describe_samples
 from autobatch.training.noise import NoiseScale
 from autobatch.training.resume import capture_loop, restore_loop
@@ -33,6 +35,8 @@ REPLAYS_IN_A_ROW = 2
 """A window that runs out of memory more often than this ends the run: memory is going elsewhere."""
 LEAST_LOSS_SCALE = 2.0**-10
 """Gradients that overflow even at this scale are not finite by themselves."""
+SKIPS_IN_A_ROW = 3
+"""Windows in a row that may be skipped for not being finite: more are a run gone wrong."""
 READINGS_EVERY = 16
 """Windows between two readings of the allocator in the steady state: a reading waits for the device."""
 
@@ -50,8 +54,15 @@ class Loop:
     """The largest micro-batch to run; falls when memory runs out."""
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
     """One for each optimizer, or none at all."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """What a window without a loss scale is whose loss or gradient is not finite."""
+    rescaled_norms: list[_BatchNorm] = field(default_factory=list)
+    """BatchNorms whose momentum follows the number of micro-batches, so that a window weighs what it would
+    as one batch."""
     windows_seen: int = 0
     steps_applied: int = 0
+    skipped_in_a_row: int = 0
+    """Windows skipped since the last step because they were not finite."""
     oom_recoveries: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
     """Fed with what accumulation gives almost for nothing."""
@@ -61,11 +72,14 @@ class Loop:
         """Train the windows that are left, one record each.
 
         Raises:
-            NonFiniteError: the loss or the gradient of a window is not finite; no step was taken for it.
+            NonFiniteError: the loss or the gradient of a window is not finite and may not be skipped; no step
+                was taken for it.
             RestartSmallerError: out of memory where nothing can be mended in place.
             DoesNotFitError: out of memory at a micro-batch of 1.
         """
         self.trainee.model.train()
+        # What a model comes with is no part of the first window.
+        self.trainee.gradients.discard()
         windows = self.course.windows(self.windows_seen)
         stats: MemoryStats | None = None
         started = self.windows_seen
@@ -81,6 +95,7 @@ class Loop:
             since = window.index - started
             if stats is None or since < READINGS_EVERY or since % READINGS_EVERY == 0 or trouble:
                 stats = self.meter.stats()
+            seconds = self.clock() - start
             yield StepRecord(
                 step=self.windows_seen,
                 applied=result.applied,
@@ -91,7 +106,9 @@ class Loop:
                 grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
                 micro_batch=sizes[0],
                 accumulation_steps=len(sizes),
-                seconds=self.clock() - start,
+                seconds=seconds,
+                samples_per_s=len(window.ids) / seconds if seconds > 0 else None,
+                items_per_s=result.count / seconds if seconds > 0 else None,
                 peak_allocated_bytes=stats.peak_allocated_bytes,
                 peak_reserved_bytes=stats.peak_reserved_bytes,
                 oom_recoveries=self.oom_recoveries,
@@ -133,7 +150,8 @@ class Loop:
         for replay in range(REPLAYS_IN_A_ROW + 1):
             sizes = micro_batches(len(window.ids), self.micro_batch)
             before = capture_random_state()
-            outcome = self._attempt(window, sizes, may_be_suspect=replay == 0 and sizes[0] > 1)
+            with matched_momentum(self.rescaled_norms, len(sizes)):
+                outcome = self._attempt(window, sizes, may_be_suspect=replay == 0 and sizes[0] > 1)
             if isinstance(outcome, WindowResult):
                 return outcome, sizes, trouble
             # Out of the except block: nothing keeps the failed window's tensors alive any more.
@@ -201,15 +219,24 @@ class Loop:
             first += size
 
     def _check(self, window: Window, sizes: list[int], result: WindowResult) -> None:
+        if result.applied:
+            self.skipped_in_a_row = 0
         if result.applied or result.count == 0:
             return
         scaler = self.trainee.scaler
         if scaler is not None and scaler.get_scale() >= LEAST_LOSS_SCALE:
             return
+        before = f", nor were those of {self.skipped_in_a_row} before it" if self.skipped_in_a_row else ""
+        if scaler is None and self.on_nonfinite == "skip" and self.skipped_in_a_row < SKIPS_IN_A_ROW:
+            # Running statistics forget samples that no step was taken for.
+            self.skipped_in_a_row += 1
+            if self.trainee.buffers.put_back():
+                return
+            before = ", and cannot be skipped, for the forward pass changed a large buffer of the model"
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
         raise NonFiniteError(
-            f"the {what} of step {window.index + 1} is not finite{at}: no step was taken; "
+            f"the {what} of step {window.index + 1} is not finite{at}{before}: no step was taken; "
             f"{describe_samples(self.workload, self.trainee, window.ids, sizes)}; "
             "look at them, at the learning rate and at the precision"
         )

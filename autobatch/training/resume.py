@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autobatch.averaging import load_average
 from autobatch.errors import InputError
 from autobatch.state import capture_random_state, restore_random_state
 
@@ -32,6 +33,7 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "optimizers": [plain(optimizer.state_dict()) for optimizer in trainee.optimizers],
         "schedules": [plain(schedule.state_dict()) for schedule in loop.schedules],
         "scaler": None if trainee.scaler is None else trainee.scaler.state_dict(),
+        "average": None if trainee.average is None else trainee.average.state_dict(),
         "items_per_sample": trainee.items_per_sample,
         "noise": loop.noise.state_dict(),
         "random": {
@@ -44,6 +46,7 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
             "windows_seen": loop.windows_seen,
             "steps_applied": loop.steps_applied,
             "oom_recoveries": loop.oom_recoveries,
+            "skipped_in_a_row": loop.skipped_in_a_row,
             "micro_batch": loop.micro_batch,
         },
     }
@@ -63,6 +66,9 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
             _load_optimizer(optimizer, saved)
         for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
+        load_average(trainee.average, state.get("average"))
+    except InputError:
+        raise
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         text = (str(error).splitlines() or [""])[0]
         raise InputError(
@@ -78,6 +84,7 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
     loop.windows_seen = counters["windows_seen"]
     loop.steps_applied = counters["steps_applied"]
     loop.oom_recoveries = counters["oom_recoveries"]
+    loop.skipped_in_a_row = counters.get("skipped_in_a_row", 0)
     if same_hardware:
         loop.micro_batch = counters["micro_batch"]
     _restore_random(state["random"], with_cuda=same_hardware)

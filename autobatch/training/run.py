@@ -1,6 +1,6 @@
 """A training run on the disk: the loop, with what it writes and the signals it obeys.
 
-OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/oom.json
+OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-ema.safetensors   OUT/oom.json
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from autobatch.progress import Progress
 from autobatch.records import StepRecord, Training
 from autobatch.state import preserved_random_state
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
-from autobatch.training.evaluation import evaluate
+from autobatch.training.evaluation import Reach, evaluate
 from autobatch.training.loop import Loop
 from autobatch.training.resume import check_storable
 from autobatch.training.signals import StopRequest, stop_on_signals
@@ -31,6 +31,8 @@ from autobatch.training.sinks import TENSORBOARD, JsonLines, Sink, open_tensorbo
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
+AVERAGED_WEIGHTS = "model-ema.safetensors"
+"""The averages in place of the weights; buffers as they are."""
 SHRINKING = "oom.json"
 """Left by a run that ended out of memory: the micro-batch to go on with."""
 
@@ -49,8 +51,12 @@ class RunSettings:
     """The command that goes on from here."""
     checkpoint_minutes: float | None = None
     """Minutes between two checkpoints."""
+    on_failed_save: Literal["stop", "continue"] = "stop"
+    """What a checkpoint between two steps is that cannot be written; one at the end or on a signal stops."""
     validate_every: int | None = None
     """Optimizer steps between two validations."""
+    validation_micro_batch: int | None = None
+    """Samples at a time in validation; ``None``: found while it runs."""
 
 
 def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded | None) -> Training:
@@ -89,7 +95,14 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
             error.add_note(f"go on from the newest checkpoint with: {settings.resume_hint}")
         raise
     export_weights(loop.trainee.model, settings.out / WEIGHTS)
-    return tally.training(loop, validation, run.saved, resumed)
+    average = loop.trainee.average
+    if average is not None:
+        with average.swapped_in():
+            export_weights(loop.trainee.model, settings.out / AVERAGED_WEIGHTS)
+    done = tally.training(loop, validation, run.saved, resumed)
+    return msgspec.structs.replace(
+        done, ema=None if average is None else average.decay, failed_checkpoints=run.failed_saves
+    )
 
 
 class _Asked(Exception):  # noqa: N818 - an event, not a fault
@@ -106,6 +119,12 @@ class _Run:
         self.saved = self._spare
         """The last checkpoint."""
         self._saved_at = loop.clock()
+        self.failed_saves: list[int] = []
+        """Steps after which no checkpoint could be written."""
+        fixed = settings.validation_micro_batch
+        # Where no meter sees the memory, nothing but the end of the process would stop the growth.
+        grows = fixed is None and loop.meter.stats().allocated_bytes is not None
+        self._reach = Reach(fixed or loop.micro_batch, grows=grows)
 
     def train_windows(self, request: StopRequest, progress: Progress, tally: _Summary) -> None:
         """Train the windows that are left, with a checkpoint at the end."""
@@ -121,13 +140,16 @@ class _Run:
                 tally.add(record)
                 progress.stepped(record, self._loop.course.total)
                 if self._checkpoint_is_due(record.step):
-                    self._save()
+                    self._save_periodically(progress)
                 self.stop_if_asked(request)
         if self.saved is None or self._loop.windows_seen != _step_of(self.saved):
             self._save()
 
     def validate(self, request: StopRequest) -> dict[str, float]:
-        """Held-out figures; the random states of the training are left alone."""
+        """Held-out figures, of the averaged weights where an average is kept (`Training.ema` says so).
+
+        The random states of the training are left alone, and its very weights come back.
+        """
         loop = self._loop
         figures: dict[str, float] = {}
 
@@ -135,13 +157,15 @@ class _Run:
             if request.signal_number is not None:
                 raise _Asked
 
-        with suppress(_Asked), preserved_random_state():
+        average = loop.trainee.average
+        swapped = nullcontext() if average is None else average.swapped_in()
+        with suppress(_Asked), preserved_random_state(), swapped:
             figures = evaluate(
                 loop.workload,
                 loop.trainee,
                 device=loop.device,
                 meter=loop.meter,
-                micro_batch=loop.micro_batch,
+                reach=self._reach,
                 poll=poll,
             )
         # Only now are the random states those that a checkpoint must hold.
@@ -183,6 +207,17 @@ class _Run:
             f"{self.saved}; go on with: {self._settings.resume_hint}",
             signal_number=request.counts_as,
         )
+
+    def _save_periodically(self, progress: Progress) -> None:
+        """Save; where the run may go on without, the next checkpoint that is due tries again."""
+        try:
+            self._save()
+        except CheckpointError as error:
+            if self._settings.on_failed_save == "stop":
+                raise
+            self.failed_saves.append(self._loop.windows_seen)
+            self._saved_at = self._loop.clock()
+            progress.note(f"{error}; the run goes on without it (--on-failed-save continue)")
 
     def _save(self) -> None:
         state = self._loop.state_dict()

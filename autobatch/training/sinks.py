@@ -93,21 +93,20 @@ class TensorBoard:
         self._make_summary = make_summary
         self._clock = clock
         self._written = -math.inf
-        self._before: StepRecord | None = None
+        self._step = 0
 
     def step(self, record: StepRecord) -> None:
         """Write a window, unless one was written a moment ago; those in which something happened always."""
-        before, self._before = self._before, record
+        self._step = record.step
         now = self._clock()
         happened = record.recovered is not None or record.validation or not record.applied
         if happened or now - self._written >= TENSORBOARD_SECONDS:
             self._written = now
-            self._write(dict(figures(record, before)), record.step)
+            self._write(dict(figures(record)), record.step)
 
     def end(self, training: Training) -> None:
         """Write the validation at the end."""
-        step = 0 if self._before is None else self._before.step
-        self._write({f"validation/{name}": value for name, value in training.validation.items()}, step)
+        self._write({f"validation/{name}": value for name, value in training.validation.items()}, self._step)
 
     def close(self) -> None:
         """Write what is left."""
@@ -149,23 +148,14 @@ def open_tensorboard(
     return TensorBoard(writer, make_summary, clock)
 
 
-def figures(record: StepRecord, before: StepRecord | None) -> Iterator[tuple[str, float]]:
-    """What a record has to show, by the name of its curve.
-
-    Args:
-        record: of one window.
-        before: of the window before it, which tells how many samples were this one's own.
-    """
-    own = record.samples if record.step == 1 else None
-    if before is not None and before.step == record.step - 1:
-        own = record.samples - before.samples
-    timed = record.seconds > 0
+def figures(record: StepRecord) -> Iterator[tuple[str, float]]:
+    """What the record of a window has to show, by the name of its curve."""
     values = {
         "training/loss": record.loss,
         "training/learning_rate": record.learning_rate,
         "training/gradient_norm": record.grad_norm,
-        "speed/samples_per_s": own / record.seconds if own is not None and timed else None,
-        "speed/items_per_s": record.count / record.seconds if timed else None,
+        "speed/samples_per_s": record.samples_per_s,
+        "speed/items_per_s": record.items_per_s,
         "memory/peak_allocated_bytes": record.peak_allocated_bytes,
         "memory/peak_reserved_bytes": record.peak_reserved_bytes,
         "memory/micro_batch": record.micro_batch,

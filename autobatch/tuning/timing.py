@@ -51,6 +51,7 @@ def open_trainee(bench: Bench, meter: Meter) -> Trainee:
         precision=bench.precision,
         learning_rate=bench.workload.learning_rate,
         max_grad_norm=bench.max_grad_norm,
+        ema=bench.ema,
         knobs=bench.knobs,
     )
 

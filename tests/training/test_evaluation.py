@@ -8,7 +8,7 @@ from torch import nn
 
 from autobatch.device.cpu import SilentMeter
 from autobatch.errors import DoesNotFitError
-from autobatch.training.evaluation import evaluate
+from autobatch.training.evaluation import Reach, evaluate
 from autobatch.workload import Loss
 from tests.training.helpers import (
     IGNORED,
@@ -45,11 +45,10 @@ KINDS = {
 }
 
 
-def figures(workload, micro_batch: int, **options) -> dict[str, float]:
+def figures(workload, reach: int | Reach, **options) -> dict[str, float]:
     loop = make_loop(workload)
-    return evaluate(
-        workload, loop.trainee, device=loop.device, meter=SilentMeter(), micro_batch=micro_batch, **options
-    )
+    reach = reach if isinstance(reach, Reach) else Reach(reach)
+    return evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=reach, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +91,7 @@ def test_modes_come_back_one_by_one_and_weights_are_untouched() -> None:
     model = loop.trainee.model.train()
     model[0].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), micro_batch=4)
+    evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=Reach(4))
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

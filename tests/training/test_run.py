@@ -69,6 +69,10 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_weights(tmp_path: Path)
     assert all(torch.equal(stored[k], v) for k, v in loop.trainee.model.state_dict().items())
 
 
+def untimed(row: dict) -> dict:
+    return {**row, "seconds": 0, "samples_per_s": 0, "items_per_s": 0}
+
+
 @pytest.mark.parametrize(
     ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
 )
@@ -88,9 +92,7 @@ def test_a_signal_stops_at_the_end_of_the_window_with_a_checkpoint(tmp_path, num
     loop, done = go_on(out)
     assert fingerprint(loop.trainee.model) == fingerprint(straight.trainee.model)
     assert done.resumed_from == str(out / "checkpoints" / f"step-{at:08d}")
-    assert [{**row, "seconds": 0} for row in rows(out)] == [
-        {**row, "seconds": 0} for row in rows(tmp_path / "straight")
-    ]
+    assert list(map(untimed, rows(out))) == list(map(untimed, rows(tmp_path / "straight")))
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
