@@ -95,9 +95,11 @@ def make_loop(
     seed: int = 0,
     precision: Precision = "fp32",
     max_grad_norm: float | None = None,
+    ema: float | None = None,
     last_window: Any = "carry",
     device: Device | None = None,
     meter: Meter | None = None,
+    **fields: Any,
 ) -> Loop:
     """A loop as ``fit`` opens it: everything drawn from the seed."""
     seed_everything(seed)
@@ -110,6 +112,7 @@ def make_loop(
         precision=precision,
         learning_rate=workload.learning_rate,
         max_grad_norm=max_grad_norm,
+        ema=ema,
     )
     course = Course(
         samples=len(workload.train_data),  # type: ignore[arg-type]
@@ -130,6 +133,7 @@ def make_loop(
         meter=meter or SilentMeter(),
         micro_batch=micro_batch,
         schedules=schedules,
+        **fields,
     )
 
 
@@ -139,10 +143,10 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([t.detach().double().flatten() for t in tensors if t.is_floating_point()])
 
 
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of all that a model holds."""
+def fingerprint(model: nn.Module, *others: Tensor) -> str:
+    """SHA-256 of all that a model holds, and of other tensors."""
     digest = hashlib.sha256()
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in [*model.parameters(), *model.buffers(), *others]:
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -115,8 +115,18 @@ def two_optimizers():
     return make_workload(optimizer=optimizers, schedule=lambda o, steps: LinearLR(o, 1.0, 0.1, steps)), {}
 
 
+def averaged(make):
+    def build():
+        workload, options = make()
+        return workload, {**options, "ema": 0.9}
+
+    return build
+
+
 RUNS = {
     "augmented": augmented,
+    "augmented, averaged": averaged(augmented),
+    "overflowing, averaged": averaged(overflowing),
     "one cycle": scheduled(lambda o, steps: OneCycleLR(o, 0.05, total_steps=steps + 1)),
     "sequential": scheduled(
         lambda o, steps: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 3), CosineAnnealingLR(o, steps)], [3])

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+import autobatch
 from autobatch.device.cpu import SilentMeter
-from autobatch.errors import DoesNotFitError
-from autobatch.training.evaluation import Reach, evaluate
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.errors import DoesNotFitError, InputError, RestartSmallerError
+from autobatch.failures import complaint_of
+from autobatch.hardware import load_profile
+from autobatch.training.evaluation import Reach, evaluate, rehearse
 from autobatch.workload import Loss
 from tests.training.helpers import (
     IGNORED,
@@ -95,6 +104,124 @@ def test_modes_come_back_one_by_one_and_weights_are_untouched() -> None:
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def by_hand(kind: str) -> dict[str, float]:
+    """Every sample by itself, in Python's floats."""
+    workload = KINDS[kind]
+    model = make_loop(workload).trainee.model.eval()
+    losses, hits = [], []
+    for inputs, labels in (workload.validation_data[index] for index in range(23)):
+        out = model(inputs[None])[0].detach().reshape(-1, model(inputs[None]).shape[-1])
+        for row, label in zip(out.tolist(), labels.reshape(-1).tolist(), strict=True):
+            if label != IGNORED:
+                losses.append(math.log(sum(map(math.exp, row))) - row[label])
+                hits.append(row.index(max(row)) == label)
+    return {"loss": sum(losses) / len(losses), "accuracy": sum(hits) / len(hits)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("start", "grows"), [(1, True), (3, True), (5, False), (23, True)])
+def test_figures_are_those_of_every_sample_by_itself(kind: str, start: int, grows: bool) -> None:
+    assert figures(KINDS[kind], Reach(start, grows=grows)) == pytest.approx(by_hand(kind), rel=1e-12)
+
+
+def test_the_micro_batch_doubles_while_it_fits_and_what_failed_is_not_tried_again() -> None:
+    seen: list[int] = []
+    workload = make_workload(validation_data=points(60, seed=1), loss=limited(9, seen))
+    reach = Reach(2, grows=True)
+    assert figures(workload, reach)["loss"] > 0
+    assert seen == [2, 4, 8, 16, 8, 8, 8, 8, 8, 6]
+    assert sum(seen) - 16 == 60
+    seen.clear()
+    figures(workload, reach)
+    assert seen == [8] * 7 + [4], "what was learnt holds for the next validation"
+
+
+def test_another_error_at_a_size_that_nobody_asked_for_is_no_error_of_the_workload() -> None:
+    """Kernels that index with 32 bits refuse what is too large for them in words of their own."""
+
+    def loss(model, batch):
+        if len(batch[0]) > 6:
+            raise RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false.")
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    workload = make_workload(validation_data=points(23, seed=1), loss=loss)
+    assert figures(workload, Reach(5, grows=True)) == pytest.approx(
+        {"loss": by_hand("mean")["loss"]}, rel=1e-12
+    )
+    with pytest.raises(RuntimeError, match="canUse32BitIndexMath"):
+        figures(workload, Reach(7))
+
+
+def test_on_a_simulated_card_validation_takes_more_than_training_could(tmp_path: Path) -> None:
+    """Real refusals of the allocator's model: without a backward pass 48 MiB hold many more samples."""
+
+    def build() -> nn.Module:
+        blocks = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())]
+        return nn.Sequential(nn.Linear(5, 256), *blocks, nn.Linear(256, 3)).double()
+
+    workload = make_workload(model=build, validation_data=points(6_000, seed=1))
+    device = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="48MiB")
+    loop = make_loop(workload, micro_batch=512, target_batch=512, steps=1, device=device)
+    expected = evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=Reach(512))
+    with device.training() as meter:
+        meter.adopt(tensor.data for tensor in loop.trainee.model.parameters())
+        reach = Reach(512, grows=True)
+        found = evaluate(workload, loop.trainee, device=device, meter=meter, reach=reach)
+        assert meter.stats().peak_reserved_bytes <= device.budget_bytes
+        assert reach.micro_batch >= 2048
+        loop.meter, loop.micro_batch = meter, reach.micro_batch
+        loop.course = replace(loop.course, target_batch=reach.micro_batch)
+        with suppress(RestartSmallerError):
+            next(loop.run())
+        assert loop.micro_batch < reach.micro_batch, "training does not take as many"
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_before_training_two_samples_are_tried_and_nothing_is_drawn() -> None:
+    seen: list[int] = []
+
+    def metrics(model, batch):
+        assert not model.training
+        seen.append(len(batch[0]))
+        return {"noise": torch.rand(())}
+
+    workload = make_workload(validation_data=points(9), metrics=metrics)
+    loop = make_loop(workload)
+    state = torch.get_rng_state()
+    rehearse(workload, loop.trainee, device=loop.device, meter=SilentMeter())
+    assert seen == [2]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loop.trainee.model.training
+    rehearse(make_workload(), loop.trainee, device=loop.device, meter=SilentMeter())
+
+
+def wrong_key(model, batch):
+    return {"accuracy": batch["label"]}
+
+
+def no_figure(model, batch):
+    return {"accuracy": model(batch[0])}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "said"),
+    [
+        (wrong_key, TypeError, "raised by the workload: metrics"),
+        (no_figure, InputError, "the figure 'accuracy' of validation must be a 0-d tensor"),
+        (lambda model, batch: 3.0, InputError, "must return names and figures, found a float"),
+    ],
+)
+def test_a_mistake_in_the_metrics_costs_no_training(metrics, error, said: str, tmp_path: Path) -> None:
+    workload = make_workload(validation_data=points(9), metrics=metrics)
+    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 5, "trials": 0}
+    with pytest.raises(error) as caught:
+        autobatch.fit(workload, **options, out=str(tmp_path / "run"))
+    assert said in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert complaint_of(caught.value).exit_code == 2
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_without_validation_data_there_are_no_figures() -> None:

@@ -24,13 +24,18 @@ def open_loop(kind: str, **changes):
     return make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **{**options, **changes})
 
 
+def all_of(loop) -> str:
+    average = loop.trainee.average
+    return fingerprint(loop.trainee.model, *(average.tensors() if average is not None else []))
+
+
 @pytest.mark.parametrize("kind", RUNS)
 def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_path: Path) -> None:
     straight = open_loop(kind)
     for record in straight.run():
         save_checkpoint(tmp_path / str(record.step), step=record.step, state=straight.state_dict(), facts={})
-    expected = fingerprint(straight.trainee.model)
-    if kind == "overflowing":
+    expected = all_of(straight)
+    if kind.startswith("overflowing"):
         assert straight.steps_applied < STEPS
     for step in range(1, STEPS + 1):
         loop = open_loop(kind, seed=0)
@@ -41,14 +46,17 @@ def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_pat
         loaded = load_newest(tmp_path / str(step))
         loop.load_state_dict(loaded.state, same_hardware=True)
         assert len(list(loop.run())) == STEPS - step
-        assert fingerprint(loop.trainee.model) == expected, f"resumed at step {step}"
+        assert all_of(loop) == expected, f"resumed at step {step}"
         assert loop.steps_applied == straight.steps_applied
 
 
-@pytest.mark.parametrize("part", ["optimizers", "schedules", "torch", "numpy", "python", "buffers", "scaler"])
+@pytest.mark.parametrize(
+    "part", ["optimizers", "schedules", "torch", "numpy", "python", "buffers", "scaler", "average"]
+)
 def test_each_part_of_the_state_is_needed(part: str) -> None:
     """Without any one part the weights differ: the comparison above has teeth."""
-    kind = {"schedules": "one cycle", "scaler": "overflowing"}.get(part, "augmented")
+    kinds = {"schedules": "one cycle", "scaler": "overflowing", "average": "augmented, averaged"}
+    kind = kinds.get(part, "augmented")
     straight = open_loop(kind)
     run = straight.run()
     for _ in range(5):
@@ -65,7 +73,7 @@ def test_each_part_of_the_state_is_needed(part: str) -> None:
         state[part] = fresh[part]
     loop.load_state_dict(state, same_hardware=True)
     list(loop.run())
-    assert fingerprint(loop.trainee.model) != fingerprint(straight.trainee.model)
+    assert all_of(loop) != all_of(straight)
 
 
 def _saved(state):
@@ -99,6 +107,28 @@ def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
     other = open_loop("ragged")
     other.load_state_dict(loop.state_dict(), same_hardware=True)
     assert (other.micro_batch, other.oom_recoveries) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (None, 0.9, "--ema 0.9 does not match the run that is resumed, which averages no weights"),
+        (0.9, None, "no --ema does not match .* which averages them with --ema 0.9"),
+        (0.9, 0.99, "--ema 0.99 does not match .* with --ema 0.9: give the same"),
+    ],
+)
+def test_another_average_than_the_run_was_started_with_is_refused(before, after, said: str) -> None:
+    state = make_loop(make_workload(), ema=before).state_dict()
+    with pytest.raises(InputError, match=said):
+        make_loop(make_workload(), ema=after).load_state_dict(state, same_hardware=True)
+
+
+def test_a_checkpoint_from_before_there_were_averages_is_read() -> None:
+    state = make_loop(make_workload()).state_dict()
+    del state["average"], state["counters"]["skipped_in_a_row"]
+    loop = make_loop(make_workload())
+    loop.load_state_dict(state, same_hardware=True)
+    assert (loop.trainee.average, loop.skipped_in_a_row) == (None, 0)
 
 
 def test_the_state_of_another_model_is_refused_in_one_line() -> None:

@@ -15,7 +15,7 @@ from tests.training.overflow import flagged, loss
 TARGET = 8
 
 
-def fp16_loop(data: Rows, **changes):
+def fp16_loop(data: Rows, *, ema: float | None = None, **changes):
     workload = make_workload(
         **{
             "model": lambda: network(torch.float32),
@@ -25,7 +25,7 @@ def fp16_loop(data: Rows, **changes):
             **changes,
         }
     )
-    return make_loop(workload, target_batch=TARGET, micro_batch=2, steps=4, precision="fp16")
+    return make_loop(workload, target_batch=TARGET, micro_batch=2, steps=4, precision="fp16", ema=ema)
 
 
 def window_of(loop, index: int) -> list[int]:
