@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from autobatch.workload import Loss
 from tests.training.helpers import (
     Rows,
     apart,
+    language_model,
     make_loop,
     make_workload,
     mean_loss,
     network,
     points,
     reference,
+    token_loss,
+    tokens,
     weights,
 )
 
@@ -154,11 +158,39 @@ def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
     assert (loop.windows_seen, loop.steps_applied, loop.schedules[0].last_epoch) == (3, 0, 0)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 5, 24])
-def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int) -> None:
-    loop = make_loop(make_workload(), micro_batch=micro_batch, steps=4)
-    whole = make_loop(make_workload(), micro_batch=24, steps=4)
-    for one, other in zip(loop.run(), whole.run(), strict=True):
-        assert one.loss == pytest.approx(other.loss, rel=1e-12)
-        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-12)
-        assert (one.count, one.samples, one.step) == (other.count, other.samples, other.step)
+TOKENS = {"model": language_model, "train_data": tokens(), "loss": token_loss}
+
+
+@pytest.mark.parametrize("fields", [{}, TOKENS], ids=["mean", "tokens"])
+@pytest.mark.parametrize("micro_batch", [1, 5, 7])
+def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int, fields: dict) -> None:
+    """Against one pass over each whole window, written by hand; half a second a window by the clock."""
+    workload = make_workload(**fields)
+    loop = make_loop(workload, micro_batch=micro_batch, target_batch=7, steps=None, epochs=1)
+    ticks = count(step=0.5)
+    loop.clock = lambda: next(ticks)
+    model = make_loop(workload).trainee.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for record, window in zip(loop.run(), loop.course.windows(), strict=True):
+        batch = torch.utils.data.default_collate([workload.train_data[index] for index in window.ids])
+        found = workload.loss(model, batch)
+        total, items = found if isinstance(found, Loss) else (found * len(window.ids), len(window.ids))
+        optimizer.zero_grad()
+        mean = total / items
+        mean.backward()
+        assert record.loss == pytest.approx(mean.item(), rel=1e-12)
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        assert record.grad_norm == pytest.approx(float(norm), rel=1e-12)
+        assert record.count == float(items)
+        assert record.seconds == 0.5
+        assert record.items_per_s == 2 * float(items)
+        assert record.samples_per_s == 2 * len(window.ids)
+        optimizer.step()
+
+
+def test_a_gradient_that_a_model_comes_with_is_no_part_of_the_first_window() -> None:
+    loop, other = make_loop(make_workload(), steps=1), make_loop(make_workload(), steps=1)
+    for parameter in other.trainee.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    list(loop.run()), list(other.run())
+    assert torch.equal(weights(loop.trainee.model), weights(other.trainee.model))

@@ -183,6 +183,32 @@ def test_fit_asks_before_it_trains(tmp_path: Path) -> None:
     assert autobatch.fit(make_workload(), **options).training.optimizer_steps == 1
 
 
+def test_a_loss_that_cannot_be_split_may_be_trained_all_the_same(tmp_path: Path) -> None:
+    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 1, "trials": 0}
+    options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
+    workload = make_workload(loss=contrastive)
+    with pytest.raises(InputError, match=r"see each other .* with --split-check note"):
+        autobatch.fit(workload, **options)
+    for choice in ("note", "off"):
+        assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 1
+    (note,) = noted(workload, "note")
+    assert "see each other" in note
+    assert "--split-check" not in note
+    assert noted(workload, "off") == []
+
+
+def noted(workload, choice: str) -> list[str]:
+    course = Course(samples=24, target_batch=24, seed=0, steps=3)
+    return check_decomposes(bench_of(workload), micro_batch=8, course=course, check=choice)
+
+
+def test_off_still_refuses_a_batch_norm_of_one_sample() -> None:
+    workload = make_workload(model=normalised, loss=contrastive)
+    course = Course(samples=24, target_batch=23, seed=0, epochs=1)
+    with pytest.raises(InputError, match="a micro-batch of 1 comes up"):
+        check_decomposes(bench_of(workload), micro_batch=8, course=course, check="off")
+
+
 def test_nothing_is_changed() -> None:
     workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
     bench = bench_of(workload)
@@ -201,6 +227,7 @@ def test_batch_norm_is_a_note_with_the_numbers() -> None:
     (note,) = check(make_workload(model=normalised), micro_batch=7)
     assert "1 BatchNorm layers take their statistics over 6 to 6 samples, not over the 24" in note
     assert "move 4 times a step, where a momentum of 0.026 instead of 0.1" in note
+    assert note.endswith("(--bn-momentum auto sets it)")
     assert check(make_workload(model=normalised), micro_batch=24) == []
 
 

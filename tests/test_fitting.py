@@ -1,0 +1,71 @@
+"""``fit`` hands its options to what they are for."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import autobatch
+from autobatch.errors import InputError, NonFiniteError
+from tests.training.helpers import apart, make_workload, points, weights
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 512, "trials": 0}
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(5, momentum=0.3), nn.Linear(5, 3)).double()
+
+
+def fit(workload, out: Path, **options: Any):
+    return autobatch.fit(workload, **{**OPTIONS, "steps": 4, "out": str(out), **options})
+
+
+def test_batch_norm_follows_the_batch_where_it_is_asked_to(tmp_path: Path) -> None:
+    data = points(1024)
+    data.columns[0].add_(3.0)
+    workload = make_workload(model=normalised, train_data=data, learning_rate=1e-6)
+    split = {"max_micro_batch": 128}
+    runs = {
+        "whole": fit(workload, tmp_path / "whole"),
+        "auto": fit(workload, tmp_path / "auto", bn_momentum="auto", **split),
+        "keep": fit(workload, tmp_path / "keep", **split),
+    }
+    assert [run.model[0].momentum for run in runs.values()] == [0.3] * 3
+    means = {name: load_file(tmp_path / name / "model.safetensors")["0.running_mean"] for name in runs}
+    assert apart(means["auto"], means["whole"]) < 0.02
+    assert apart(means["keep"], means["whole"]) > 0.1
+
+
+def test_the_average_is_planned_for_trained_exported_and_asked_for_again(tmp_path: Path) -> None:
+    workload = make_workload(train_data=points(600))
+    done = fit(workload, tmp_path, ema=0.5, checkpoint_every=2)
+    assert done.training.ema == 0.5
+    averaged = load_file(tmp_path / "model-ema.safetensors")
+    assert all(not torch.equal(averaged[name], value) for name, value in done.model.named_parameters())
+    with pytest.raises(InputError, match="no --ema does not match the run that is resumed"):
+        fit(workload, tmp_path, resume=True)
+    fit(workload, tmp_path)
+    assert not (tmp_path / "model-ema.safetensors").exists(), "an earlier run is set aside as a whole"
+    assert (tmp_path / "previous-1" / "model-ema.safetensors").exists()
+
+
+def test_windows_that_are_not_finite_are_skipped_where_they_may_be(tmp_path: Path) -> None:
+    data = points(600)
+    data.columns[0][300] = math.nan
+    # The probe runs the costliest samples, which are the others.
+    workload = make_workload(train_data=data, size_of=lambda sample: float(sample[0].isfinite().all()))
+    options = {"target_batch": 200, "steps": None, "epochs": 1, "split_check": "off"}
+    with pytest.raises(NonFiniteError, match="sample 300 does it alone"):
+        fit(workload, tmp_path / "raised", **options)
+    done = fit(workload, tmp_path / "skipped", on_nonfinite="skip", **options)
+    assert (done.training.skipped_windows, done.training.optimizer_steps) == (1, 2)
+    rows = [json.loads(line) for line in (tmp_path / "skipped" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(row["applied"] for row in rows) == [False, True, True]
+    assert torch.isfinite(weights(done.model)).all()
