@@ -196,6 +196,8 @@ def test_keywords_of_library_calls_are_named_as_they_were_given() -> None:
         ({"target_batch": 8, "memory_budget": "0%"}, "memory_budget: '0%' is not a share of memory"),
         ({"target_batch": 8, "steps": 2, "epochs": 2}, "steps 2 and epochs 2 exclude each other"),
         ({"target_batch": 8, "out": b"x"}, "out must be text, found b'x'"),
+        ({"target_batch": 8, "ema": 1}, "ema must be a number over 0 and under 1, found 1"),
+        ({"target_batch": 8, "ema": "0"}, "ema must be a number over 0 and under 1, found '0'"),
     ):
         with pytest.raises(InputError, match=said):
             options_from(FitOptions, keywords)

@@ -129,4 +129,9 @@ def training_in_words(training: Training) -> str:
     )
     if training.skipped_windows:
         words += f" {many(training.skipped_windows, 'window was', 'windows were')} skipped."
+    if training.failed_checkpoints:
+        failed = many(len(training.failed_checkpoints), "checkpoint")
+        words += f" {failed} on the way could not be written."
+    if training.ema is not None and training.validation:
+        words += f" Held-out figures are of the averaged weights (decay {training.ema:g})."
     return words

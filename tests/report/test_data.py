@@ -3,6 +3,7 @@ import pytest
 
 from autobatch.errors import InputError
 from autobatch.files import write_atomic
+from autobatch.report.curves import training_figure
 from autobatch.report.data import load_run
 from tests.report.sample import a_device, a_run, a_step
 
@@ -38,6 +39,19 @@ def test_rows_that_cannot_be_read_are_counted(tmp_path):
     run = load_run(tmp_path)
     assert run.metrics == [a_step(1)]
     assert run.notes == ["4 lines of metrics.jsonl could not be read and are left out"]
+
+
+def test_rows_from_before_there_were_speeds_are_read_and_drawn(tmp_path):
+    def picture(rows):
+        write(tmp_path, {"device": msgspec.to_builtins(a_device())}, list(map(msgspec.json.encode, rows)))
+        return training_figure(load_run(tmp_path).metrics)
+
+    new = [msgspec.to_builtins(a_step(step, samples_per_s=1.0, items_per_s=1.0)) for step in range(1, 9)]
+    old = [{k: v for k, v in row.items() if k not in ("samples_per_s", "items_per_s")} for row in new]
+    assert picture(old).table == picture(new).table
+    assert load_run(tmp_path).notes == []
+    write(tmp_path, {"device": msgspec.to_builtins(a_device())}, list(map(msgspec.json.encode, old)))
+    assert [row.samples_per_s for row in load_run(tmp_path).metrics] == [None] * 8
 
 
 @pytest.mark.parametrize(
