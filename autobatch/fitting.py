@@ -29,8 +29,9 @@ from autobatch.training.advice import batch_norms
 from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
 from autobatch.training.evaluation import rehearse
 from autobatch.training.loop import Loop
-from autobatch.training.run import AVERAGED_WEIGHTS, CHECKPOINTS, METRICS, WEIGHTS, RunSettings, train
+from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from autobatch.training.selfcheck import check_decomposes
+from autobatch.training.weights import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.training.windows import Course
 from autobatch.workload import Workload, kind_of, user_code
 

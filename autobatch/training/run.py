@@ -6,7 +6,6 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import torch
 
 from autobatch.errors import AutobatchError, CheckpointError, Interrupted, RestartSmallerError
 from autobatch.files import write_atomic
 from autobatch.progress import Progress
-from autobatch.records import StepRecord, Training
+from autobatch.records import Training
 from autobatch.state import preserved_random_state
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
 from autobatch.training.evaluation import Reach, evaluate
@@ -27,12 +25,11 @@ from autobatch.training.loop import Loop
 from autobatch.training.resume import check_storable
 from autobatch.training.signals import StopRequest, stop_on_signals
 from autobatch.training.sinks import TENSORBOARD, JsonLines, Sink, open_tensorboard
+from autobatch.training.summary import Summary
+from autobatch.training.weights import export_weights
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
-WEIGHTS = "model.safetensors"
-AVERAGED_WEIGHTS = "model-ema.safetensors"
-"""The averages in place of the weights; buffers as they are."""
 SHRINKING = "oom.json"
 """Left by a run that ended out of memory: the micro-batch to go on with."""
 
@@ -71,7 +68,7 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     settings.out.mkdir(parents=True, exist_ok=True)
     _take_over_shrinking(loop, settings.out, resumed)
     check_storable(loop.state_dict())
-    tally = _Summary()
+    tally = Summary()
     _rewind(settings.out / METRICS, loop.windows_seen, tally)
     run = _Run(loop, settings, resumed)
     try:
@@ -94,15 +91,8 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
         if list_checkpoints(settings.out / CHECKPOINTS):
             error.add_note(f"go on from the newest checkpoint with: {settings.resume_hint}")
         raise
-    export_weights(loop.trainee.model, settings.out / WEIGHTS)
-    average = loop.trainee.average
-    if average is not None:
-        with average.swapped_in():
-            export_weights(loop.trainee.model, settings.out / AVERAGED_WEIGHTS)
-    done = tally.training(loop, validation, run.saved, resumed)
-    return msgspec.structs.replace(
-        done, ema=None if average is None else average.decay, failed_checkpoints=run.failed_saves
-    )
+    export_weights(loop.trainee, settings.out)
+    return tally.training(loop, validation, run.saved, resumed, run.failed_saves)
 
 
 class _Asked(Exception):  # noqa: N818 - an event, not a fault
@@ -126,8 +116,12 @@ class _Run:
         grows = fixed is None and loop.meter.stats().allocated_bytes is not None
         self._reach = Reach(fixed or loop.micro_batch, grows=grows)
 
-    def train_windows(self, request: StopRequest, progress: Progress, tally: _Summary) -> None:
-        """Train the windows that are left, with a checkpoint at the end."""
+    def train_windows(self, request: StopRequest, progress: Progress, tally: Summary) -> None:
+        """Train the windows that are left, with a checkpoint at the end.
+
+        After each: validation, its record, a checkpoint, and only then the vote on a signal. The record comes
+        first, so that a resume finds a line for every window that the checkpoint holds.
+        """
         with self._sinks() as sinks:
             for step in self._loop.run():
                 record = step
@@ -235,82 +229,6 @@ class _Run:
         (self._settings.out / SHRINKING).unlink(missing_ok=True)
 
 
-def export_weights(model: torch.nn.Module, path: Path) -> None:
-    """Write the weights as safetensors; parameters that are tied are stored once.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
-    from safetensors.torch import save_model
-
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        save_model(model, str(temporary))
-        temporary.chmod(0o644)  # it is made for its owner's eyes alone
-        temporary.replace(path)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            raise CheckpointError(
-                f"the weights could not be written to {path}: {error}; the checkpoints hold them all the same"
-            ) from error
-        raise
-
-
-class _Summary:
-    """Running totals of a run; constant in size."""
-
-    def __init__(self) -> None:
-        self.first_loss: float | None = None
-        self.final_loss: float | None = None
-        self.skipped = 0
-        self.samples = 0
-        self.seconds = 0.0
-        self._before = 0
-        self._count = 0.0
-        """Items of the last window: the target batch in the unit of the noise scale."""
-
-    def recall(self, row: Mapping[str, Any]) -> None:
-        """Take in a window that was trained before the run was resumed."""
-        loss = row.get("loss")
-        self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.final_loss = loss if loss is not None else self.final_loss
-        self.skipped += not row.get("applied", True)
-        self._before = row.get("samples", self._before)
-
-    def add(self, record: StepRecord) -> None:
-        """Take in a window."""
-        self.first_loss = record.loss if self.first_loss is None else self.first_loss
-        self.final_loss = record.loss if record.loss is not None else self.final_loss
-        self.skipped += not record.applied
-        self.samples = record.samples - self._before
-        self.seconds += record.seconds
-        self._count = record.count
-
-    def training(
-        self, loop: Loop, validation: dict[str, float], saved: Path | None, resumed: Loaded | None
-    ) -> Training:
-        """The summary of a run that came to its end."""
-        noise = loop.noise.estimate()
-        return Training(
-            optimizer_steps=loop.steps_applied,
-            samples=loop.course.seen(loop.windows_seen),
-            samples_per_s=self.samples / self.seconds if self.seconds else 0.0,
-            first_loss=self.first_loss,
-            final_loss=self.final_loss,
-            oom_recoveries=loop.oom_recoveries,
-            resumed_from=None if resumed is None else str(resumed.path),
-            checkpoint=None if saved is None else str(saved),
-            seconds=self.seconds,
-            skipped_windows=self.skipped,
-            validation=validation,
-            noise_scale=noise.noise_scale,
-            noise_band=(noise.low, noise.high),
-            noise_advice=None if noise.low is None else noise.sentence(round(self._count)),
-            micro_batch=loop.micro_batch,
-        )
-
-
 def _take_over_shrinking(loop: Loop, out: Path, resumed: Loaded | None) -> None:
     """Start with the smaller micro-batch that a run asked for which ended out of memory."""
     path = out / SHRINKING
@@ -325,7 +243,7 @@ def _take_over_shrinking(loop: Loop, out: Path, resumed: Loaded | None) -> None:
         loop.micro_batch = min(loop.micro_batch, wanted)
 
 
-def _rewind(path: Path, windows_seen: int, tally: _Summary) -> None:
+def _rewind(path: Path, windows_seen: int, tally: Summary) -> None:
     """Drop the lines of windows that a resumed run will train again; add up those that stay."""
     if not path.is_file():
         return
