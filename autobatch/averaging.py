@@ -94,7 +94,7 @@ def load_average(average: WeightAverage | None, saved: dict[str, Any] | None) ->
         InputError: one of both has none, or the decays differ.
     """
     asked = "no --ema" if average is None else f"--ema {average.decay:g}"
-    found = "averages no weights" if saved is None else f"averages them with --ema {saved['decay']:g}"
+    found = "averages no weights" if saved is None else f"averages its weights with --ema {saved['decay']:g}"
     if (average is None) != (saved is None) or (
         average is not None and saved is not None and average.decay != saved["decay"]
     ):

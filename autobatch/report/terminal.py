@@ -245,8 +245,9 @@ def describe_tuning(tuning: Tuning) -> str:
 
 def describe_training(training: Training) -> str:
     """What was trained, in words."""
+    whose = "held-out" if training.ema is None else "averaged weights' held-out"
     held_out = "".join(
-        f", held-out {name} {value:.2%}" if "acc" in name else f", held-out {name} {value:.4f}"
+        f", {whose} {name} {value:.2%}" if "acc" in name else f", {whose} {name} {value:.4f}"
         for name, value in training.validation.items()
     )
     loss = (

@@ -1,13 +1,22 @@
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from autobatch.planning import make_plan
 from autobatch.records import MemoryHolder
 from autobatch.report.markup import Markup, element
 from autobatch.report.page import render, write_report
-from autobatch.report.verdict import decimal, fits_in_words, rate_in_words, split_in_words, verdict
+from autobatch.report.terminal import describe_training
+from autobatch.report.verdict import (
+    decimal,
+    fits_in_words,
+    rate_in_words,
+    split_in_words,
+    training_in_words,
+    verdict,
+)
 from tests.report.checker import check
 from tests.report.sample import a_device, a_probe, a_run
 
@@ -108,6 +117,17 @@ def test_a_report_needs_no_torch(tmp_path):
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=tmp_path, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+
+
+def test_figures_of_averaged_weights_and_checkpoints_that_failed_are_told():
+    plain = a_run().training
+    averaged = msgspec.structs.replace(plain, ema=0.999, failed_checkpoints=[40, 80])
+    assert "held-out accuracy 93.12%" in describe_training(plain)
+    assert "averaged weights' held-out accuracy 93.12%" in describe_training(averaged)
+    assert training_in_words(averaged) == (
+        training_in_words(plain) + " 2 checkpoints on the way could not be written."
+        " Held-out figures are of the averaged weights (decay 0.999)."
     )
 
 

@@ -113,7 +113,7 @@ def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
     ("before", "after", "said"),
     [
         (None, 0.9, "--ema 0.9 does not match the run that is resumed, which averages no weights"),
-        (0.9, None, "no --ema does not match .* which averages them with --ema 0.9"),
+        (0.9, None, "no --ema does not match .* which averages its weights with --ema 0.9"),
         (0.9, 0.99, "--ema 0.99 does not match .* with --ema 0.9: give the same"),
     ],
 )
