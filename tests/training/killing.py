@@ -23,7 +23,7 @@ from autobatch.progress import Silent
 from autobatch.training.checkpoint import clean_leftovers, load_newest
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from tests.training.helpers import fingerprint, make_loop
-from tests.training.kinds import augmented
+from tests.training.kinds import RUNS
 
 STEPS = 40
 
@@ -39,8 +39,8 @@ class Acknowledging(Silent):
 
 
 def child(folder: Path) -> None:
-    """Go on from the newest checkpoint, or start; write the fingerprint of the weights at the end."""
-    workload, options = augmented()
+    """Go on from the newest checkpoint, or start; write the fingerprint of its weights and averages."""
+    workload, options = RUNS["augmented, averaged"]()
     loop = make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **options)
     clean_leftovers(folder / CHECKPOINTS)
     resumed = load_newest(folder / CHECKPOINTS)
@@ -48,7 +48,8 @@ def child(folder: Path) -> None:
         loop.load_state_dict(resumed.state, same_hardware=True)
     settings = RunSettings(out=folder, checkpoint_every=1, keep_last=2, facts={}, resume_hint="")
     train(loop, settings, Acknowledging(folder / "acknowledged"), resumed)
-    (folder / "done").write_text(fingerprint(loop.trainee.model))
+    assert loop.trainee.average is not None
+    (folder / "done").write_text(fingerprint(loop.trainee.model, *loop.trainee.average.tensors()))
 
 
 def forked(folder: Path) -> int:
