@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
         InputError: an option, the workload, or what stands in the run's folder cannot be.
         AutobatchError: see `autobatch.training.run.train`.
     """
+    _refuse_ranks(environment.environ)
     found = find_workload(workload)
     options = _with_length(options, is_demo=workload is None)
     out = _folder(options, found.name)
@@ -82,6 +84,16 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
         result, training=record, command=environment.command, model=loop.trainee.model
     )
     return _write(result, out, environment.progress)
+
+
+def _refuse_ranks(environ: Mapping[str, str]) -> None:
+    """One process trains: several would write over each other, each with a batch of its own."""
+    ranks = environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise InputError(
+            f"WORLD_SIZE is {ranks}, and fit trains in one process: start it without torchrun, or take "
+            "autobatch.plan(…) to your own loop across ranks"
+        )
 
 
 def _settings(options: FitOptions, out: Path, facts: dict[str, Any], command: str) -> RunSettings:

@@ -69,3 +69,10 @@ def test_windows_that_are_not_finite_are_skipped_where_they_may_be(tmp_path: Pat
     rows = [json.loads(line) for line in (tmp_path / "skipped" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(row["applied"] for row in rows) == [False, True, True]
     assert torch.isfinite(weights(done.model)).all()
+
+
+def test_several_ranks_are_refused_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(InputError, match=r"WORLD_SIZE is 8.*without torchrun"):
+        autobatch.fit(make_workload(), target_batch=8, out=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()

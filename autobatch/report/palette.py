@@ -23,6 +23,7 @@ LIGHT: Mapping[str, str] = MappingProxyType(
         "series-4": "#b4c1d0",
         "series-5": "#8ba37c",
         "series-6": "#b3858f",
+        "series-7": "#8d7fb0",
     }
 )
 DARK: Mapping[str, str] = MappingProxyType(
@@ -43,6 +44,7 @@ DARK: Mapping[str, str] = MappingProxyType(
         "series-4": "#5b6b7d",
         "series-5": "#8fae7d",
         "series-6": "#bd838e",
+        "series-7": "#9d8fc2",
     }
 )
 EITHER: Mapping[str, str] = MappingProxyType(
@@ -63,6 +65,7 @@ EITHER: Mapping[str, str] = MappingProxyType(
         "series-4": "#5e7896",
         "series-5": "#6d865e",
         "series-6": "#9b606d",
+        "series-7": "#7a69a6",
     }
 )
 """Mid-tones that read on white and on near-black alike: for places whose theme cannot be known."""

@@ -53,7 +53,7 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
     title = "Memory over one optimizer step"
     words = f"Live memory by category over the {curve.axis}s of a step; it peaks at {format_bytes(peak)}."
     legend = [
-        Mark(role="rule" if label == CACHED else f"series-{number % 6 + 1}", label=label, shape="block")
+        Mark(role="rule" if label == CACHED else f"series-{number % 7 + 1}", label=label, shape="block")
         for number, label in enumerate(curve.categories)
     ]
     svg = draw("memory-over-time", title, words, paint, heights=(320, 260))
