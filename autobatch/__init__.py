@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autobatch.pipeline import estimate, fit, plan, probe, tune
     from autobatch.records import Plan, Probe
     from autobatch.results import Result
-    from autobatch.workload import Loss, Workload
+    from autobatch.workload import Loss, WholeBatchLoss, Workload
 
 _HOMES = {
     "AutobatchError": "errors",
@@ -22,6 +22,7 @@ _HOMES = {
     "Plan": "records",
     "Probe": "records",
     "Result": "results",
+    "WholeBatchLoss": "workload",
     "Workload": "workload",
     "estimate": "pipeline",
     "fit": "pipeline",
@@ -39,6 +40,7 @@ __all__ = [
     "Plan",
     "Probe",
     "Result",
+    "WholeBatchLoss",
     "Workload",
     "__version__",
     "estimate",

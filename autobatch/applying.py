@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autobatch.batches import map_tensors
 from autobatch.knobs import CHANNELS_LAST, CHECKPOINTING, COMPILE, OPTIMIZER
-from autobatch.workload import Batch, Loss
+from autobatch.workload import Batch, Loss, WholeBatchLoss
 
 LossFunction = Callable[[nn.Module, Batch], "Tensor | Loss"]
 IMPLEMENTATIONS: dict[object, dict[str, bool]] = {
@@ -50,6 +51,9 @@ def apply_implementation(optimizers: Iterable[torch.optim.Optimizer], knobs: Map
 
 def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, object]) -> LossFunction:
     """The loss, with its forward passes checkpointed, compiled and in the layout that the knobs ask for."""
+    if isinstance(loss, WholeBatchLoss):
+        represent: Any = apply_forward(loss.represent, model, knobs)
+        return replace(loss, represent=represent)
     changed: list[tuple[nn.Module, Callable[..., Any]]] = []
     if knobs.get(CHECKPOINTING) == "full":
         changed += [(block, _recomputed(block)) for block in find_blocks(model)]

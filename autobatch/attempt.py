@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
+from autobatch.batches import feed
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.errors import InputError
@@ -25,8 +26,8 @@ from autobatch.knobs import Value
 from autobatch.records import Attempt, Precision
 from autobatch.samples import Costliest
 from autobatch.state import lent, preserved_random_state
-from autobatch.step import Trainee, WindowResult, assemble, run_window, tensors_of, to_device
-from autobatch.workload import Workload, user_code
+from autobatch.step import Trainee, WindowResult, assemble, run_window
+from autobatch.workload import Batch, WholeBatchLoss, Workload, user_code
 
 WINDOWS = (1, 2, 2)
 """Micro-batches a window of an attempt: state appears, then the steady state twice (Adam's state comes with
@@ -52,6 +53,8 @@ class Bench:
     """Decay of the weights' average; ``None``: none is kept."""
     knobs: Mapping[str, Value] = field(default_factory=dict)
     """What the tuner chose, by the knob's name."""
+    window: int | None = None
+    """Samples of an optimizer step, where the loss sees all of them (`WholeBatchLoss`) and they are known."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -157,8 +160,10 @@ def train_on_copies(
             trainee.scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
         for number, count in enumerate(windows):
             start = bench.clock()
-            batches = _batches(bench, micro_batch, count, meter)
-            result = run_window(trainee, batches, micro_batch * count, mark=mark)
+            costliest = ((bench.costliest.batch(micro_batch), micro_batch) for _ in range(count))
+            batches = batches_of(bench, meter, costliest)
+            samples = window_samples(bench.window, micro_batch, count)
+            result = run_window(trainee, batches, samples, mark=mark)
             if number == 0:
                 _check_first(result, micro_batch, scaled=trainee.scaler is not None)
                 if not result.applied:
@@ -169,12 +174,17 @@ def train_on_copies(
     return seconds
 
 
-def _batches(bench: Bench, micro_batch: int, count: int, meter: Meter) -> Iterator[tuple[Any, int]]:
-    for _ in range(count):
-        with meter.aside():
-            batch = to_device(bench.costliest.batch(micro_batch), bench.device.torch_device)
-        meter.adopt(tensors_of(batch))
-        yield batch, micro_batch
+def window_samples(window: int | None, micro_batch: int, count: int) -> int:
+    """Samples that so many micro-batches stand for: of a loss over a whole window, all that it will see."""
+    return micro_batch * count if window is None else max(window, micro_batch)
+
+
+def batches_of(
+    bench: Bench, meter: Meter, fetched: Iterable[tuple[Batch, int]]
+) -> Iterable[tuple[Batch, int]]:
+    """Bring micro-batches to the bench's device in the way that its loss needs."""
+    twice = isinstance(bench.workload.loss, WholeBatchLoss)
+    return feed(fetched, bench.device.torch_device, meter, twice=twice)
 
 
 def _check_first(result: WindowResult, micro_batch: int, *, scaled: bool) -> None:

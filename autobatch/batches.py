@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autobatch.workload import Batch
+
+if TYPE_CHECKING:
+    from autobatch.device.base import Meter
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -61,3 +64,67 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
         for value in vars(batch).values():
             if isinstance(value, Tensor | Mapping | list | tuple):
                 yield from tensors_of(value)
+
+
+def feed(
+    fetched: Iterable[tuple[Batch, int]], device: torch.device, meter: Meter, *, twice: bool
+) -> Iterable[tuple[Batch, int]]:
+    """Bring micro-batches to the device, one at a time.
+
+    Args:
+        fetched: each micro-batch as the host makes it, with its number of samples.
+        device: where they go.
+        meter: told of each; what the host makes is not counted.
+        twice: they can be gone through twice, as a `autobatch.workload.WholeBatchLoss` needs.
+    """
+
+    def place(batch: Batch) -> Batch:
+        with meter.aside():
+            # The device's own copy, also where the device is the host.
+            there = map_tensors(batch, Tensor.clone) if device.type == "cpu" else to_device(batch, device)
+        meter.adopt(tensors_of(there))
+        return there
+
+    made = _made_aside(iter(fetched), meter)
+    return Twice(made, place) if twice else _feed_once(made, device, meter)
+
+
+class Twice:
+    """Micro-batches that are gone through twice: fetched once, kept on the host, placed each time.
+
+    Args:
+        fetched: each micro-batch on the host, with its number of samples.
+        place: makes of one what the device holds, anew each time.
+    """
+
+    def __init__(self, fetched: Iterable[tuple[Batch, int]], place: Callable[[Batch], Batch]) -> None:
+        self._fetched: Iterable[tuple[Batch, int]] | None = fetched
+        self._place = place
+        self._kept: list[tuple[Batch, int]] = []
+
+    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+        """The first time as they are fetched, then as they were kept."""
+        coming, self._fetched = self._fetched, None
+        for batch, size in self._kept if coming is None else coming:
+            if coming is not None:
+                self._kept.append((batch, size))
+            yield self._place(batch), size
+
+
+def _made_aside(fetched: Iterator[tuple[Batch, int]], meter: Meter) -> Iterator[tuple[Batch, int]]:
+    while True:
+        with meter.aside():
+            found = next(fetched, None)
+        if found is None:
+            return
+        yield found
+
+
+def _feed_once(
+    made: Iterator[tuple[Batch, int]], device: torch.device, meter: Meter
+) -> Iterator[tuple[Batch, int]]:
+    for batch, size in made:
+        with meter.aside():
+            there = to_device(batch, device)
+        meter.adopt(tensors_of(there))
+        yield there, size

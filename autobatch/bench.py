@@ -21,11 +21,12 @@ from autobatch.finding import DEMO, load_workload
 from autobatch.fits import KeyValue
 from autobatch.footprint.allocator import Allocator, AllocatorConfig, CachingAllocator, Ledger
 from autobatch.hardware import data_home, load_profile
+from autobatch.planning import rank_share
 from autobatch.records import DeviceRecord, Precision, Record
 from autobatch.samples import Costliest
 from autobatch.state import preserved_random_state, seed_everything
 from autobatch.step import tensors_of
-from autobatch.workload import Workload, user_code
+from autobatch.workload import WholeBatchLoss, Workload, user_code
 
 
 class Facts(Record, frozen=True, kw_only=True):
@@ -102,7 +103,16 @@ def open_bench(
         precision=precision_of(options, device),
         max_grad_norm=getattr(options, "max_grad_norm", None),
         ema=getattr(options, "ema", None),
+        window=window_of(workload, options),
     )
+
+
+def window_of(workload: Workload, options: Options) -> int | None:
+    """Samples of an optimizer step, where the loss sees all of them and they are known."""
+    if not isinstance(workload.loss, WholeBatchLoss):
+        return None
+    target: int | None = getattr(options, "target_batch", None)
+    return None if target is None else rank_share(target, 1, 0)
 
 
 def budget_of(options: Options, *, demo: bool) -> str | int | None:
@@ -153,8 +163,18 @@ def facts_of(bench: Bench) -> Facts:
         name=workload.name,
         expandable_segments=_is_expandable(bench.device.new_allocator()),
         levels=bench.costliest.levels(),
-        notes=[*device.notes, *bench.costliest.notes],
+        notes=[*device.notes, *bench.costliest.notes, *window_notes(workload, bench.window)],
     )
+
+
+def window_notes(workload: Workload, window: int | None) -> list[str]:
+    """What a person should know of an answer for a loss over a whole window of an unknown size."""
+    if window is not None or not isinstance(workload.loss, WholeBatchLoss):
+        return []
+    return [
+        "the loss sees all samples of an optimizer step, and without a target batch two micro-batches were "
+        "taken for all of them: more take more memory; plan, tune, fit and estimate --target-batch count them"
+    ]
 
 
 def new_allocator(facts: Facts, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
@@ -179,6 +199,7 @@ def _is_expandable(allocator: Allocator) -> bool:
 def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
     sample = bench.costliest.batch(2)
     loss = bench.workload.loss
+    functions = [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]
     return {
         "workload": bench.workload.name,
         "model": _digest(
@@ -189,7 +210,8 @@ def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
             *(f"{name}:{type(module).__qualname__}" for name, module in bench.model.named_modules()),
         ),
         "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
-        "loss": f"{loss.__module__}.{getattr(loss, '__qualname__', type(loss).__qualname__)}",
+        "loss": "+".join(map(_name_of, functions)),
+        "window": bench.window,
         "optimizer": _digest(_optimizer_line(bench.workload)),
         "precision": bench.precision,
         "max_grad_norm": None if bench.max_grad_norm is None else str(bench.max_grad_norm),
@@ -203,6 +225,10 @@ def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
         "world_size": 1,
     }
+
+
+def _name_of(function: object) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _optimizer_line(workload: Workload) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autobatch import __version__
-from autobatch.bench import build_model, find_workload
+from autobatch.bench import build_model, find_workload, window_notes, window_of
 from autobatch.card import HardwareProfile
 from autobatch.config import EstimateOptions
 from autobatch.device.simulated import card_budget
@@ -106,7 +106,7 @@ def run_estimate(
     found = find_workload(workload)
     with preserved_random_state():
         seed_everything(options.seed)
-        tracer = _Tracer(found)
+        tracer = _Tracer(found, window_of(found, options))
     off = {card.name: residuals(home, (card.title, *card.device_names)) for card in cards}
     estimates = [_estimate(tracer, card, options, off[card.name]) for card in cards]
     if len(cards) == 1:
@@ -122,8 +122,9 @@ def run_estimate(
 class _Tracer:
     """Traces a workload once for each way in which cards run it."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, window: int | None) -> None:
         self.workload = workload
+        self.window = window
         self.model = on_meta(workload)
         self.costliest = Costliest(workload)
         self._steps: dict[tuple[bool, Precision], Footprint] = {}
@@ -145,10 +146,12 @@ class _Tracer:
             batch_of=self.costliest.batch,
             precision=precision,
             capability=capability,
+            samples=self.window,
         )
 
     def notes(self) -> Iterator[str]:
         """What a person should know of the traces."""
+        yield from window_notes(self.workload, self.window)
         for step in self._steps.values():
             yield from step.notes
 

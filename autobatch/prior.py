@@ -123,6 +123,7 @@ def _setting(bench: Bench) -> Setting:
         precision=bench.precision,
         capability=None if card is None else torch.cuda.get_device_capability(card),
         windows=WINDOWS,
+        samples=bench.window,
         max_grad_norm=bench.max_grad_norm,
         ema=bench.ema,
         # A compiled model is predicted as its module runs without the compiler.

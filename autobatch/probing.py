@@ -30,7 +30,9 @@ from autobatch.search import search
 from autobatch.units import format_bytes
 from autobatch.workload import describe
 
-ASKED_FOR = {"budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm", "ema"}
+ASKED_FOR = {
+    "budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm", "ema", "window",
+}  # fmt: skip
 """What a user changes by asking for it; an answer to another question is not stale."""
 CLOSE_BUDGETS = 0.05
 """Budgets that were not asked for by number follow what is free; within this share they count as the same."""

@@ -6,6 +6,7 @@ and modes come back as the very objects that they were.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -120,10 +121,11 @@ class BufferKeeper:
     """Keeps what a window may have to be put back to, besides the random states: the model's buffers.
 
     Statistics are small and copied for every window. Of large buffers (masks, tables, queues) only those
-    are that were seen to change in an earlier window.
+    are that were seen to change in an earlier window; or all, for what cannot do without.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, copy_all: bool = False) -> None:
+        self._largest = math.inf if copy_all else SMALL_BUFFER
         self._modules = [module for module in model.modules() if module._buffers]
         self._entries: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -139,7 +141,7 @@ class BufferKeeper:
                 if buffer is None:
                     continue
                 # Kernels update the running statistics of a BatchNorm without counting a version.
-                if buffer.numel() <= SMALL_BUFFER or (number, name) in self._changing:
+                if buffer.numel() <= self._largest or (number, name) in self._changing:
                     self._copies.append((buffer, buffer.detach().clone()))
                 else:
                     self._watched.append((buffer, buffer._version, (number, name)))
@@ -149,13 +151,17 @@ class BufferKeeper:
         self._changing |= {key for buffer, version, key in self._watched if buffer._version != version}
         self._entries, self._copies, self._watched = [], [], []
 
-    def put_back(self) -> bool:
-        """Make the buffers what they were; False if one has changed that was not copied."""
+    def rewind(self) -> None:
+        """Make the buffers what they were, as far as they were copied; they can be put back once more."""
         with torch.no_grad():
             for module, entries in self._entries:
                 module._buffers.update(entries)
             for buffer, kept in self._copies:
                 buffer.copy_(kept)
+
+    def put_back(self) -> bool:
+        """Make the buffers what they were; False if one has changed that was not copied."""
+        self.rewind()
         whole = all(buffer._version == version for buffer, version, _ in self._watched)
         self.let_go()
         return whole

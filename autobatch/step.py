@@ -7,7 +7,8 @@ A window is the samples of one optimizer step. Its gradient is Σ totals ÷ Σ c
 a mean of means. Every micro-batch contributes ``total ÷ D``, with a divisor D that is the same for the
 whole window; when N, the sum of the counts, is known, the window's gradient is multiplied once by D ÷ N.
 Where the loss is a mean over samples, N is known beforehand and D = N; for a `Loss` (and in 16 bits) D is a
-power of two near N, so that dividing by it rounds nothing.
+power of two near N, so that dividing by it rounds nothing. The loss over a whole window, of a
+`WholeBatchLoss`, stands as it is; see `autobatch.caching`.
 
 There is one host synchronisation a window, after the last backward.
 """
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor
 
 from autobatch.batches import tensors_of, to_device
+from autobatch.caching import backward_of_window
 from autobatch.errors import AutobatchError, InputError
 from autobatch.gradients import LOW_PRECISION, norm_of
 from autobatch.trainee import Trainee, assemble, precision_context
-from autobatch.workload import Batch, Loss, blame, user_code
+from autobatch.workload import Batch, Loss, WholeBatchLoss, blame, user_code
 
 __all__ = [
     "Mark",
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 Mark = Callable[[str], None]
-"""Told what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
+"""Told what comes next: ``setup``, ``forward``, ``loss`` (of a window), ``backward`` or ``optimizer``."""
 
 
 @dataclass(kw_only=True)
@@ -97,16 +99,21 @@ def accumulate(
 
     Args:
         trainee: the model and its optimizer.
-        batches: each micro-batch, on the device, with its number of samples.
+        batches: each micro-batch, on the device, with its number of samples; for a `WholeBatchLoss` they
+            must be such as can be gone through twice (`autobatch.batches.Twice`).
         samples: samples of the whole window, over all ranks.
         mark: told what comes next.
-        measure_first: also take the norm of the gradient after the first micro-batch.
+        measure_first: also take the norm of the gradient after the first micro-batch, where that is the mean
+            over its own samples.
     """
     tally = Tally(samples=samples)
     trainee.buffers.keep()
     part = "data"
     try:
         with trainee.gradients.adding():
+            if isinstance(trainee.loss, WholeBatchLoss):
+                _accumulate_whole(trainee, trainee.loss, batches, tally, mark)
+                return tally
             for batch, size in batches:
                 part = "loss"
                 mark("forward")
@@ -126,6 +133,24 @@ def accumulate(
         blame(error, part)
         raise
     return tally
+
+
+def _accumulate_whole(
+    trainee: Trainee, loss: WholeBatchLoss, batches: Iterable[tuple[Batch, int]], tally: Tally, mark: Mark
+) -> None:
+    scaler = trainee.scaler
+    value = backward_of_window(
+        loss,
+        trainee.model,
+        batches,
+        tally.samples,
+        context=lambda: precision_context(trainee.device, trainee.precision),
+        scaled=_at_least_32_bits if scaler is None else lambda one: scaler.scale(_at_least_32_bits(one)),
+        rewind=trainee.buffers.rewind,
+        mark=mark,
+    )
+    tally.total = _at_least_32_bits(value)
+    tally.divisor = float(tally.samples)
 
 
 def add_backward(trainee: Trainee, tally: Tally, share: Tensor, size: int) -> None:

@@ -15,7 +15,7 @@ from autobatch.errors import InputError
 from autobatch.gradients import Gradients, Optimizers
 from autobatch.records import Precision
 from autobatch.state import BufferKeeper
-from autobatch.workload import Batch, Loss, Workload, user_code
+from autobatch.workload import Batch, Loss, WholeBatchLoss, Workload, user_code
 
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -94,7 +94,8 @@ def assemble(
         scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
         max_grad_norm=max_grad_norm,
         gradients=Gradients(model, optimizers),
-        buffers=BufferKeeper(model),
+        # A window that is gone through twice goes through the same buffers twice.
+        buffers=BufferKeeper(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         average=None if ema is None else WeightAverage(parameters, ema),
     )
 

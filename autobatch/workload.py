@@ -36,6 +36,37 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WholeBatchLoss:
+    """A loss in which the samples of a batch see each other: InfoNCE, CLIP, SimCLR.
+
+    A ``Workload(loss=…)`` in two parts, so that a batch that does not fit can be accumulated exactly: of all
+    of it, only the rows that ``represent`` gives are held at once (`autobatch.caching`).
+    """
+
+    represent: Callable[[nn.Module, Batch], Any]
+    """A tensor, or a tuple, list or dict of some, with a row for each sample of the batch (labels too, if the
+    loss needs them). Each row follows from its own sample."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    """``(model, the rows of the whole optimizer step, in the same form)`` to its loss, a 0-d tensor that is
+    used as it stands. What it takes of the model itself, a temperature say, is trained too."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without running anything.
+
+        Raises:
+            InputError: a part is no function.
+        """
+        for part in ("represent", "loss"):
+            if not callable(getattr(self, part)):
+                found = kind_of(getattr(self, part))
+                raise InputError(f"WholeBatchLoss({part}=…) must be a function, found {found}")
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of these samples, as the whole of a batch."""
+        return self.loss(model, self.represent(model, batch))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, its data and its loss."""
 
@@ -44,7 +75,7 @@ class Workload:
     train_data: Dataset[Any]
     """Map-style: has ``__getitem__`` and ``__len__``."""
     loss: Callable[[nn.Module, Batch], Tensor | Loss]
-    """The mean over the samples of the batch (a 0-d tensor), or a `Loss`."""
+    """The mean over the samples of the batch (a 0-d tensor), or a `Loss`; or else a `WholeBatchLoss`."""
     optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
     """``(parameters, learning_rate)`` to an optimizer."""
     learning_rate: float

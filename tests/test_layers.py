@@ -20,7 +20,7 @@ FLOORS = [
     {"hardware", "config", "finding", "failures", "results", "demo"},
     {"fits", "sources"},
     {"batches", "state", "gradients", "averaging"},
-    {"applying"},
+    {"applying", "caching"},
     {"trainee"},
     {"step"},
     {"samples"},

@@ -46,7 +46,7 @@ class Meter(Protocol):
         """Inside, nothing is counted: for what a card would never see, such as a batch being joined."""
 
     def mark(self, phase: str) -> None:
-        """Say what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
+        """Say what comes next; see `autobatch.step.Mark`."""
 
     def stats(self) -> MemoryStats:
         """Read the allocator; in a probe, waits for the device to finish what it was given."""

@@ -7,7 +7,7 @@ with a label for every block: what it is for, and which module made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autobatch.batches import tensors_of
+from autobatch.batches import Twice, tensors_of
 from autobatch.footprint.fakes import new_mode, twin_batch, twin_model
 from autobatch.footprint.naming import named
 from autobatch.footprint.personality import cuda_personality, prefer_foreach
@@ -25,7 +25,7 @@ from autobatch.records import Precision
 from autobatch.state import preserved_random_state
 from autobatch.step import run_window
 from autobatch.trainee import Trainee, assemble
-from autobatch.workload import Batch, Workload
+from autobatch.workload import Batch, WholeBatchLoss, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class Setting:
     """Compute capability of the card; ``None``: the CPU itself, with its own operators."""
     windows: Sequence[int] = (1, 2, 2)
     """Micro-batches a window: as in an attempt on a device (`autobatch.attempt.WINDOWS`)."""
+    samples: int | None = None
+    """Of an optimizer step, where the loss sees all of them: those of `autobatch.attempt.Bench.window`."""
     max_grad_norm: float | None = None
     ema: float | None = None
     """Decay of the weights' average; ``None``: none is kept."""
@@ -92,7 +94,18 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
         for optimizer in trainee.optimizers:
             prefer_foreach(optimizer)
 
-    def batches(count: int) -> Iterator[tuple[Batch, int]]:
+    def place(one: Batch) -> Batch:
+        with recorder.aside():
+            made = twin_batch(one, mode)
+        recorder.adopt_as("batch", tensors_of(made))
+        return made
+
+    def batches(count: int) -> Iterable[tuple[Batch, int]]:
+        if isinstance(setting.workload.loss, WholeBatchLoss):
+            return Twice([(batch, micro_batch)] * count, place)
+        return once(count)
+
+    def once(count: int) -> Iterator[tuple[Batch, int]]:
         held: Batch = None
         for _ in range(count):
             with recorder.aside():
@@ -119,7 +132,8 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
             if recorder.repeat(before[1]):
                 return
         before = (count, recorder.place())
-        run_window(trainee, batches(count), micro_batch * count, mark=mark)
+        samples = micro_batch * count if setting.samples is None else max(setting.samples, micro_batch)
+        run_window(trainee, batches(count), samples, mark=mark)
         recorder.label("optimizer state", _state_of(trainee))
 
 

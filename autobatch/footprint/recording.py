@@ -212,7 +212,7 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         return func, (x, indices, *args[2:]), kwargs
 
     def _label_new(self, block: int) -> None:
-        kind = "activations" if self._phase == "forward" else "temporaries"
+        kind = "activations" if self._phase in ("forward", "loss") else "temporaries"
         assert block == len(self._labels)
         self._labels.append(Label(kind, self.modules[-1] if self.modules else ""))
 

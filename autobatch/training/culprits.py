@@ -9,15 +9,15 @@ import torch
 
 from autobatch.samples import join
 from autobatch.state import preserved_random_state
-from autobatch.step import Trainee, precision_context, to_device
-from autobatch.workload import Loss, Workload
+from autobatch.step import Trainee, precision_context, tensors_of, to_device
+from autobatch.workload import Loss, WholeBatchLoss, Workload
 
 SHOWN = 8
 """Samples that a message names."""
 
 
 def describe_samples(workload: Workload, trainee: Trainee, ids: Sequence[int], sizes: Sequence[int]) -> str:
-    """Name the sample whose loss is not finite by itself, else the samples of the window.
+    """Name the sample whose loss (or row, of a loss over all) is not finite by itself, else the window's.
 
     The first bad micro-batch is halved until one sample is left; forward passes only, and nothing is
     changed that the run depends on.
@@ -53,6 +53,9 @@ def _is_finite(workload: Workload, trainee: Trainee, ids: Sequence[int]) -> bool
     try:
         batch = to_device(join(workload, ids), trainee.device)
         with precision_context(trainee.device, trainee.precision):
+            if isinstance(trainee.loss, WholeBatchLoss):
+                rows = tensors_of(trainee.loss.represent(trainee.model, batch))
+                return all(bool(one.isfinite().all()) for one in rows)
             loss = trainee.loss(trainee.model, batch)
         return math.isfinite(float(loss.total if isinstance(loss, Loss) else loss))
     finally:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
+from autobatch.caching import Rows
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.errors import DoesNotFitError, InputError
 from autobatch.samples import join
 from autobatch.state import preserved_random_state
 from autobatch.step import Trainee, precision_context, tensors_of, to_device
-from autobatch.workload import Batch, Loss, Workload, kind_of, user_code
+from autobatch.workload import Batch, Loss, WholeBatchLoss, Workload, kind_of, user_code
 
 REHEARSED = 2
 """Validation samples that loss and metrics are tried on before training."""
@@ -57,12 +58,14 @@ def evaluate(
     device: Device,
     meter: Meter,
     reach: Reach,
+    window: int,
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Loss and metrics over the validation data; empty where the workload has none.
 
     Each figure is Σ totals ÷ Σ counts in float64, so a short last micro-batch weighs what it holds. Out of
-    memory, the samples run again in half the micro-batch.
+    memory, the samples run again in half the micro-batch. A `WholeBatchLoss` is that of windows as large as
+    those of the training, for of fewer samples it is another figure; the last one may be short.
 
     Args:
         workload: has the data, the loss and the metrics.
@@ -71,6 +74,7 @@ def evaluate(
             training takes, whose blocks would stand in the way of its own.
         meter: told of each batch.
         reach: samples at a time; learns what fits.
+        window: samples of an optimizer step.
         poll: called before each micro-batch; may raise to stop.
 
     Raises:
@@ -86,10 +90,14 @@ def evaluate(
     trainee.model.eval()
     try:
         first, size = 0, len(data)  # type: ignore[arg-type]
+        whole = _Whole(range(min(window, size)))
         while first < size:
             poll()
-            ids = range(first, min(first + reach.micro_batch, size))
-            figures = _figures(workload, trainee, meter, ids, may_fail=len(ids) > reach.start)
+            if first == whole.ids.stop:
+                whole = _Whole(range(first, min(first + window, size)))
+            end = whole.ids.stop if isinstance(workload.loss, WholeBatchLoss) else size
+            ids = range(first, min(first + reach.micro_batch, end))
+            figures = _figures(workload, trainee, meter, ids, whole, may_fail=len(ids) > reach.start)
             if isinstance(figures, str):
                 # Out of the except block: nothing keeps the failed batch's tensors alive any more.
                 device.release()
@@ -128,11 +136,28 @@ def rehearse(workload: Workload, trainee: Trainee, *, device: Device, meter: Met
             device=device,
             meter=meter,
             reach=Reach(REHEARSED),
+            window=REHEARSED,
         )
 
 
+class _Whole:
+    """The rows of a window of validation, for a loss that sees all of them."""
+
+    def __init__(self, ids: range) -> None:
+        self.ids = ids
+        self._rows = Rows(len(ids))
+
+    def loss(self, loss: WholeBatchLoss, model: nn.Module, batch: Batch, ids: range) -> dict[str, Loss]:
+        """Take in a micro-batch; the loss, once its last one is there."""
+        self._rows.put(ids.start - self.ids.start, loss.represent(model, batch), len(ids))
+        if ids.stop < self.ids.stop:
+            return {}
+        count = len(self.ids)
+        return {"loss": Loss(loss.loss(model, self._rows.joined) * count, count)}
+
+
 def _figures(
-    workload: Workload, trainee: Trainee, meter: Meter, ids: Sequence[int], *, may_fail: bool
+    workload: Workload, trainee: Trainee, meter: Meter, ids: range, whole: _Whole, *, may_fail: bool
 ) -> dict[str, tuple[float, float]] | str:
     """Total and count of each figure over some samples; what an error said that fewer samples may not raise.
 
@@ -145,8 +170,12 @@ def _figures(
                 batch = to_device(join(workload, ids, data=workload.validation_data), trainee.device)
             meter.adopt(tensors_of(batch))
             with precision_context(trainee.device, trainee.precision):
+                figures: dict[str, Tensor | Loss] = {}
                 with user_code("loss"):
-                    figures: dict[str, Tensor | Loss] = {"loss": workload.loss(trainee.model, batch)}
+                    if isinstance(workload.loss, WholeBatchLoss):
+                        figures |= whole.loss(workload.loss, trainee.model, batch, ids)
+                    else:
+                        figures["loss"] = workload.loss(trainee.model, batch)
                 figures |= _metrics(workload, trainee, batch)
             return {name: _pair(name, figure, len(ids)) for name, figure in figures.items()}
     except Exception as error:

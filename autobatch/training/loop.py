@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autobatch.batches import feed
 from autobatch.device.base import Device, MemoryStats, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.errors import DoesNotFitError, NonFiniteError, RestartSmallerError
@@ -23,13 +24,13 @@ from autobatch.planning import micro_batches
 from autobatch.records import StepRecord
 from autobatch.samples import join
 from autobatch.state import capture_random_state, restore_random_state
-from autobatch.step import Trainee, WindowResult, accumulate, finish, tensors_of, to_device
+from autobatch.step import Trainee, WindowResult, accumulate, finish
 from autobatch.training.advice import matched_momentum
 from autobatch.training.culprits import describe_samples
 from autobatch.training.noise import NoiseScale
 from autobatch.training.resume import capture_loop, restore_loop
 from autobatch.training.windows import Course, Window
-from autobatch.workload import Batch, Workload, user_code
+from autobatch.workload import Batch, WholeBatchLoss, Workload, user_code
 
 REPLAYS_IN_A_ROW = 2
 """A window that runs out of memory more often than this ends the run: memory is going elsewhere."""
@@ -176,7 +177,9 @@ class Loop:
     def _attempt(self, window: Window, sizes: list[int], *, may_be_suspect: bool) -> WindowResult | str:
         """Train a window; where it can be run again after an out-of-memory error, return what that said."""
         try:
-            batches = self._batches(window.ids, sizes)
+            twice = isinstance(self.trainee.loss, WholeBatchLoss)
+            fetched = self._fetched(window.ids, sizes)
+            batches = feed(fetched, self.trainee.device, self.meter, twice=twice)
             tally = accumulate(
                 self.trainee,
                 batches,
@@ -209,13 +212,10 @@ class Loop:
             raise DoesNotFitError(f"out of memory in training at a micro-batch of 1: {trouble}")
         self.micro_batch = math.ceil(failed / 2)
 
-    def _batches(self, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
+    def _fetched(self, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
         first = 0
         for size in sizes:
-            with self.meter.aside():
-                batch = to_device(join(self.workload, ids[first : first + size]), self.trainee.device)
-            self.meter.adopt(tensors_of(batch))
-            yield batch, size
+            yield join(self.workload, ids[first : first + size]), size
             first += size
 
     def _check(self, window: Window, sizes: list[int], result: WindowResult) -> None:

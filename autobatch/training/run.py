@@ -160,6 +160,7 @@ class _Run:
                 device=loop.device,
                 meter=loop.meter,
                 reach=self._reach,
+                window=loop.course.target_batch,
                 poll=poll,
             )
         # Only now are the random states those that a checkpoint must hold.

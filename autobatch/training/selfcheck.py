@@ -3,20 +3,24 @@
 The gradient g of a whole batch is held against the gradients of its parts, each by itself. Where the
 window's formula gives g, accumulation is exact. Where some other weights of the parts do, the loss is a mean
 over something else than samples; where none do, samples see each other (contrastive losses, normalisation
-over the batch). The model runs in eval mode, so that dropout and BatchNorm stand still.
+over the batch). Of a `WholeBatchLoss` the two passes over the parts must give g. The model runs in eval mode,
+so that dropout and BatchNorm stand still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from autobatch.attempt import Bench
-from autobatch.batches import map_tensors
+from autobatch.batches import feed, map_tensors
+from autobatch.caching import backward_of_window
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
 from autobatch.errors import InputError
@@ -26,7 +30,7 @@ from autobatch.state import lent, preserved_random_state
 from autobatch.step import tensors_of, to_device
 from autobatch.training.advice import advice, batch_norms, smallest_micro_batch
 from autobatch.training.windows import Course
-from autobatch.workload import Batch, Loss
+from autobatch.workload import Batch, Loss, WholeBatchLoss
 
 SAMPLES = 6
 PARTS = 3
@@ -119,7 +123,7 @@ def _try(bench: Bench, meter: Meter, size: int, dtype: torch.dtype, *, training:
         return None if classify(error) is not Verdict.NONE else ""
 
 
-def _fault(bench: Bench, run: Callable[[Sequence[int]], _Part], size: int, tolerance: float) -> str | None:
+def _fault(bench: Bench, run: _Runner, size: int, tolerance: float) -> str | None:
     count = len(bench.workload.train_data)  # type: ignore[arg-type]
     ids = [index * (count - 1) // (size - 1) for index in range(size)]
     torch.manual_seed(1)
@@ -130,6 +134,10 @@ def _fault(bench: Bench, run: Callable[[Sequence[int]], _Part], size: int, toler
     if not length > 0.0 or float((again.gradient - whole.gradient).norm()) > tolerance * length:
         # Nothing to compare, or a loss that draws random numbers even so.
         return None
+    if isinstance(bench.workload.loss, WholeBatchLoss):
+        cached = run.in_two_passes(ids, split_evenly(size, min(PARTS, size)))
+        error = float((cached.gradient - whole.gradient).norm()) / length
+        return None if error <= tolerance else _cause_of_rows(size, error)
     parts, first = [], 0
     for part in split_evenly(size, min(PARTS, size)):
         parts.append(run(ids[first : first + part]))
@@ -159,7 +167,8 @@ def _cause(whole: _Part, weights: list[float], *, error: float, left: float, tol
     if left > tolerance:
         return start + (
             "samples of a batch see each other in the loss (a contrastive loss, statistics of the batch, a "
-            "penalty on the whole batch), so the batch cannot be split exactly: use a target batch that fits "
+            "penalty on the whole batch), so the batch cannot be split as it is: hand over "
+            "WholeBatchLoss(represent=…, loss=…), which is accumulated exactly, use a target batch that fits "
             "in one micro-batch, or a loss that treats samples one by one"
         )
     if whole.count is not None:
@@ -172,6 +181,14 @@ def _cause(whole: _Part, weights: list[float], *, error: float, left: float, tol
     return start + (
         "the workload's loss is a mean over something else than samples (tokens that count, class weights, "
         "pixels): return Loss(total, count) with the sum and what it is a sum over"
+    )
+
+
+def _cause_of_rows(size: int, error: float) -> str:
+    return (
+        f"the gradient of {size} samples at once and by their cached rows differs by {error:.1%}: "
+        "WholeBatchLoss(represent=…) must make each row of its own sample alone; what sees several samples "
+        "belongs in WholeBatchLoss(loss=…)"
     )
 
 
@@ -206,23 +223,47 @@ class _Runner:
     def __call__(self, ids: Sequence[int]) -> _Part:
         """Run them forward and backward."""
         with self._meter.aside():
-            batch = to_device(join(self._bench.workload, ids), self._bench.device.torch_device)
-            if self._dtype is not None:
-                batch = self._converted(batch, self._dtype)
+            batch = to_device(self._joined(ids), self._bench.device.torch_device)
         self._meter.adopt(tensors_of(batch))
         loss = self._bench.workload.loss(self._model, batch)
         total, count = loss if isinstance(loss, Loss) else (loss, None)
         total.backward()  # type: ignore[no-untyped-call]
-        found = torch.cat([_elements(p) for p in self._model.parameters() if p.requires_grad])
-        self._model.zero_grad(set_to_none=True)
+        found = self._gradient()
         if count is None:
             return _Part(found, None, len(ids))
         items = float(count.detach() if isinstance(count, Tensor) else count)
         return _Part(found / items if items else found, items, len(ids))
 
-    @staticmethod
-    def _converted(batch: Batch, dtype: torch.dtype) -> Batch:
+    def in_two_passes(self, ids: Sequence[int], sizes: Sequence[int]) -> _Part:
+        """Run them as the micro-batches of a window with a loss that sees all of it."""
+        loss = self._bench.workload.loss
+        assert isinstance(loss, WholeBatchLoss)
+        ends = accumulate(sizes)
+        fetched = ((self._joined(ids[end - size : end]), size) for size, end in zip(sizes, ends, strict=True))
+        backward_of_window(
+            loss,
+            self._model,
+            feed(fetched, self._bench.device.torch_device, self._meter, twice=True),
+            len(ids),
+            context=nullcontext,
+            scaled=lambda value: value,
+            rewind=lambda: None,
+            mark=lambda _: None,
+        )
+        return _Part(self._gradient(), None, len(ids))
+
+    def _joined(self, ids: Sequence[int]) -> Batch:
+        """The samples as a batch of the type that is checked in, on the host."""
+        batch, dtype = join(self._bench.workload, ids), self._dtype
+        if dtype is None:
+            return batch
         return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def _gradient(self) -> Tensor:
+        """What the backward passes left behind, which is let go of."""
+        found = torch.cat([_elements(p) for p in self._model.parameters() if p.requires_grad])
+        self._model.zero_grad(set_to_none=True)
+        return found
 
 
 def _elements(parameter: nn.Parameter) -> Tensor:

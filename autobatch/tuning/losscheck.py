@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autobatch.attempt import Bench
-from autobatch.device.base import Meter
+from autobatch.attempt import Bench, batches_of
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
-from autobatch.step import run_window, tensors_of, to_device
+from autobatch.step import run_window
 from autobatch.tuning.timing import open_trainee
 from autobatch.workload import Batch
 
@@ -80,18 +79,17 @@ def _losses(bench: Bench, size: int, *, seed: int) -> list[float]:
                 module.eval()
         torch.manual_seed(seed)
         losses = [
-            run_window(trainee, _batches(bench, meter, size, draw), size * MICRO_BATCHES).loss
+            run_window(
+                trainee, batches_of(bench, meter, _fetched(bench, size, draw)), size * MICRO_BATCHES
+            ).loss
             for _ in range(WINDOWS)
         ]
         del trainee
     return losses
 
 
-def _batches(bench: Bench, meter: Meter, size: int, draw: torch.Generator) -> Iterator[tuple[Batch, int]]:
+def _fetched(bench: Bench, size: int, draw: torch.Generator) -> Iterator[tuple[Batch, int]]:
     samples = len(bench.workload.train_data)  # type: ignore[arg-type]
     for _ in range(MICRO_BATCHES):
         ids = torch.randint(samples, (size,), generator=draw).tolist()
-        with meter.aside():
-            batch = to_device(join(bench.workload, ids), bench.device.torch_device)
-        meter.adopt(tensors_of(batch))
-        yield batch, size
+        yield join(bench.workload, ids), size

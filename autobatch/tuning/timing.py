@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from autobatch.attempt import Bench
+from autobatch.attempt import Bench, batches_of, window_samples
 from autobatch.device.base import Meter
 from autobatch.knobs import COMPILE
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
-from autobatch.step import Trainee, accumulate, assemble, finish, tensors_of, to_device
+from autobatch.step import Trainee, accumulate, assemble, finish
 from autobatch.workload import Batch
 
 LEAST_WINDOWS = 3
@@ -31,7 +31,7 @@ class Timing(NamedTuple):
     micro: float
     """A micro-batch: fetch, join, forward and backward."""
     step: float
-    """What comes once a window: the check of the gradients, clipping, the optimizer."""
+    """What comes once a window: the check of the gradients, clipping, the optimizer; a loss over it."""
     setup: float
     """What comes once a run: compiling."""
 
@@ -102,21 +102,31 @@ class _Stopwatch:
         self._draw = torch.Generator().manual_seed(0)
 
     def window(self, size: int, count: int) -> tuple[float, float]:
-        """Seconds a micro-batch, and of the optimizer step."""
+        """Seconds a micro-batch, and of what comes once: the optimizer step, a loss over the whole window."""
         clock, device = self._bench.clock, self._bench.device
+        began: float | None = None
+        once = 0.0
+
+        def mark(phase: str) -> None:
+            nonlocal began, once
+            if phase == "loss" or began is not None:
+                device.synchronize()
+                now = clock()
+                once += 0.0 if began is None else now - began
+                began = now if phase == "loss" else None
+
+        batches = batches_of(self._bench, self._meter, self._fetched(size, count))
+        samples = window_samples(self._bench.window, size, count)
         start = clock()
-        tally = accumulate(self._trainee, self._batches(size, count), size * count, lambda _: None)
+        tally = accumulate(self._trainee, batches, samples, mark)
         device.synchronize()
         between = clock()
         finish(self._trainee, tally, mark=lambda _: None)
         device.synchronize()
-        return (between - start) / count, clock() - between
+        return (between - start - once) / count, clock() - between + once
 
-    def _batches(self, size: int, count: int) -> Iterator[tuple[Batch, int]]:
+    def _fetched(self, size: int, count: int) -> Iterator[tuple[Batch, int]]:
         samples = len(self._bench.workload.train_data)  # type: ignore[arg-type]
         for _ in range(count):
             ids = torch.randint(samples, (size,), generator=self._draw).tolist()
-            with self._meter.aside():
-                batch = to_device(join(self._bench.workload, ids), self._trainee.device)
-            self._meter.adopt(tensors_of(batch))
-            yield batch, size
+            yield join(self._bench.workload, ids), size

@@ -57,7 +57,8 @@ KINDS = {
 def figures(workload, reach: int | Reach, **options) -> dict[str, float]:
     loop = make_loop(workload)
     reach = reach if isinstance(reach, Reach) else Reach(reach)
-    return evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=reach, **options)
+    settings = {"device": loop.device, "meter": SilentMeter(), "window": 24, **options}
+    return evaluate(workload, loop.trainee, reach=reach, **settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +101,7 @@ def test_modes_come_back_one_by_one_and_weights_are_untouched() -> None:
     model = loop.trainee.model.train()
     model[0].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=Reach(4))
+    evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=Reach(4), window=24)
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -164,11 +165,13 @@ def test_on_a_simulated_card_validation_takes_more_than_training_could(tmp_path:
     workload = make_workload(model=build, validation_data=points(6_000, seed=1))
     device = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="48MiB")
     loop = make_loop(workload, micro_batch=512, target_batch=512, steps=1, device=device)
-    expected = evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=Reach(512))
+    expected = evaluate(
+        workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=Reach(512), window=24
+    )
     with device.training() as meter:
         meter.adopt(tensor.data for tensor in loop.trainee.model.parameters())
         reach = Reach(512, grows=True)
-        found = evaluate(workload, loop.trainee, device=device, meter=meter, reach=reach)
+        found = evaluate(workload, loop.trainee, device=device, meter=meter, reach=reach, window=24)
         assert meter.stats().peak_reserved_bytes <= device.budget_bytes
         assert reach.micro_batch >= 2048
         loop.meter, loop.micro_batch = meter, reach.micro_batch

@@ -1,0 +1,331 @@
+"""Losses over a whole window, accumulated in micro-batches, against one pass over it in float64."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+from autobatch import Workload
+from autobatch.batches import Twice
+from autobatch.device.cpu import SilentMeter
+from autobatch.errors import InputError
+from autobatch.step import Trainee, run_window
+from autobatch.training.loop import feed
+from autobatch.workload import WholeBatchLoss
+from tests.training.helpers import make_workload, network, points, reference, weights
+from tests.training.steps import EXACT, SAMPLES, off, split, trainee_of
+
+CPU = torch.device("cpu")
+
+
+def info_nce(_: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Each sample against a rolled view of all."""
+    rows = normalize(rows)
+    return cross_entropy(rows @ rows.roll(1, 1).T * 5, torch.arange(len(rows)))
+
+
+def features(model: nn.Module, batch) -> torch.Tensor:
+    return model(batch[0])
+
+
+class Towers(nn.Module):
+    """CLIP in little: two towers, a temperature that is learnt, dropout, and a part that is frozen."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
+        self.text = nn.Embedding(3, 4)
+        self.frozen = nn.Linear(5, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+
+def towers(dtype: torch.dtype = torch.float64, dropout: float = 0.0):
+    return lambda: Towers(dropout).to(dtype)
+
+
+def two_towers(model, batch):
+    inputs, labels = batch
+    return {
+        "pair": (normalize(model.image(inputs)), normalize(model.text(labels))),
+        "anchor": model.frozen(inputs),
+        "labels": labels,
+    }
+
+
+def clip(model, rows) -> torch.Tensor:
+    """Symmetric, over pairs; labels tell which text is right, and a frozen anchor pulls."""
+    image, text = rows["pair"]
+    logits = image @ text.T * model.scale.exp()
+    same = (rows["labels"][:, None] == rows["labels"]).to(logits.dtype)
+    target = same / same.sum(1, keepdim=True)
+    pull = (image * rows["anchor"]).sum(1).mean()
+    return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2 + 0.1 * pull
+
+
+KINDS = {
+    "InfoNCE": {"model": network, "loss": WholeBatchLoss(represent=features, loss=info_nce)},
+    "CLIP": {"model": towers(), "loss": WholeBatchLoss(represent=two_towers, loss=clip)},
+}
+
+
+def window(workload: Workload, sizes: list[int], first: int = 0):
+    """The micro-batches as the loop feeds them."""
+    return feed(split(workload, sizes, first), CPU, SilentMeter(), twice=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [[24], [12, 12], [7, 7, 7, 3], [1, 23], [1] * 24])
+def test_any_split_takes_the_step_of_the_whole_window(kind: str, sizes: list[int]) -> None:
+    workload = make_workload(**KINDS[kind])
+    expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
+    trainee = trainee_of(workload)
+    result = run_window(trainee, window(workload, sizes), SAMPLES)
+    assert off(trainee, workload, expected) <= EXACT
+    assert result.loss == pytest.approx(losses[0], rel=EXACT)
+    assert (result.applied, result.count, result.first_norm) == (True, SAMPLES, None)
+    assert all(p.grad is None for p in trainee.model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_oracle_tells_a_mean_of_means_from_the_whole(kind: str) -> None:
+    workload = make_workload(**KINDS[kind])
+    expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
+    loss = workload.loss
+    plain = make_workload(**{**KINDS[kind], "loss": lambda model, batch: loss(model, batch)})
+    trainee = trainee_of(plain)
+    run_window(trainee, split(plain, [12, 12]), SAMPLES)
+    assert off(trainee, plain, expected) > 1e-2
+
+
+@pytest.mark.parametrize("norm", [1e-3, 1e3])
+def test_clipping_is_that_of_the_whole_window(norm: float) -> None:
+    workload = make_workload(**KINDS["CLIP"])
+    expected, _ = reference(workload, [range(SAMPLES)], workload.loss, clip=norm)
+    trainee = trainee_of(workload, max_grad_norm=norm)
+    run_window(trainee, window(workload, [5, 1, 18]), SAMPLES)
+    assert off(trainee, workload, expected) <= EXACT
+
+
+class Stateful(nn.Module):
+    """Draws from every generator, and depends on buffers that each forward pass moves: small, large, replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 4))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("queue", torch.zeros(2**18 + 4))
+
+    def forward(self, inputs):
+        noise = random.random() + float(np.random.rand())
+        out = self.body(inputs) + noise * torch.randn(len(inputs), 4) + self.average + self.queue[:4]
+        self.average = 0.9 * self.average + 0.1 * out.detach().mean(0)
+        self.queue[:4] += out.detach().sum(0)
+        return out
+
+
+def test_the_second_pass_is_the_first_again_and_leaves_no_trace() -> None:
+    """Every row comes out the same twice; generators and buffers end as after one forward pass of each."""
+    seen: list[list[torch.Tensor]] = [[], []]
+
+    def represent(model, batch):
+        rows = model(batch[0])
+        seen[len(seen[0]) >= 4].append(rows.detach().clone())
+        return rows
+
+    workload = make_workload(
+        model=lambda: Stateful().double(), loss=WholeBatchLoss(represent=represent, loss=info_nce)
+    )
+    trainee = trainee_of(workload)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        seen[0].clear(), seen[1].clear()
+        torch.set_rng_state(before)
+        random.seed(1), np.random.seed(1)
+        alone = trainee_of(workload)
+        alone.model.load_state_dict(trainee.model.state_dict())
+        torch.set_rng_state(before)
+        random.seed(1), np.random.seed(1)
+        run_window(trainee, window(workload, [6] * 4), SAMPLES)
+        left = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+        assert len(seen[1]) == 4
+        assert all(map(torch.equal, *seen))
+        torch.set_rng_state(before)
+        random.seed(1), np.random.seed(1)
+        for batch, _size in split(workload, [6] * 4):
+            alone.model(batch[0])
+        after = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+        assert torch.equal(left[0], after[0])
+        assert left[1:] == after[1:]
+        assert all(map(torch.equal, trainee.model.buffers(), alone.model.buffers()))
+
+
+def test_dropout_is_that_of_the_pass_whose_rows_the_loss_saw() -> None:
+    """Against the whole window with the masks that its micro-batches drew."""
+    workload = make_workload(model=towers(dropout=0.5), loss=KINDS["CLIP"]["loss"])
+    sizes = [5, 12, 7]
+
+    def whole(model, batch):
+        parts = [two_towers(model, part) for part, _ in split(workload, sizes)]
+        pair = tuple(torch.cat([part["pair"][i] for part in parts]) for i in (0, 1))
+        return clip(
+            model, {"pair": pair, **{k: torch.cat([p[k] for p in parts]) for k in ("anchor", "labels")}}
+        )
+
+    expected, losses = reference(workload, [range(SAMPLES)], whole)
+    trainee = trainee_of(workload)
+    result = run_window(trainee, window(workload, sizes), SAMPLES)
+    assert off(trainee, workload, expected) <= EXACT
+    assert result.loss == pytest.approx(losses[0], rel=EXACT)
+
+
+def test_bf16_is_as_close_to_one_pass_in_bf16_as_rounding_allows() -> None:
+    data = points(dtype=torch.float32)
+    workload = make_workload(model=towers(torch.float32), loss=KINDS["CLIP"]["loss"], train_data=data)
+    one, many = trainee_of(workload, precision="bf16"), trainee_of(workload, precision="bf16")
+    whole = run_window(one, window(workload, [24]), SAMPLES)
+    parts = run_window(many, window(workload, [5, 12, 7]), SAMPLES)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-2)
+    assert off(many, workload, weights(one.model)) < 2e-2
+
+
+def test_parameters_in_16_bits_are_added_up_in_32() -> None:
+    class Low(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+        def forward(self, inputs):
+            return self.weight.expand(len(inputs), 1)
+
+    workload = make_workload(
+        model=Low,
+        loss=WholeBatchLoss(represent=features, loss=lambda _, rows: rows.float().mean()),
+        train_data=points(1024),
+    )
+    trainee = trainee_of(workload)
+    result = run_window(trainee, window(workload, [1] * 1024), 1024)
+    assert result.grad_norm == 1.0
+
+
+def fp16(inputs: torch.Tensor, **options) -> tuple[Trainee, Workload]:
+    data = points(dtype=torch.float32)
+    data.columns[0][:] = inputs
+    workload = make_workload(
+        model=lambda: network(torch.float32), loss=KINDS["InfoNCE"]["loss"], train_data=data
+    )
+    return trainee_of(workload, precision="fp16", **options), workload
+
+
+def test_in_fp16_the_loss_is_scaled_and_the_step_is_not() -> None:
+    inputs = points(dtype=torch.float32).columns[0]
+    trainee, workload = fp16(inputs)
+    expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
+    result = run_window(trainee, window(workload, [5, 12, 7]), SAMPLES)
+    assert result.applied
+    assert result.loss == pytest.approx(losses[0], rel=1e-2)
+    assert off(trainee, workload, expected) < 2e-2
+
+
+def test_in_fp16_an_overflow_takes_no_step_and_halves_the_scale() -> None:
+    trainee, workload = fp16(points(dtype=torch.float32).columns[0])
+    trainee.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    before = weights(trainee.model)
+    result = run_window(trainee, window(workload, [12, 12]), SAMPLES)
+    assert not result.applied
+    assert torch.equal(weights(trainee.model), before)
+    assert trainee.scaler.get_scale() == 2.0**59
+
+
+def test_rows_repeat_where_an_attempt_runs_fewer_micro_batches_than_a_window_has() -> None:
+    seen = []
+
+    def loss(_, rows):
+        seen.append(rows.detach().clone())
+        return rows.mean()
+
+    workload = make_workload(loss=WholeBatchLoss(represent=features, loss=loss))
+    for sizes in ([4, 4], [5], [13, 13], [20, 20]):
+        trainee = trainee_of(workload)
+        rows = torch.cat([trainee.model(batch[0]) for batch, _ in split(workload, sizes[:1])]).detach()
+        run_window(trainee, window(workload, sizes[:1] * len(sizes), 0 if len(sizes) == 1 else 0), SAMPLES)
+        assert seen[-1].shape == (SAMPLES, 3)
+        assert set(map(tuple, rows.tolist())) <= set(map(tuple, seen[-1].tolist()))
+
+
+@pytest.mark.parametrize(
+    ("represent", "loss", "said"),
+    [
+        (
+            lambda m, b: m(b[0]).mean(),
+            info_nce,
+            r"a row for each sample; of 12 samples it made \(\) of float64",
+        ),
+        (lambda m, b: m(b[0])[1:], info_nce, r"of 12 samples it made \(11, 3\) of float64"),
+        (lambda m, b: None, info_nce, "it made nothing"),
+        (lambda m, b: m(b[0])[:, : len(b[0]) - 9], info_nce, "pad them to one form"),
+        (features, lambda m, rows: rows, r"must return a 0-d tensor, found a tensor of shape \(23, 3\)"),
+        (features, lambda m, rows: None, "must return a 0-d tensor, found nothing"),
+    ],
+)
+def test_what_a_part_must_not_return_is_said(represent, loss, said: str) -> None:
+    workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=loss))
+    with pytest.raises(InputError, match=said) as caught:
+        run_window(trainee_of(workload), window(workload, [12, 11]), 23)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_is_detached_is_told() -> None:
+    workload = make_workload(loss=WholeBatchLoss(represent=lambda m, b: m(b[0]).detach(), loss=info_nce))
+    with pytest.raises(InputError, match="has no gradient"):
+        run_window(trainee_of(workload), window(workload, [12, 12]), SAMPLES)
+
+
+def test_errors_of_the_parts_are_laid_at_the_workloads_door() -> None:
+    def broken(model, rows):
+        raise ValueError("mine")
+
+    workload = make_workload(loss=WholeBatchLoss(represent=features, loss=broken))
+    with pytest.raises(ValueError, match="mine") as caught:
+        run_window(trainee_of(workload), window(workload, [12, 12]), SAMPLES)
+    assert caught.value.__notes__ == ["raised by the workload: loss"]
+
+
+def test_parts_that_are_no_functions_are_refused_at_once() -> None:
+    with pytest.raises(InputError, match=r"WholeBatchLoss\(loss=…\) must be a function, found a str"):
+        WholeBatchLoss(represent=features, loss="mean")  # type: ignore[arg-type]
+
+
+def test_batches_are_fetched_once_and_placed_anew_each_time() -> None:
+    fetched, placed = [], []
+
+    def fetch():
+        for number in range(3):
+            fetched.append(number)
+            yield number, 1
+
+    def place(batch):
+        placed.append(batch)
+        return object()
+
+    both = Twice(fetch(), place)
+    one, two = list(both), list(both)
+    assert fetched == [0, 1, 2]
+    assert placed == [0, 1, 2] * 2
+    assert [size for _, size in one + two] == [1] * 6
+    assert len({id(batch) for batch, _ in one + two}) == 6
+
+
+def test_a_batch_that_is_changed_in_place_is_as_it_was_the_second_time() -> None:
+    def represent(model, batch):
+        return model(batch[0].mul_(2.0))
+
+    workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=info_nce))
+    expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
+    trainee = trainee_of(workload)
+    run_window(trainee, window(workload, [12, 12]), SAMPLES)
+    assert off(trainee, workload, expected) <= EXACT
