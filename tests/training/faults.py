@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.device.base import MemoryStats
 from autobatch.device.cpu import CpuDevice
-from tests.training.helpers import Rows, make_loop, make_workload, points
+from tests.training.helpers import INFO_NCE, Rows, make_loop, make_workload, points
 
 WINDOW = 1
 """The window that memory runs out in; the one before it gives the optimizer its state."""
@@ -92,7 +92,11 @@ class Noisy(Rows):
         return inputs + np.random.normal() + torch.randn((), dtype=inputs.dtype), labels
 
 
-def stateful(dtype: torch.dtype = torch.float64):
+def contrastive():
+    return plain(loss=INFO_NCE)
+
+
+def stateful(dtype: torch.dtype = torch.float64, **changes):
     """Dropout, batch statistics and augmentation: all that a window draws from or leaves behind."""
 
     def build() -> nn.Module:
@@ -100,7 +104,11 @@ def stateful(dtype: torch.dtype = torch.float64):
             nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3)
         ).to(dtype)
 
-    return plain(model=build, train_data=Noisy(*points(dtype=dtype).columns))
+    return plain(model=build, train_data=Noisy(*points(dtype=dtype).columns), **changes)
+
+
+def stateful_contrastive(dtype: torch.dtype = torch.float64):
+    return stateful(dtype, loss=INFO_NCE)
 
 
 def train(workload, fault: Fault | None, *, shrink_to: int | None = None, steps: int = 3, precision="fp32"):

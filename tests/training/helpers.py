@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
 from autobatch.device.base import Device, Meter
@@ -18,7 +18,7 @@ from autobatch.state import seed_everything
 from autobatch.step import assemble
 from autobatch.training.loop import Loop
 from autobatch.training.windows import Course
-from autobatch.workload import Batch, Loss, Workload
+from autobatch.workload import Batch, Loss, WholeBatchLoss, Workload
 
 IGNORED = -100
 
@@ -72,6 +72,19 @@ def token_loss(model: nn.Module, batch: Batch) -> Loss:
     ids, labels = batch
     total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return Loss(total, (labels != IGNORED).sum())
+
+
+def features(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0])
+
+
+def info_nce(_: nn.Module, rows: Tensor) -> Tensor:
+    """Each sample against a rolled view of all: samples see each other."""
+    rows = normalize(rows)
+    return cross_entropy(rows @ rows.roll(1, 1).T * 5, torch.arange(len(rows)))
+
+
+INFO_NCE = WholeBatchLoss(represent=features, loss=info_nce)
 
 
 def make_workload(**changes: Any) -> Workload:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from tests.training.helpers import (
+    INFO_NCE,
     Rows,
     language_model,
     make_workload,
@@ -123,6 +124,11 @@ def averaged(make):
     return build
 
 
+def contrastive():
+    data = Augmented(*points(dtype=torch.float32).columns)
+    return make_workload(model=Everything, train_data=data, loss=INFO_NCE, optimizer=adamw), {}
+
+
 RUNS = {
     "augmented": augmented,
     "augmented, averaged": averaged(augmented),
@@ -137,4 +143,5 @@ RUNS = {
     "overflowing": overflowing,
     "float32 state": float32_state,
     "two optimizers": two_optimizers,
+    "whole batch": contrastive,
 }

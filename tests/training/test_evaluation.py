@@ -18,9 +18,10 @@ from autobatch.errors import DoesNotFitError, InputError, RestartSmallerError
 from autobatch.failures import complaint_of
 from autobatch.hardware import load_profile
 from autobatch.training.evaluation import Reach, evaluate, rehearse
-from autobatch.workload import Loss
+from autobatch.workload import Loss, WholeBatchLoss
 from tests.training.helpers import (
     IGNORED,
+    INFO_NCE,
     language_model,
     make_loop,
     make_workload,
@@ -67,6 +68,43 @@ def test_figures_are_those_of_all_samples_at_once(kind: str, micro_batch: int) -
     whole = figures(KINDS[kind], 23)
     assert set(whole) == {"loss", "accuracy"}
     assert figures(KINDS[kind], micro_batch) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 10, 23])
+def test_a_loss_over_a_whole_batch_is_that_of_batches_as_large_as_in_training(micro_batch: int) -> None:
+    """The figure of fewer samples, as the micro-batch has them, would be another one."""
+    held_out = points(23, seed=1)
+    workload = make_workload(loss=INFO_NCE, validation_data=held_out, metrics=accuracy)
+    loop = make_loop(workload)
+    parts = [
+        torch.utils.data.default_collate([held_out[i] for i in ids]) for ids in (range(10), range(10, 20))
+    ]
+    parts.append(torch.utils.data.default_collate([held_out[i] for i in range(20, 23)]))
+    with torch.no_grad():
+        losses = [float(INFO_NCE(loop.trainee.model, part)) * len(part[0]) for part in parts]
+    found = figures(workload, micro_batch, window=10)
+    assert found["loss"] == pytest.approx(sum(losses) / 23, rel=1e-12)
+    assert found["accuracy"] == pytest.approx(figures(workload, 23)["accuracy"], rel=1e-12)
+    if micro_batch == 10:
+        assert found["loss"] != pytest.approx(figures(workload, micro_batch, window=23)["loss"], rel=1e-2)
+
+
+def test_out_of_memory_within_a_whole_batch_keeps_its_rows() -> None:
+    seen: list[int] = []
+
+    def represent(model, batch):
+        seen.append(len(batch[0]))
+        if len(batch[0]) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return model(batch[0])
+
+    data = points(23, seed=1)
+    workload = make_workload(
+        validation_data=data, loss=WholeBatchLoss(represent=represent, loss=INFO_NCE.loss)
+    )
+    expected = figures(make_workload(validation_data=data, loss=INFO_NCE), 23, window=12)
+    assert figures(workload, 8, window=12) == pytest.approx(expected, rel=1e-12)
+    assert seen == [8, 4, 4, 4, 4, 4, 3]
 
 
 def limited(limit: int, seen: list[int]):

@@ -12,21 +12,31 @@ from torch import nn
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.errors import DoesNotFitError, RestartSmallerError
 from autobatch.hardware import load_profile
-from tests.training.faults import Fault, Quick, Watching, phases_of, plain, stateful, train
+from tests.training.faults import (
+    Fault,
+    Quick,
+    Watching,
+    contrastive,
+    phases_of,
+    plain,
+    stateful,
+    stateful_contrastive,
+    train,
+)
 from tests.training.helpers import apart, fingerprint, make_loop, points, weights
 
 
-@pytest.mark.parametrize("make", [plain, stateful])
+@pytest.mark.parametrize("make", [plain, stateful, contrastive, stateful_contrastive])
 def test_at_every_operator_the_window_is_run_again_as_if_planned_smaller(make) -> None:
     undisturbed = weights(train(make(), None)[0].trainee.model)
     smaller = fingerprint(train(make(), None, shrink_to=2)[0].trainee.model)
     with phases_of(make()) as phases:
         struck = [index for index, phase in phases if phase != "step"]
     assert len(struck) > 60
-    for index in struck:
+    for index in struck[:: 3 if make is stateful_contrastive else 1]:
         loop, records = train(make(), Fault(index))
         assert fingerprint(loop.trainee.model) == smaller, f"operator {index} ({phases[index][1]})"
-        if make is plain:
+        if make in (plain, contrastive):
             assert apart(weights(loop.trainee.model), undisturbed) <= 1e-12
         assert [record.recovered is not None for record in records] == [False, True, False]
         assert "Tried to allocate" in records[1].recovered
@@ -45,12 +55,13 @@ def test_inside_the_optimizer_step_nothing_is_mended_in_place() -> None:
         assert caught.value.exit_code == 77
 
 
-def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened() -> None:
-    smaller, _ = train(stateful(torch.float32), None, shrink_to=2, precision="fp16")
+@pytest.mark.parametrize("make", [stateful, stateful_contrastive])
+def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(make) -> None:
+    smaller, _ = train(make(torch.float32), None, shrink_to=2, precision="fp16")
     fault = Fault()
-    train(stateful(torch.float32), fault, precision="fp16")
-    for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "backward")][::7]:
-        loop, _ = train(stateful(torch.float32), Fault(index), precision="fp16")
+    train(make(torch.float32), fault, precision="fp16")
+    for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "loss", "backward")][::7]:
+        loop, _ = train(make(torch.float32), Fault(index), precision="fp16")
         assert fingerprint(loop.trainee.model) == fingerprint(smaller.trainee.model)
         assert loop.trainee.scaler.state_dict() == smaller.trainee.scaler.state_dict()
 

@@ -18,10 +18,11 @@ from autobatch.samples import Costliest
 from autobatch.training.advice import matching_momentum, smallest_micro_batch
 from autobatch.training.selfcheck import check_decomposes
 from autobatch.training.windows import Course
-from autobatch.workload import Loss
+from autobatch.workload import Loss, WholeBatchLoss
 from tests.test_state import looks
 from tests.training.helpers import (
     IGNORED,
+    INFO_NCE,
     apart,
     language_model,
     make_loop,
@@ -114,10 +115,32 @@ def test_losses_that_can_be_split_pass_without_a_word(changes, budget: str) -> N
     assert check(make_workload(**changes), budget=budget) == []
 
 
+def standardised(model, batch):
+    """Rows that hold statistics of the batch."""
+    rows = model(batch[0])
+    return (rows - rows.mean(0)) / rows.std(0)
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
+def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget: str) -> None:
+    assert check(make_workload(loss=INFO_NCE), budget=budget) == []
+    dropping = make_workload(model=lambda: nn.Sequential(network(), nn.Dropout(0.5)).double(), loss=INFO_NCE)
+    assert check(dropping, budget=budget) == []
+    seeing = WholeBatchLoss(represent=standardised, loss=INFO_NCE.loss)
+    with pytest.raises(InputError, match="each row of its own sample alone") as caught:
+        check(make_workload(loss=seeing), budget=budget)
+    assert "\n" not in str(caught.value)
+    (note,) = check(make_workload(loss=seeing), micro_batch=24, budget=budget)
+    assert "stays exact while memory lasts" in note
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"loss": contrastive}, "samples of a batch see each other"),
+        (
+            {"loss": contrastive},
+            r"samples of a batch see each other .* hand over WholeBatchLoss\(represent=…",
+        ),
         ({"loss": batch_penalty}, "samples of a batch see each other"),
         ({"loss": batch_gradient_penalty}, "samples of a batch see each other"),
         ({**TOKENS, "loss": bare_tokens}, r"a mean over something else than samples .* Loss\(total, count\)"),
