@@ -282,9 +282,11 @@ def nothing_fits(attempts: list[Attempt], prober: Prober, *, cannot: str | None 
     if prober.step is not None:
         with suppress(Untraceable):
             where += f"; it takes {explain(prober.step, last.micro_batch).text()}"
+    # What a loss over the whole window takes follows the target batch, whatever the micro-batch.
+    smaller = ", a smaller target batch" if last.phase == "loss" else ""
     one = f"; and one of 1 cannot run: {cannot}" if cannot else ""
     return DoesNotFitError(
         f"a micro-batch of {last.micro_batch} does not fit in the budget of "
         f"{format_bytes(prober.facts.device.budget_bytes)}: {last.reason}{where}{one}; what would help: a "
-        f"larger --memory-budget{in_words(prober.remedies())}"
+        f"larger --memory-budget{smaller}{in_words(prober.remedies())}"
     )
