@@ -71,7 +71,7 @@ class CudaMeter:
         return contextlib.nullcontext()
 
     def mark(self, phase: str) -> None:
-        """Say what comes next: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
+        """Say what comes next; see `autobatch.step.Mark`."""
         self.phase = phase
 
     def stats(self) -> MemoryStats:

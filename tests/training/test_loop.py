@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from autobatch.errors import NonFiniteError
 from autobatch.workload import Loss
 from tests.training.helpers import (
+    INFO_NCE,
     Rows,
     apart,
     language_model,
@@ -44,6 +46,24 @@ def test_a_run_is_that_of_whole_windows(last_window: str, micro_batch: int) -> N
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
     assert len(records) == loop.course.total == {"carry": 11, "flush": 12, "drop": 9}[last_window]
     assert records[-1].samples == sum(map(len, windows))
+
+
+@pytest.mark.parametrize("last_window", ["carry", "flush", "drop"])
+@pytest.mark.parametrize("micro_batch", [1, 3, 50])
+def test_a_run_with_a_loss_over_the_whole_batch_is_that_of_whole_windows(last_window, micro_batch) -> None:
+    """The last window may be short: its loss is over fewer samples then."""
+    workload = make_workload(
+        loss=INFO_NCE, optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9)
+    )
+    loop = make_loop(
+        workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_window=last_window
+    )
+    records = list(loop.run())
+    windows = [window.ids for window in loop.course.windows()]
+    expected, losses = reference(workload, windows, INFO_NCE)
+    assert apart(weights(loop.trainee.model), expected) <= 1e-12
+    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
+    assert loop.noise.estimate().windows == 0
 
 
 @pytest.mark.parametrize(("last_window", "expected"), [("flush", -2.0), ("carry", -2.0), ("drop", -0.0)])
@@ -113,6 +133,22 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(va
     assert torch.equal(weights(loop.trainee.model), before)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert loop.windows_seen == loop.steps_applied == 2
+
+
+def test_of_a_loss_over_the_whole_batch_the_sample_is_named_whose_row_is_not_finite() -> None:
+    """A row by itself: the loss of a single sample may not even be defined."""
+
+    def undefined_alone(model, rows):
+        return INFO_NCE.loss(model, rows) + rows.std(0).mean()
+
+    workload = make_workload(
+        model=lambda: network(torch.float32),
+        train_data=spoiled({11: math.nan}),
+        loss=replace(INFO_NCE, loss=undefined_alone),
+    )
+    loop = make_loop(workload, target_batch=24, micro_batch=5, steps=1)
+    with pytest.raises(NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 does it alone"):
+        next(loop.run())
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss() -> None:
