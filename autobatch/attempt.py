@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autobatch.batches import feed
+from autobatch.caching import window_samples
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.errors import InputError
@@ -172,11 +173,6 @@ def train_on_copies(
         seconds = bench.clock() - start
         del trainee
     return seconds
-
-
-def window_samples(window: int | None, micro_batch: int, count: int) -> int:
-    """Samples that so many micro-batches stand for: of a loss over a whole window, all that it will see."""
-    return micro_batch * count if window is None else max(window, micro_batch)
 
 
 def batches_of(

@@ -12,6 +12,7 @@ one is asked for, the second pass needs that memory anyway, and so both compute 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +24,11 @@ from autobatch.batches import map_tensors, tensors_of
 from autobatch.errors import InputError
 from autobatch.state import RandomState, capture_random_state, restore_random_state
 from autobatch.workload import Batch, WholeBatchLoss, kind_of, user_code
+
+
+def window_samples(window: int | None, micro_batch: int, count: int) -> int:
+    """Samples that an attempt's micro-batches stand for: a whole window, where its size is known."""
+    return micro_batch * count if window is None else max(window, micro_batch)
 
 
 class Rows:
@@ -122,7 +128,7 @@ def backward_of_window(
     Raises:
         InputError: a part of the loss returns what it must not.
     """
-    rows, states, first = Rows(samples), list[RandomState](), 0
+    rows, states, first = Rows(samples), deque[RandomState](), 0
     for batch, size in batches:
         states.append(capture_random_state())
         mark("forward")
@@ -145,8 +151,8 @@ def backward_of_window(
     after = capture_random_state()
     rewind()
     first = 0
-    for (batch, size), state in zip(batches, states, strict=True):
-        restore_random_state(state)
+    for batch, size in batches:
+        restore_random_state(states.popleft())
         mark("forward")
         with context(), user_code("loss"):
             found = loss.represent(model, batch)
@@ -155,6 +161,7 @@ def backward_of_window(
             rows.go_backward(first, found, size)
         first += size
         del batch, found
+    assert not states, "the micro-batches cannot be gone through twice"
     restore_random_state(after)
     return value
 

@@ -26,6 +26,9 @@ SPILL_FACTOR = 3.0
 class SpillGuard:
     """Refuses sizes that run, but several times slower a sample: some drivers spill to the host's memory.
 
+    Only of larger sizes than ran well: smaller ones are slower a sample for what comes once a window, such as
+    a loss over all of it.
+
     Args:
         active: whether this device's driver might.
     """
@@ -33,6 +36,7 @@ class SpillGuard:
     def __init__(self, *, active: bool) -> None:
         self._active = active
         self._best: float | None = None
+        self._largest = 0
 
     def judge(self, outcome: Outcome) -> Outcome:
         """The outcome, or the same as one that does not fit."""
@@ -40,8 +44,10 @@ class SpillGuard:
         if not (self._active and attempted.fits and attempted.window_seconds):
             return outcome
         a_sample = attempted.window_seconds / attempted.micro_batch
-        if self._best is None or a_sample <= SPILL_FACTOR * self._best:
+        is_larger = attempted.micro_batch > self._largest
+        if self._best is None or not is_larger or a_sample <= SPILL_FACTOR * self._best:
             self._best = a_sample if self._best is None else min(self._best, a_sample)
+            self._largest = max(self._largest, attempted.micro_batch)
             return outcome
         reason = (
             f"it runs, at {a_sample / self._best:.1f} times the best time a sample: the driver seems to "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -317,6 +318,27 @@ def test_batches_are_fetched_once_and_placed_anew_each_time() -> None:
     assert placed == [0, 1, 2] * 2
     assert [size for _, size in one + two] == [1] * 6
     assert len({id(batch) for batch, _ in one + two}) == 6
+
+
+def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
+    workload = make_workload(loss=INFO_NCE)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    found: list[int] = []
+
+    class Counting(SilentMeter):
+        def adopt(self, tensors) -> None:
+            found.append(len(alive))
+            alive.add(next(iter(tensors)))
+
+    parts = feed(split(workload, [6] * 4), CPU, Counting(), twice=True)
+    run_window(trainee_of(workload), parts, SAMPLES)
+    assert found == [0] * 8
+
+
+def test_micro_batches_that_come_only_once_are_refused() -> None:
+    workload = make_workload(loss=INFO_NCE)
+    with pytest.raises(AssertionError, match="cannot be gone through twice"):
+        run_window(trainee_of(workload), split(workload, [12, 12]), SAMPLES)
 
 
 def test_a_batch_that_is_changed_in_place_is_as_it_was_the_second_time() -> None:

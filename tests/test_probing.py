@@ -11,12 +11,13 @@ from torch.utils.data import Dataset
 import autobatch
 from autobatch import Workload
 from autobatch import attempt as attempts
-from autobatch.attempt import Bench, attempt
+from autobatch.attempt import Bench, Outcome, attempt
 from autobatch.bench import open_bench
 from autobatch.config import PlanOptions, ProbeOptions
 from autobatch.errors import DoesNotFitError, InputError
-from autobatch.probers import open_prober
+from autobatch.probers import SpillGuard, open_prober
 from autobatch.probing import run_probe
+from autobatch.records import Attempt
 from autobatch.stages import Environment, run_plan_command
 from benchmarks.workloads import WORKLOADS
 from tests.probes import WIDTH, amsgrad, mlp, probed, vectors, work
@@ -298,3 +299,22 @@ def test_one_size_is_answered_alone() -> None:
 def test_samples_that_cannot_be_joined_name_their_shapes() -> None:
     with pytest.raises(InputError, match=r"cannot be joined.*shapes found.*collate"):
         autobatch.probe(work(train_data=Sequences()), device="cpu")
+
+
+def test_a_smaller_size_that_is_slower_a_sample_does_not_spill() -> None:
+    """What comes once a window weighs more in a small one; a larger one has no such reason."""
+    guard = SpillGuard(active=True)
+
+    def judged(size: int, seconds: float) -> bool:
+        ran = Attempt(
+            micro_batch=size,
+            fits=True,
+            peak_allocated_bytes=1,
+            peak_reserved_bytes=1,
+            seconds=1.0,
+            window_seconds=seconds,
+        )
+        return guard.judge(Outcome(ran, None)).attempt.fits
+
+    ran = [(100, 1.0), (10, 0.9), (200, 2.0), (201, 7.0), (150, 5.0)]
+    assert [judged(*one) for one in ran] == [True, True, True, False, True]

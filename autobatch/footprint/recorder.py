@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.batches import Twice, tensors_of
+from autobatch.caching import window_samples
 from autobatch.footprint.fakes import new_mode, twin_batch, twin_model
 from autobatch.footprint.naming import named
 from autobatch.footprint.personality import cuda_personality, prefer_foreach
@@ -132,7 +133,7 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
             if recorder.repeat(before[1]):
                 return
         before = (count, recorder.place())
-        samples = micro_batch * count if setting.samples is None else max(setting.samples, micro_batch)
+        samples = window_samples(setting.samples, micro_batch, count)
         run_window(trainee, batches(count), samples, mark=mark)
         recorder.label("optimizer state", _state_of(trainee))
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from autobatch.attempt import Bench, batches_of, window_samples
+from autobatch.attempt import Bench, batches_of
+from autobatch.caching import window_samples
 from autobatch.device.base import Meter
 from autobatch.knobs import COMPILE
 from autobatch.samples import join
