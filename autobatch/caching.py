@@ -4,9 +4,8 @@
     represent each micro-batch again, as before ──► backward from its rows with their gradients
 
 By the chain rule that is the gradient of one pass over the whole window; the price is a second forward pass
-(Gao et al. 2021, arXiv:2101.06983, section 3.2).
-What a forward pass depends on comes back for the second one: random states for each micro-batch, buffers for
-the window. The first pass records its graph too, only to drop it: operators and compilers choose by whether
+(Gao et al. 2021, arXiv:2101.06983). What a forward pass depends on comes back for the second one: random
+states for each micro-batch, buffers for the window. The first pass records its graph too, only to drop it: operators and compilers choose by whether
 one is asked for, the second pass needs that memory anyway, and so both compute the same, bit for bit.
 """
 
@@ -42,6 +41,7 @@ class Rows:
         self._samples = samples
         self.joined: Any = None
         """In the form that ``represent`` gives them."""
+        self._trained: list[bool] = []
         self._gradients: list[Tensor | None] = []
 
     def put(self, first: int, found: Any, size: int) -> None:
@@ -53,12 +53,14 @@ class Rows:
         parts = _parts(found, size)
         if self.joined is None:
             self.joined = map_tensors(found, lambda part: part.new_empty((self._samples, *part.shape[1:])))
+            self._trained = [False] * len(parts)
         wholes = list(tensors_of(self.joined))
         if [(w.shape[1:], w.dtype) for w in wholes] != [(part.shape[1:], part.dtype) for part in parts]:
             raise InputError(
                 "WholeBatchLoss(represent=…) gave rows of another form for one micro-batch than for another: "
                 f"{_forms(wholes)}, then {_forms(parts)}; rows are joined, so pad them to one form"
             )
+        self._trained = [was or one.requires_grad for was, one in zip(self._trained, parts, strict=True)]
         start = self._start(first, size)
         for whole, part in zip(wholes, parts, strict=True):
             whole[start : start + size].copy_(part.detach())
@@ -72,9 +74,9 @@ class Rows:
             known += more
 
     def leaves(self) -> Any:
-        """The joined rows, from which gradients are asked for."""
-        for whole in tensors_of(self.joined):
-            whole.requires_grad_(whole.is_floating_point() or whole.is_complex())
+        """The joined rows; gradients are asked of those that came out of what is trained."""
+        for whole, is_trained in zip(tensors_of(self.joined), self._trained, strict=True):
+            whole.requires_grad_(is_trained)
         return self.joined
 
     def keep_gradients(self) -> None:

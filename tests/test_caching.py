@@ -15,6 +15,7 @@ from autobatch import Workload
 from autobatch.batches import Twice, feed
 from autobatch.device.cpu import SilentMeter
 from autobatch.errors import InputError
+from autobatch.state import seed_everything
 from autobatch.step import Trainee, run_window
 from autobatch.workload import WholeBatchLoss
 from tests.training.helpers import (
@@ -128,38 +129,35 @@ class Stateful(nn.Module):
 
 def test_the_second_pass_is_the_first_again_and_leaves_no_trace() -> None:
     """Every row comes out the same twice; generators and buffers end as after one forward pass of each."""
-    seen: list[list[torch.Tensor]] = [[], []]
+    seen: list[torch.Tensor] = []
 
     def represent(model, batch):
         rows = model(batch[0])
-        seen[len(seen[0]) >= 4].append(rows.detach().clone())
+        seen.append(rows.detach().clone())
         return rows
 
+    def drawing(model, rows):
+        return info_nce(model, rows) * torch.rand(()) * random.random()
+
     workload = make_workload(
-        model=lambda: Stateful().double(), loss=WholeBatchLoss(represent=represent, loss=info_nce)
+        model=lambda: Stateful().double(), loss=WholeBatchLoss(represent=represent, loss=drawing)
     )
-    trainee = trainee_of(workload)
-    before = torch.get_rng_state()
+    trainee, alone = trainee_of(workload), trainee_of(workload).model
     for _ in range(2):
-        seen[0].clear(), seen[1].clear()
-        torch.set_rng_state(before)
-        random.seed(1), np.random.seed(1)
-        alone = trainee_of(workload)
-        alone.model.load_state_dict(trainee.model.state_dict())
-        torch.set_rng_state(before)
-        random.seed(1), np.random.seed(1)
+        alone.load_state_dict(trainee.model.state_dict())
+        seen.clear()
+        seed_everything(1)
         run_window(trainee, window(workload, [6] * 4), SAMPLES)
-        left = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
-        assert len(seen[1]) == 4
-        assert all(map(torch.equal, *seen))
-        torch.set_rng_state(before)
-        random.seed(1), np.random.seed(1)
+        draws = torch.rand(3), random.random(), np.random.rand()
+        assert len(seen) == 8
+        assert all(map(torch.equal, seen[:4], seen[4:]))
+        seed_everything(1)
         for batch, _size in split(workload, [6] * 4):
-            alone.model(batch[0])
-        after = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
-        assert torch.equal(left[0], after[0])
-        assert left[1:] == after[1:]
-        assert all(map(torch.equal, trainee.model.buffers(), alone.model.buffers()))
+            alone(batch[0])
+        drawing(alone, seen[0])
+        assert torch.equal(draws[0], torch.rand(3))
+        assert draws[1:] == (random.random(), np.random.rand())
+        assert all(map(torch.equal, trainee.model.buffers(), alone.buffers()))
 
 
 def test_dropout_is_that_of_the_pass_whose_rows_the_loss_saw() -> None:
@@ -277,6 +275,20 @@ def test_what_a_part_must_not_return_is_said(represent, loss, said: str) -> None
     with pytest.raises(InputError, match=said) as caught:
         run_window(trainee_of(workload), window(workload, [12, 11]), 23)
     assert "\n" not in str(caught.value)
+
+
+def test_rows_of_what_is_frozen_cost_no_gradient() -> None:
+    asked = []
+
+    def loss(model, rows):
+        asked.append(
+            [rows["pair"][0].requires_grad, rows["anchor"].requires_grad, rows["labels"].requires_grad]
+        )
+        return clip(model, rows)
+
+    workload = make_workload(model=towers(), loss=WholeBatchLoss(represent=two_towers, loss=loss))
+    run_window(trainee_of(workload), window(workload, [12, 12]), SAMPLES)
+    assert asked == [[True, False, False]]
 
 
 def test_a_loss_that_is_detached_is_told() -> None:
