@@ -5,8 +5,9 @@
 
 By the chain rule that is the gradient of one pass over the whole window; the price is a second forward pass
 (Gao et al. 2021, arXiv:2101.06983). What a forward pass depends on comes back for the second one: random
-states for each micro-batch, buffers for the window. The first pass records its graph too, only to drop it: operators and compilers choose by whether
-one is asked for, the second pass needs that memory anyway, and so both compute the same, bit for bit.
+states for each micro-batch, buffers for the window. The first pass records its graph too, only to drop it:
+operators and compilers choose by whether one is asked for, the second pass needs that memory anyway, and so
+both compute the same, bit for bit.
 """
 
 from __future__ import annotations
