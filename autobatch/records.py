@@ -60,7 +60,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it does not fit: the first line of the error, or the rule that it broke."""
     phase: str | None = None
-    """Where in the step it failed: ``setup``, ``forward``, ``backward`` or ``optimizer``."""
+    """Where in the step it failed: ``setup``, ``forward``, ``loss``, ``backward`` or ``optimizer``."""
 
 
 class LengthLimit(Record, frozen=True, kw_only=True):

@@ -24,6 +24,8 @@ from autobatch.footprint.predict import footprint
 from autobatch.footprint.recorder import record
 from autobatch.knobs import CHANNELS_LAST, CHECKPOINTING
 from autobatch.step import assemble, run_window
+from autobatch.tuning.losscheck import MICRO_BATCHES, LossCheck
+from autobatch.tuning.losscheck import SAMPLES as COMPARED
 from autobatch.tuning.timing import Timing, time_steps
 from autobatch.units import KiB
 from tests.footprint.test_recorder import bench, setting
@@ -180,6 +182,13 @@ def test_a_loss_over_the_whole_batch_is_timed_once_a_window() -> None:
     made = replace(trial_bench(clock=time, **fields), window=64)
     # Two passes over eight samples each; the loss over all 64.
     assert time_steps(made, [8] * 8, 0.0) == Timing(micro=16.0, step=37.0, setup=0.0)
+
+
+def test_losses_of_a_configuration_are_compared_over_whole_windows() -> None:
+    seen: list[int] = []
+    made = trial_bench(loss=counted(seen))
+    assert LossCheck(made, 64).over(replace(made, precision="bf16")) <= 0
+    assert set(seen) == {MICRO_BATCHES * COMPARED}
 
 
 def test_what_is_tuned_reaches_the_rows_in_both_passes() -> None:
