@@ -2,7 +2,7 @@
 
     python -m benchmarks.probe.run
 
-Takes about ten minutes on two cores. The other finders need accelerate and lightning; where one is not
+Takes about eight minutes on two quiet cores. The other finders need accelerate and lightning; where one is not
 installed, its rows say so.
 """
 
