@@ -150,8 +150,9 @@ def _result_of(
 ) -> Result | Estimates:
     from autobatch.estimating import run_estimate
     from autobatch.fitting import run_fit_command
+    from autobatch.rating import run_tune_command
     from autobatch.report.terminal import Terminal
-    from autobatch.stages import Environment, run_plan_command, run_probe_command, run_tune_command
+    from autobatch.stages import Environment, run_plan_command, run_probe_command
 
     run_it: dict[str, Callable[[Any, Any, Environment], Result]] = {
         "fit": run_fit_command,

@@ -92,6 +92,12 @@ class TuneOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     """Name of the study; runs that share storage and name share the trials."""
     knobs: str | None = None
     """What to tune, such as precision,checkpointing; without it: all that applies here by itself."""
+    tune_lr: bool = False
+    """Also try learning rates, in short runs at the target batch; one that is surely better is taken."""
+    lr_trials: AtLeastOne = 10
+    """Learning rates to try, the plan's own first."""
+    lr_steps: Annotated[int, Meta(ge=4)] = 40
+    """Optimizer steps of a short run."""
 
 
 class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

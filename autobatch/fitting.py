@@ -19,6 +19,7 @@ from autobatch.config import FitOptions
 from autobatch.errors import InputError
 from autobatch.files import write_atomic
 from autobatch.progress import Progress
+from autobatch.rating import rate_tuned
 from autobatch.records import Plan
 from autobatch.report.data import load_run
 from autobatch.report.page import write_report
@@ -124,8 +125,11 @@ def _start(
     in_child = environment.isolated and not isinstance(named, Workload)
     # A child that runs trials needs the memory that a bench here would hold.
     bench = None if in_child else _bench(named, options, environment)
+    since = environment.clock()
     if options.trials:
         result = tuned(result, facts, named, options, environment, bench=bench)
+    if options.tune_lr:
+        result = rate_tuned(result, facts, named, options, environment, since=since, bench=bench)
     return result, bench or _bench(named, options, environment)
 
 
@@ -149,7 +153,11 @@ def _go_on(
         "data stay, the micro-batch is planned anew, and sums differ by rounding"
     )
     result, _ = plan_only(named, options, environment)
-    return result, bench
+    assert result.plan is not None
+    rate = {
+        name: getattr(planned, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")
+    }
+    return msgspec.structs.replace(result, plan=msgspec.structs.replace(result.plan, **rate)), bench
 
 
 def _bench(named: Workload | str | None, options: FitOptions, environment: Environment) -> Bench:

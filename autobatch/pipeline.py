@@ -17,9 +17,10 @@ import msgspec
 from autobatch.config import EstimateOptions, FitOptions, PlanOptions, ProbeOptions, TuneOptions, options_from
 from autobatch.estimating import Estimates, run_estimate
 from autobatch.fitting import run_fit_command
+from autobatch.rating import run_tune_command
 from autobatch.records import DeviceRecord, Plan, Probe
 from autobatch.results import Result
-from autobatch.stages import Environment, run_plan_command, run_probe_command, run_tune_command
+from autobatch.stages import Environment, run_plan_command, run_probe_command
 from autobatch.workload import Workload
 
 

@@ -32,6 +32,11 @@ class Progress(Protocol):
     ) -> None:
         """A trial of the tuner ran."""
 
+    def tried_rate(
+        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
+    ) -> None:
+        """A learning rate was tried."""
+
     def tuned(self, tuning: Tuning) -> None:
         """The tuner has chosen."""
 
@@ -59,6 +64,11 @@ class Silent:
 
     def measured(
         self, number: int, of: int, values: Mapping[str, object], samples_per_s: float, failure: str | None
+    ) -> None:
+        """See `Progress`."""
+
+    def tried_rate(
+        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
     ) -> None:
         """See `Progress`."""
 

@@ -105,7 +105,8 @@ class Plan(Record, frozen=True, kw_only=True):
     micro_batches: list[int]
     base_batch: int | None
     learning_rate: float
-    learning_rate_rule: LearningRateRule
+    learning_rate_rule: Literal["none", "linear", "sqrt", "tuned"]
+    """A rule, or ``tuned``: found by the tuner."""
     learning_rate_factor: float = 1.0
     learning_rate_source: str = ""
     precision: Precision = "fp32"
@@ -129,6 +130,56 @@ class Trial(Record, frozen=True, kw_only=True):
     """Why it is not feasible, or where its figure comes from."""
 
 
+class RateTrial(Record, frozen=True, kw_only=True):
+    """One learning rate that was tried in a short run."""
+
+    number: int
+    learning_rate: float
+    loss: float | None
+    """Mean over the last quarter of the run, or of as much of it as there was; ``None``: not finite."""
+    feasible: bool = True
+    """Whether it trained to the end of the run."""
+    note: str | None = None
+    """Why it is not feasible."""
+
+
+class RatePair(Record, frozen=True, kw_only=True):
+    """The default learning rate and the best of the trials on the same data."""
+
+    seed: int
+    """Of the data."""
+    default_loss: float | None
+    other_loss: float | None
+    gain: float
+    """What the other gained over the default, as a share of the fall of its loss: at most 1, which also
+    stands against a default that does not train; at least -1, which also stands for one that does not."""
+
+
+class RateTuning(Record, frozen=True, kw_only=True):
+    """What was found of the learning rate in short runs."""
+
+    trials: int
+    steps: int
+    """Optimizer steps of a run."""
+    default: float
+    """The learning rate that the plan had."""
+    best: float
+    """That of the plan now: the default, unless another was better beyond the noise."""
+    default_loss: float | None
+    """Mean over the last quarter of a run; ``None`` where it was not run, or is not finite."""
+    best_loss: float | None
+    study: str
+    history: list[RateTrial] = []
+    """Every learning rate that was tried, in order."""
+    pairs: list[RatePair] = []
+    """What decided."""
+    sampler: str = ""
+    """Who chose what to try, in words."""
+    seconds: float = 0.0
+    notes: list[str] = []
+    """What a person should know of the choice, a line each."""
+
+
 class Tuning(Record, frozen=True, kw_only=True):
     """What the tuner measured and chose."""
 
@@ -149,6 +200,8 @@ class Tuning(Record, frozen=True, kw_only=True):
     """What choosing and keeping the trials took of it."""
     notes: list[str] = []
     """What a person should know of the choice, a line each."""
+    learning_rate: RateTuning | None = None
+    """What was found of the learning rate, where that was asked for."""
 
 
 class StepRecord(Record, frozen=True, kw_only=True):

@@ -110,14 +110,6 @@ def plan_only(
     return result, facts
 
 
-def run_tune_command(
-    workload: Workload | str | None, options: TuneOptions, environment: Environment
-) -> Result:
-    """``autobatch tune``."""
-    result, facts = plan_only(workload, options, environment)
-    return tuned(result, facts, workload, options, environment)
-
-
 def tuned(
     result: Result,
     facts: Facts,
@@ -210,17 +202,27 @@ def with_choice(planned: Plan, found: Tuned, axes: Sequence[Axis]) -> Plan:
 
 def _place(facts: Facts, options: TuneOptions, task: Task, axes: Sequence[Axis], home: Path) -> Place:
     """The study: named by what its figures depend on, unless a name was given."""
-    key: dict[str, Any] = {name: value for name, value in facts.key.items() if name not in _NOT_A_PURPOSE}
-    made_for = key | {
-        "target_batch": options.target_batch,
-        "memory_budget": None if options.memory_budget is None else str(options.memory_budget),
-        "max_micro_batch": options.max_micro_batch,
-    }
+    made_for = purpose_of(facts, options)
     if any(axis.name == COMPILE for axis in axes):
         made_for["planned_steps"] = task.planned_steps
     content = msgspec.json.encode([made_for, axes], order="deterministic")
     name = options.study or f"{facts.name}-{hashlib.sha256(content).hexdigest()[:12]}"
-    return Place(name, options.storage or str(home / "studies" / f"{name}.log"), made_for)
+    return Place(name, storage_of(options, name, home), made_for)
+
+
+def purpose_of(facts: Facts, options: TuneOptions) -> dict[str, Any]:
+    """What the figures of any study depend on, by name."""
+    key: dict[str, Any] = {name: value for name, value in facts.key.items() if name not in _NOT_A_PURPOSE}
+    return key | {
+        "target_batch": options.target_batch,
+        "memory_budget": None if options.memory_budget is None else str(options.memory_budget),
+        "max_micro_batch": options.max_micro_batch,
+    }
+
+
+def storage_of(options: TuneOptions, name: str, home: Path) -> str:
+    """Where a study is kept: where that was asked for, else in a file of its own."""
+    return options.storage or str(home / "studies" / f"{name}.log")
 
 
 _NOT_A_PURPOSE = ("budget_bytes", "total_bytes")

@@ -39,10 +39,11 @@ FLOORS = [
     {"isolation"},
     {"probers"},
     {"probing"},
-    {"tuning.measurement", "tuning.worker"},
+    {"tuning.measurement", "tuning.worker", "training.windows"},
     {"tuning"},
     {"training"},
     {"stages"},
+    {"rating"},
     {"fitting"},
     {"pipeline", "integrations"},
     {"commands", "arguments"},
@@ -52,7 +53,7 @@ FLOORS = [
 """From the ground up. A package stands where its name does; modules needed further down are named."""
 ONLY = {
     "pynvml": {"device.nvml"},
-    "optuna": {"tuning.study", "tuning.sampler", "tuning.storage"},
+    "optuna": {"tuning.keeping", "tuning.ratestudy", "tuning.sampler", "tuning.storage", "tuning.study"},
     "torch.distributed": {"distributed"},
     "tyro": {"arguments"},
 }

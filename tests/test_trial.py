@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch import fitting, stages
+from autobatch import fitting, rating, stages
 from autobatch.attempt import Bench, attempt
 from autobatch.config import FitOptions, TuneOptions, options_from
 from autobatch.device.cpu import CpuDevice
@@ -330,7 +330,7 @@ def test_tuning_puts_the_choice_into_the_plan(monkeypatch: pytest.MonkeyPatch) -
     options = options_from(
         TuneOptions, {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
     )
-    again = stages.run_tune_command(workload(), options, stages.Environment(progress=progress))
+    again = rating.run_tune_command(workload(), options, stages.Environment(progress=progress))
     assert again.tuning is not None
     assert (again.tuning.study, again.tuning.history, started) == (
         first.tuning.study,

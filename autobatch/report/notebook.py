@@ -20,6 +20,7 @@ from autobatch.report.figures import memory_figure
 from autobatch.report.markup import Markup, element, join
 from autobatch.report.palette import EITHER
 from autobatch.report.picture import Mark, Picture, Table
+from autobatch.report.rates import rates_figure
 from autobatch.report.split import plan_figure
 from autobatch.report.trials import trials_figure
 from autobatch.report.verdict import (
@@ -28,6 +29,7 @@ from autobatch.report.verdict import (
     fits_in_words,
     many,
     rate_in_words,
+    rates_in_words,
     split_in_words,
     training_in_words,
     tuning_in_words,
@@ -76,8 +78,11 @@ def result_html(result: Result) -> str:
     if result.probe is not None:
         pictures.append(memory_figure(result.device, result.probe))
     if result.tuning is not None:
-        rows.append(("Tuning", tuning_in_words(result.tuning)))
+        rows.append(("Tuning", tuning_in_words(result.tuning) if result.tuning.trials else None))
         pictures.append(trials_figure(result.tuning.history))
+        found = result.tuning.learning_rate
+        rows.append(("Learning rates", None if found is None else rates_in_words(found)))
+        pictures.append(None if found is None else rates_figure(found))
     if result.training is not None:
         rows.append(("Training", training_in_words(result.training)))
         rows += [(f"Validation {name}", decimal(value)) for name, value in result.training.validation.items()]

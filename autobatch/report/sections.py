@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autobatch.records import DeviceRecord
+from autobatch.records import DeviceRecord, RateTuning
 from autobatch.report import curves, figures, trials
 from autobatch.report.data import ReportData
 from autobatch.report.markup import Child, Markup, element, facts, figure, join, table
 from autobatch.report.picture import Picture, Table
+from autobatch.report.rates import pairs_table, rates_figure
 from autobatch.report.split import plan_figure
 from autobatch.report.timeline import memory_curve_figure
 from autobatch.report.verdict import (
@@ -18,6 +19,7 @@ from autobatch.report.verdict import (
     fits_in_words,
     many,
     rate_in_words,
+    rates_in_words,
     split_in_words,
     training_in_words,
     tuning_in_words,
@@ -138,12 +140,27 @@ def _plan(data: ReportData) -> Markup:
 def _tuning(data: ReportData) -> Markup:
     if data.tuning is None:
         return join([])
+    if not data.tuning.trials:
+        return join(_rates(data.tuning.learning_rate))
     pictures = _pictures(
         trials.trials_figure(data.tuning.history), trials.importance_figure(data.tuning.importance)
     )
     best = ", ".join(f"{name} = {value}" for name, value in data.tuning.best.items())
     pairs: list[tuple[str, Child]] = [("Best", best), ("Study", data.tuning.study)]
-    return join(element("p", tuning_in_words(data.tuning)), pictures, facts(pairs))
+    words = element("p", tuning_in_words(data.tuning))
+    return join(words, pictures, facts(pairs), _rates(data.tuning.learning_rate))
+
+
+def _rates(found: RateTuning | None) -> list[Markup]:
+    if found is None:
+        return []
+    return [
+        element("p", rates_in_words(found)),
+        *_pictures(rates_figure(found)),
+        *([table(pairs_table(found))] if found.pairs else []),
+        facts([("Study of the learning rate", found.study)]),
+        *filter(None, [_notes(found.notes)]),
+    ]
 
 
 def _training(data: ReportData) -> Markup:

@@ -20,7 +20,7 @@ from autobatch.units import format_bytes
 
 if TYPE_CHECKING:
     from autobatch.estimating import Estimate, Estimates
-    from autobatch.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Training, Tuning
+    from autobatch.records import Attempt, DeviceRecord, Plan, Probe, RateTuning, StepRecord, Training, Tuning
     from autobatch.results import Result
 
 PLAIN_LINES = 10
@@ -117,6 +117,14 @@ class Terminal:
         figure = f"left out: {failure}" if failure else f"{samples_per_s:,.0f} samples/s"
         self._say(f"trial   {number}/{of}  {choice}  {figure}")
         self._busy("tuning …")
+
+    def tried_rate(
+        self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
+    ) -> None:
+        """See `autobatch.progress.Progress`."""
+        figure = f"left out: {failure}" if failure else f"loss {loss:.4g}"
+        self._say(f"rate    {number}/{of}  {learning_rate:.3g}  {figure}")
+        self._busy("trying learning rates …")
 
     def tuned(self, tuning: Tuning) -> None:
         """See `autobatch.progress.Progress`."""
@@ -226,7 +234,9 @@ def describe_plan(plan: Plan) -> str:
     parts = [f"{sizes.count(size)} × {size}" for size in sorted(set(sizes), reverse=True)]
     ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
     rate = f"learning rate {plan.learning_rate:.3g}"
-    if plan.learning_rate_rule != "none":
+    if plan.learning_rate_rule == "tuned":
+        rate += f" (tuned, × {plan.learning_rate_factor:.3g})"
+    elif plan.learning_rate_rule != "none":
         rate += f" ({plan.learning_rate_rule} rule, × {plan.learning_rate_factor:.3g})"
     knobs = "".join(f", {name} {value}" for name, value in plan.knobs.items())
     return f"{plan.target_batch:,} = {' + '.join(parts)}{ranks}, {plan.precision}{knobs}, {rate}"
@@ -241,6 +251,15 @@ def describe_tuning(tuning: Tuning) -> str:
         f"{tuning.best_samples_per_s:,.0f} samples/s, {gain:.2f} × the default's "
         f"{tuning.baseline_samples_per_s:,.0f}"
     )
+
+
+def describe_rate(found: RateTuning) -> str:
+    """What was found of the learning rate, in words."""
+    tried = f"{found.trials} tried in runs of {found.steps:,} steps"
+    if found.best == found.default:
+        return f"{found.default:.3g} stays: {tried}"
+    loss = "no loss" if found.default_loss is None else f"loss {found.default_loss:.4g}"
+    return f"{found.best:.3g}, loss {found.best_loss:.4g}, for {found.default:.3g}, {loss}: {tried}"
 
 
 def describe_training(training: Training) -> str:
@@ -270,7 +289,10 @@ def summary(result: Result) -> list[tuple[str, str]]:
     if result.plan is not None:
         lines.append(("plan", describe_plan(result.plan)))
     if result.tuning is not None:
-        lines.append(("tuned", describe_tuning(result.tuning)))
+        if result.tuning.trials or result.tuning.learning_rate is None:
+            lines.append(("tuned", describe_tuning(result.tuning)))
+        if result.tuning.learning_rate is not None:
+            lines.append(("rate", describe_rate(result.tuning.learning_rate)))
     if result.training is not None:
         lines.append(("trained", describe_training(result.training)))
         if result.training.noise_advice is not None:

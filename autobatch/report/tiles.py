@@ -40,5 +40,5 @@ def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
         yield "Budget", format_bytes(data.device.budget_bytes), data.device.name
     if data.training is not None:
         yield "Throughput", decimal(data.training.samples_per_s), "samples/s"
-    elif data.tuning is not None:
+    elif data.tuning is not None and data.tuning.trials:
         yield "Throughput", decimal(data.tuning.best_samples_per_s), "samples/s, measured by the tuner"

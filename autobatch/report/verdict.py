@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.records import DeviceRecord, Plan, Probe, Training, Tuning
+from autobatch.records import DeviceRecord, Plan, Probe, RateTuning, Training, Tuning
 from autobatch.report.data import ReportData
 from autobatch.units import format_bytes
 
@@ -102,6 +102,8 @@ def rate_in_words(plan: Plan) -> str:
     source = f" ({plan.learning_rate_source})" if plan.learning_rate_source else ""
     if plan.learning_rate_rule == "none":
         return f"{decimal(plan.learning_rate)}, as declared{source}"
+    if plan.learning_rate_rule == "tuned":
+        return f"{decimal(plan.learning_rate)}, times {decimal(plan.learning_rate_factor)}{source}"
     return (
         f"{decimal(plan.learning_rate)}: the {plan.learning_rate_rule} rule, "
         f"times {decimal(plan.learning_rate_factor)}{source}"
@@ -117,6 +119,19 @@ def tuning_in_words(tuning: Tuning) -> str:
     return (
         f"{decimal(tuning.best_samples_per_s)} samples/s, {word} the defaults' "
         f"{decimal(tuning.baseline_samples_per_s)}, after {many(tuning.trials, 'trial')}."
+    )
+
+
+def rates_in_words(found: RateTuning) -> str:
+    """Say what was found of the learning rate."""
+    tried = f"{many(found.trials, 'learning rate was', 'learning rates were')} tried in runs of "
+    tried += f"{many(found.steps, 'optimizer step')} from the same weights."
+    if found.best == found.default:
+        return f"The learning rate stays {decimal(found.default)}. {tried}"
+    gain = sum(pair.gain for pair in found.pairs) / max(1, len(found.pairs))
+    return (
+        f"{decimal(found.best)} in the place of {decimal(found.default)}: {gain:.0%} of the fall of the loss "
+        f"gained, on average over {many(len(found.pairs), 'draw')} of the data. {tried}"
     )
 
 

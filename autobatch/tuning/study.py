@@ -9,30 +9,22 @@ draw the same, and a study that goes on does not draw again what it drew before.
 
 from __future__ import annotations
 
-import datetime
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
-from autobatch.errors import AutobatchError, InputError
 from autobatch.knobs import Axis, Value, defaults
+from autobatch.tuning.keeping import WORKER, Kept
 from autobatch.tuning.measurement import CONSTRAINTS, Measurement
 from autobatch.tuning.sampler import NumberedSampler
 from autobatch.tuning.space import Key, key_of, nearest_unseen, size_of
-from autobatch.tuning.storage import describe_storage, open_storage, reason_of
-from autobatch.tuning.worker import Worker, is_gone, this_worker
-
-MADE_FOR = "made_for"
-WORKER = "worker"
-ORPHAN_SECONDS = 60.0
-"""A trial that runs this long without a word of whose it is has lost its process in its first moment."""
 
 
 class Asked(NamedTuple):
@@ -74,23 +66,19 @@ class Study:
         seed: int,
         trials: int,
     ) -> None:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._axes = list(axes)
         self._seed = seed
-        self._storage = storage
         self._is_small = size_of(self._axes) <= trials
-        self._me = this_worker()
         self._sampler = NumberedSampler(seed, trials)
-        with self._in_storage("opened"):
-            self._study = optuna.create_study(
-                study_name=name,
-                storage=open_storage(storage),
-                direction="maximize",
-                load_if_exists=True,
-                sampler=self._sampler,
-            )
-            self._check_purpose(dict(made_for))
-            self._close_orphans()
+        self._kept = Kept(
+            name,
+            storage,
+            made_for={**made_for, **{axis.name: list(axis.choices) for axis in self._axes}},
+            direction="maximize",
+            sampler=self._sampler,
+        )
+        self._study = self._kept.study
+        with self._kept.guarded("opened"):
             base = defaults(self._axes)
             if key_of(base) not in self._occupied(
                 TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE
@@ -114,8 +102,8 @@ class Study:
 
     def taken(self) -> int:
         """Configurations that were tried, or are being tried by a process that lives."""
-        with self._in_storage("read"):
-            self._close_orphans()
+        with self._kept.guarded("read"):
+            self._kept.close_orphans()
             return len(self._occupied(TrialState.RUNNING, TrialState.COMPLETE))
 
     def ask(self) -> Asked | None:
@@ -124,16 +112,15 @@ class Study:
         Raises:
             InputError: the storage is gone.
         """
-        with self._in_storage("used"):
+        with self._kept.guarded("used"):
             while True:
                 done = self._occupied(TrialState.COMPLETE)
                 taken = self._occupied(TrialState.RUNNING, TrialState.COMPLETE)
                 if len(taken) >= size_of(self._axes):
                     return None
-                if self._needs_no_model(len(done)) and not self._states(TrialState.WAITING):
+                if self._needs_no_model(len(done)) and not self._kept.of(TrialState.WAITING):
                     self._enqueue_unseen(taken)
-                trial = self._study.ask()
-                trial.set_user_attr(WORKER, list(self._me))
+                trial = self._kept.ask()
                 values: dict[str, Value] = {
                     axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in self._axes
                 }
@@ -149,21 +136,20 @@ class Study:
         Raises:
             InputError: the storage is gone.
         """
-        with self._in_storage("written"), suppress(UpdateFinishedTrialError):
+        with self._kept.guarded("written"), suppress(UpdateFinishedTrialError):
             constraints = dict.fromkeys(CONSTRAINTS, -1.0) | dict(found.constraints)
             for name, value in found._replace(constraints=constraints)._asdict().items():
                 asked.trial.set_user_attr(name, value)
             # Each constraint is one more process to fit in every trial to come: the tightest says it all.
             tightest = max(constraints, key=lambda name: constraints[name])
             asked.trial.set_constraint(tightest, constraints[tightest])
-            values = [one.value for one in self._states(TrialState.COMPLETE) if one.value is not None]
+            values = [one.value for one in self._kept.of(TrialState.COMPLETE) if one.value is not None]
             speed = math.log(found.samples_per_s) if found.feasible else min(values, default=0.0)
             self._study.tell(asked.trial, speed)
 
     def abandon(self, asked: Asked) -> None:
         """Close a trial that is not going to end; whatever fails here is not worth another error."""
-        with suppress(Exception):
-            self._study.tell(asked.trial, state=TrialState.FAIL)
+        self._kept.abandon(asked.trial)
 
     def finished(self) -> list[Finished]:
         """Every configuration that was tried, in order, each once.
@@ -171,7 +157,7 @@ class Study:
         Raises:
             InputError: the storage is gone.
         """
-        with self._in_storage("read"):
+        with self._kept.guarded("read"):
             return [
                 Finished(dict(trial.params), _measurement(trial))
                 for trial in self._occupied(TrialState.COMPLETE).values()
@@ -192,13 +178,10 @@ class Study:
         """
         return self._is_small or (done > self._sampler.startup and done % 2 == 1)
 
-    def _states(self, *states: TrialState) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False, states=states)
-
     def _occupied(self, *states: TrialState) -> dict[Key, FrozenTrial]:
         """Trials by their configuration, the first of each."""
         found: dict[Key, FrozenTrial] = {}
-        for trial in self._states(*states):
+        for trial in self._kept.of(*states):
             values = trial.params or trial.system_attrs.get("fixed_params", {})
             if len(values) == len(self._axes):
                 found.setdefault(key_of(values), trial)
@@ -206,7 +189,7 @@ class Study:
 
     def _enqueue_unseen(self, taken: Mapping[Key, object]) -> None:
         """Put a configuration that nobody tries in line: near the best, of those at random."""
-        done = [one for one in self._states(TrialState.COMPLETE) if one.user_attrs.get("failure") is None]
+        done = [one for one in self._kept.of(TrialState.COMPLETE) if one.user_attrs.get("failure") is None]
         best = max(done, key=lambda one: one.value or -math.inf, default=None)
         values = nearest_unseen(
             self._axes,
@@ -228,54 +211,6 @@ class Study:
         for name, value in known.constraints.items():
             trial.set_constraint(name, value)
         self._study.tell(trial, known.value)
-
-    def _check_purpose(self, made_for: dict[str, Any]) -> None:
-        made_for = made_for | {axis.name: list(axis.choices) for axis in self._axes}
-        known = self._study.user_attrs.get(MADE_FOR)
-        if known is None and not self._study.get_trials(deepcopy=False):
-            self._study.set_user_attr(MADE_FOR, made_for)
-            return
-        known = known or {}
-        differing = [
-            f"{name} is {made_for.get(name, 'not there')!r} here and {known.get(name, 'not there')!r} there"
-            for name in sorted({*made_for, *known})
-            if made_for.get(name) != known.get(name)
-        ]
-        if differing:
-            raise InputError(
-                f"the study {self.name!r} in {describe_storage(self._storage)} was made for something else: "
-                f"{'; '.join(differing)}: choose another --study"
-            )
-
-    def _close_orphans(self) -> None:
-        """Close the trials of processes that have ended."""
-        now = datetime.datetime.now(tz=datetime.UTC)
-        for trial in self._states(TrialState.RUNNING):
-            owner = trial.user_attrs.get(WORKER)
-            if owner is not None:
-                gone = is_gone(Worker(*owner), self._me)
-            else:
-                begun = trial.datetime_start or now
-                gone = (now - begun.astimezone(datetime.UTC)).total_seconds() > ORPHAN_SECONDS
-            if gone:
-                with suppress(UpdateFinishedTrialError):
-                    self._study.tell(trial.number, state=TrialState.FAIL)
-
-    @contextmanager
-    def _in_storage(self, what: str) -> Iterator[None]:
-        """Inside, whatever a storage raises becomes one line."""
-        try:
-            with warnings.catch_warnings():
-                # Of interfaces that Optuna calls experimental.
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                yield
-        except AutobatchError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"the storage {describe_storage(self._storage)} of the study cannot be {what}: "
-                f"{reason_of(error)}; give a database URL, grpc://host:port or the path of a journal file"
-            ) from error
 
 
 def _measurement(trial: FrozenTrial) -> Measurement:

@@ -1,0 +1,158 @@
+"""A short run at one learning rate: the loss of every window, and nothing changed afterwards.
+
+Every run starts at the same weights and sees the windows that its seed draws, at the batch, the split and the
+precision of the plan. The learning rate is constant: under a warm-up that is longer than the run, every
+learning rate would be tried on the ramp alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from autobatch.attempt import Bench
+from autobatch.device.base import Meter
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.knobs import Value
+from autobatch.planning import micro_batches
+from autobatch.records import Precision
+from autobatch.samples import join
+from autobatch.state import lent, preserved_random_state, seed_everything
+from autobatch.step import Trainee, WindowResult, assemble, run_window, tensors_of, to_device
+from autobatch.training.windows import Course
+from autobatch.workload import Batch
+
+PARTS = 4
+"""A run is looked at after each of so many parts; the mean of the last is its figure."""
+
+
+class RunTask(NamedTuple):
+    """What short runs train; plain values, that travel to another process."""
+
+    default: float
+    """The learning rate that stays unless another is better."""
+    target_batch: int
+    micro_batch: int
+    """The largest of the split, in samples."""
+    precision: Precision
+    knobs: dict[str, Value]
+    steps: int
+    """Optimizer steps of a run; at least `PARTS`."""
+
+
+class Seen(NamedTuple):
+    """A window of a run."""
+
+    loss: float
+    """Mean over what it counted."""
+    items: float
+    """How much that is."""
+    failure: str | None = None
+    """Why the run ended here, in one line; nothing follows then."""
+
+
+class Part(NamedTuple):
+    """What a part of a run found."""
+
+    loss: float | None
+    """Mean over everything that its windows counted; ``None`` where no figure was finite."""
+    first: float | None
+    """The loss of the run's first window: before any step."""
+    failure: str | None = None
+    """Why the run ended here; nothing follows then."""
+
+
+Losses = Generator[Seen, None, None]
+
+
+def short_run(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
+    """Train a few windows at a learning rate; what goes wrong with it is told as the last.
+
+    Args:
+        bench: the model, which is lent, and the data.
+        task: what to train.
+        rate: the learning rate.
+        seed: of the order of the data and of what the model draws.
+
+    Raises:
+        Exception: what the workload raises at the default learning rate, out of memory aside.
+    """
+    failure: str | None = None
+    try:
+        yield from _train(replace(bench, precision=task.precision, knobs=task.knobs), task, rate, seed)
+    except Exception as error:
+        if classify(error) is Verdict.NONE and rate == task.default:
+            raise
+        failure = first_line(error)
+    # The except block is left: nothing keeps the failed step's tensors alive any more.
+    if failure is not None:
+        bench.device.release()
+        yield Seen(math.nan, 0.0, failure)
+
+
+def parts_of(windows: Iterable[Seen], steps: int) -> Iterator[Part]:
+    """The means of the parts of a run.
+
+    Args:
+        windows: as `short_run` tells them.
+        steps: how many there are in a whole run.
+    """
+    ends = {steps * (part + 1) // PARTS for part in range(PARTS)}
+    first: float | None = None
+    total = count = 0.0
+    for number, seen in enumerate(windows, 1):
+        if seen.failure is not None:
+            yield Part(None, first, seen.failure)
+            return
+        if seen.items and math.isfinite(seen.loss):
+            first = seen.loss if first is None else first
+            total, count = total + seen.loss * seen.items, count + seen.items
+        if number in ends:
+            yield Part(total / count if count else None, first)
+            total = count = 0.0
+
+
+def _train(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
+    device = bench.device.torch_device
+    with preserved_random_state(), bench.device.training() as meter, lent(bench.model, device) as model:
+        seed_everything(seed)
+        meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+        model.train()
+        trainee = assemble(
+            bench.workload,
+            model,
+            device,
+            precision=bench.precision,
+            learning_rate=rate,
+            max_grad_norm=bench.max_grad_norm,
+            knobs=bench.knobs,
+        )
+        for result in _windows(bench, task, trainee, meter, seed):
+            if result.count and not result.applied and trainee.scaler is None:
+                # Training would end here; a loss scale that is still to fall passes over such a window.
+                yield Seen(math.nan, 0.0, "its loss or gradient is not finite")
+                return
+            yield Seen(result.loss, result.count)
+
+
+def _windows(
+    bench: Bench, task: RunTask, trainee: Trainee, meter: Meter, seed: int
+) -> Iterator[WindowResult]:
+    """The first windows that a run with this seed would train."""
+    samples = len(bench.workload.train_data)  # type: ignore[arg-type]
+    course = Course(samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps)
+    for window in course.windows():
+        sizes = micro_batches(len(window.ids), task.micro_batch)
+        yield run_window(trainee, _batches(bench, meter, window.ids, sizes), len(window.ids))
+
+
+def _batches(bench: Bench, meter: Meter, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
+    first = 0
+    for size in sizes:
+        with meter.aside():
+            batch = to_device(join(bench.workload, ids[first : first + size]), bench.device.torch_device)
+        meter.adopt(tensors_of(batch))
+        yield batch, size
+        first += size
