@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from autobatch.records import RateTrial, RateTuning
 from autobatch.report.picture import Mark, Picture, Table
@@ -35,7 +35,8 @@ def rates_figure(found: RateTuning) -> Picture | None:
             refused, [0.96] * len(refused), "x", color=color("bad"), markersize=8, markeredgewidth=2,
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
-        axes.xaxis.set_major_locator(LogLocator(numticks=5 if narrow else 9))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if narrow else (1.0, 3.0)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.margins(x=0.04, y=0.2)

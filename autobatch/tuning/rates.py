@@ -77,7 +77,7 @@ def tune_rate(
     while study.taken() < budget.trials and not budget.expired():
         asked = study.ask()
         try:
-            tried = _try(runs, task, study, asked, seed)
+            tried = asked.known or _try(runs, task, study, asked, seed)
         except BaseException:
             study.abandon(asked)
             raise

@@ -22,19 +22,14 @@ from autobatch.tuning.shortrun import PARTS
 RATE = "learning_rate"
 REACH = 32.0
 """The learning rates that are tried lie between the default ÷ this and × this."""
+FIRST_LOOK = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
+"""The first trials, in shares of the default: the whole range, before a model has its say."""
 TRAINS = "does_not_train"
 """Constraint: it diverged, was ended, or raised an error."""
 STARTUP = 4
 """Trials that are run to their end before any is ended early."""
 WARM_PARTS = PARTS // 2
 """Parts of a run before which none is ended: a small learning rate is slow at first."""
-
-
-class AskedRate(NamedTuple):
-    """A learning rate to try."""
-
-    trial: optuna.Trial
-    rate: float
 
 
 class Tried(NamedTuple):
@@ -47,6 +42,15 @@ class Tried(NamedTuple):
     """Of its first window."""
     failure: str | None
     """Why it is not feasible, in one line."""
+
+
+class AskedRate(NamedTuple):
+    """A learning rate to try."""
+
+    trial: optuna.Trial
+    rate: float
+    known: Tried | None
+    """What it came to, where it was tried before: samplers repeat points by design."""
 
 
 class RateStudy:
@@ -75,7 +79,7 @@ class RateStudy:
         trials: int,
     ) -> None:
         self._default = default
-        self._sampler = NumberedSampler(seed, trials)
+        self._sampler = NumberedSampler(seed, trials, parzen=True)
         pruner = MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=WARM_PARTS)
         self._kept = Kept(
             name, storage, made_for=made_for, direction="minimize", sampler=self._sampler, pruner=pruner
@@ -83,8 +87,9 @@ class RateStudy:
         with self._kept.guarded("opened"):
             open_or_done = self._kept.of(TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE)
             known = [one.params or one.system_attrs.get("fixed_params", {}) for one in open_or_done]
-            if {RATE: default} not in known:
-                self._kept.study.enqueue_trial({RATE: default}, user_attrs={"why": "default"})
+            for factor in FIRST_LOOK:
+                if {RATE: default * factor} not in known:
+                    self._kept.study.enqueue_trial({RATE: default * factor})
 
     @property
     def name(self) -> str:
@@ -112,7 +117,8 @@ class RateStudy:
         with self._kept.guarded("used"):
             trial = self._kept.ask()
             low, high = self._default / REACH, self._default * REACH
-            return AskedRate(trial, trial.suggest_float(RATE, low, high, log=True))
+            rate = trial.suggest_float(RATE, low, high, log=True)
+            return AskedRate(trial, rate, next((one for one in self.finished() if one.rate == rate), None))
 
     def is_hopeless(self, asked: AskedRate, part: int, loss: float) -> bool:
         """Keep the loss of a part; whether it is worse than the median of the trials before (Optuna's

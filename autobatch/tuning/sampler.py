@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import Any
 
 import optuna
@@ -23,15 +24,18 @@ class NumberedSampler(BaseSampler):
     Args:
         seed: of the study.
         trials: how many are planned.
+        parzen: rather the estimators: beyond a cliff, which a learning rate has, a Gaussian process finds
+            less than they do.
     """
 
-    def __init__(self, seed: int, trials: int) -> None:
+    def __init__(self, seed: int, trials: int, *, parzen: bool = False) -> None:
         self._seed = seed
         self.startup = min(MOST_STARTUP, max(2, trials // STARTUP_SHARE))
         """Trials that are drawn at random before a model is fitted."""
         self._new: type[GPSampler] | type[TPESampler] = (
-            GPSampler if importlib.util.find_spec("scipy") else TPESampler
+            GPSampler if importlib.util.find_spec("scipy") and not parzen else TPESampler
         )
+        self._is_choice = parzen
         self._current: BaseSampler | None = None
         self._trouble: str | None = None
 
@@ -44,7 +48,7 @@ class NumberedSampler(BaseSampler):
     def notes(self) -> list[str]:
         """What a person should know of it, a line each."""
         notes = []
-        if self._new is not GPSampler:
+        if self._new is not GPSampler and not self._is_choice:
             notes.append(
                 "scipy is not there, so Optuna's TPE chose the trials: a Gaussian process needs fewer"
             )
@@ -70,7 +74,10 @@ class NumberedSampler(BaseSampler):
         if not search_space:
             return {}
         try:
-            return self._current.sample_relative(study, trial, search_space)
+            with warnings.catch_warnings():
+                # Where all figures are alike, it divides by nothing, and chooses all the same.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                return self._current.sample_relative(study, trial, search_space)
         except (ArithmeticError, ValueError, RuntimeError) as error:
             self._trouble = f"{type(error).__name__}: {error}"
             return {}
