@@ -24,7 +24,7 @@ from autobatch.records import Plan
 from autobatch.report.data import load_run
 from autobatch.report.page import write_report
 from autobatch.results import Result
-from autobatch.stages import Environment, plan_only, tuned
+from autobatch.stages import Environment, check_storage, plan_only, tuned
 from autobatch.state import seed_everything
 from autobatch.step import assemble
 from autobatch.training.advice import batch_norms
@@ -120,6 +120,7 @@ def _start(
     named: Workload | str | None, options: FitOptions, environment: Environment, out: Path
 ) -> tuple[Result, Bench]:
     """Probe, plan and tune; the bench to train on."""
+    check_storage(options)
     result, facts = plan_only(named, options, environment)
     _set_aside(out)
     in_child = environment.isolated and not isinstance(named, Workload)

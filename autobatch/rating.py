@@ -11,7 +11,7 @@ from autobatch.bench import Facts, find_workload, open_bench
 from autobatch.config import TuneOptions
 from autobatch.records import Plan, RateTuning, Tuning
 from autobatch.results import Result
-from autobatch.stages import Environment, plan_only, purpose_of, storage_of, tuned
+from autobatch.stages import Environment, check_storage, plan_only, purpose_of, storage_of, tuned
 from autobatch.tuning.rates import tune_rate
 from autobatch.tuning.runs import open_runs
 from autobatch.tuning.shortrun import RunTask
@@ -25,6 +25,7 @@ def run_tune_command(
     workload: Workload | str | None, options: TuneOptions, environment: Environment
 ) -> Result:
     """``autobatch tune``."""
+    check_storage(options)
     result, facts = plan_only(workload, options, environment)
     start = environment.clock()
     result = tuned(result, facts, workload, options, environment)
@@ -131,4 +132,4 @@ def _place(facts: Facts, options: TuneOptions, task: RunTask, environment: Envir
     }
     digest = hashlib.sha256(msgspec.json.encode(made_for, order="deterministic")).hexdigest()[:12]
     name = f"{options.study or f'{facts.name}-{digest}'}{SUFFIX}"
-    return Place(name, storage_of(options, name, environment.home), made_for)
+    return Place(name, storage_of(options, name, environment), made_for)

@@ -165,7 +165,7 @@ def tuned(
                 lambda: options.timeout is not None and environment.clock() - start > options.timeout,
             ),
             seed=options.seed,
-            place=_place(facts, options, task, axes, environment.home),
+            place=_place(facts, options, task, axes, environment),
             certify=trials.certify,
             progress=lambda number, values, one: progress.measured(
                 number, options.trials, values, one.samples_per_s, one.failure
@@ -200,14 +200,16 @@ def with_choice(planned: Plan, found: Tuned, axes: Sequence[Axis]) -> Plan:
     )
 
 
-def _place(facts: Facts, options: TuneOptions, task: Task, axes: Sequence[Axis], home: Path) -> Place:
+def _place(
+    facts: Facts, options: TuneOptions, task: Task, axes: Sequence[Axis], environment: Environment
+) -> Place:
     """The study: named by what its figures depend on, unless a name was given."""
     made_for = purpose_of(facts, options)
     if any(axis.name == COMPILE for axis in axes):
         made_for["planned_steps"] = task.planned_steps
     content = msgspec.json.encode([made_for, axes], order="deterministic")
     name = options.study or f"{facts.name}-{hashlib.sha256(content).hexdigest()[:12]}"
-    return Place(name, storage_of(options, name, home), made_for)
+    return Place(name, storage_of(options, name, environment), made_for)
 
 
 def purpose_of(facts: Facts, options: TuneOptions) -> dict[str, Any]:
@@ -220,9 +222,35 @@ def purpose_of(facts: Facts, options: TuneOptions) -> dict[str, Any]:
     }
 
 
-def storage_of(options: TuneOptions, name: str, home: Path) -> str:
-    """Where a study is kept: where that was asked for, else in a file of its own."""
-    return options.storage or str(home / "studies" / f"{name}.log")
+def storage_of(options: TuneOptions, name: str, environment: Environment) -> str | None:
+    """Where a study is kept: where that was asked for, else in a file of its own, else in memory."""
+    if options.storage is not None:
+        return options.storage
+    folder = environment.home / "studies"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return str(folder / f"{name}.log")
+        reason = "it cannot be written"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    environment.progress.note(
+        f"the study {name} is kept in memory, and cannot go on later: {folder}: {reason}; give --storage, or "
+        "set AUTOBATCH_HOME to a directory that can be written"
+    )
+    return None
+
+
+def check_storage(options: TuneOptions) -> None:
+    """See that the storage that was asked for can be used, before minutes are spent on a probe.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if options.storage is not None and (options.trials or options.tune_lr):
+        from autobatch.tuning.keeping import check_storage
+
+        check_storage(options.storage)
 
 
 _NOT_A_PURPOSE = ("budget_bytes", "total_bytes")

@@ -30,11 +30,9 @@ from autobatch.progress import Silent
 from autobatch.records import RatePair, RateTuning
 from autobatch.samples import Costliest
 from autobatch.stages import Environment
-from autobatch.tuning import ratestudy
 from autobatch.tuning.rates import MINIMUM_GAIN, decide, gain_over, tune_rate
-from autobatch.tuning.ratestudy import REACH, Tried
 from autobatch.tuning.runs import LocalRuns, open_runs
-from autobatch.tuning.shortrun import RunTask, Seen, parts_of, short_run
+from autobatch.tuning.shortrun import PARTS, REACH, RunTask, Seen, Tried, parts_of, short_run
 from autobatch.tuning.tuner import Budget, Place
 from autobatch.workload import Workload
 from tests.commandline import SMALL, environment
@@ -504,4 +502,4 @@ def test_a_plan_whose_learning_rate_stays_is_the_same_plan() -> None:
 def test_a_run_is_at_least_as_many_steps_as_it_has_parts() -> None:
     with pytest.raises(InputError, match="lr_steps must be a whole number of 4 or more, found 3"):
         options(lr_steps=3)
-    assert ratestudy.PARTS == 4
+    assert PARTS == 4

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import random
+import socket
 import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +21,9 @@ from autobatch.errors import InputError
 from autobatch.knobs import Axis, Configuration, defaults
 from autobatch.records import Tuning
 from autobatch.tuning import sampler as samplers
+from autobatch.tuning import storage as storages
 from autobatch.tuning.choosing import MINIMUM_GAIN, compare
+from autobatch.tuning.keeping import check_storage
 from autobatch.tuning.measurement import LOSS, MEMORY, Measurement, refused
 from autobatch.tuning.space import every, key_of, size_of
 from autobatch.tuning.study import Study
@@ -286,7 +291,7 @@ def test_a_study_of_something_else_is_refused_with_what_differs(tmp_path: Path) 
         f"the study 'study' in {storage} was made for something else: model is 'b' here and 'a' there"
         in str(found.value)
     )
-    with pytest.raises(InputError, match=r"checkpointing is 'not there' here and .* choose another --study"):
+    with pytest.raises(InputError, match=r"checkpointing is missing here and .* choose another --study"):
         search(axes=SMALL, trials=1, storage=storage, made_for={"model": "a", "target_batch": 64})
     assert "\n" not in str(found.value)
 
@@ -306,7 +311,9 @@ def test_a_study_that_somebody_else_made_is_refused(tmp_path: Path) -> None:
         ("FOLDER", "IsADirectoryError"),
         ("FOLDER/file/s.log", "NotADirectoryError|FileExistsError"),
         ("nothing://there", "dialect|Could not parse|plugin"),
-        ("postgresql://user:secret@127.0.0.1:9/x", "psycopg|refused"),
+        ("postgresql://user:secret@127.0.0.1:9/x", "does not answer: 127.0.0.1, port 9: Connection refused"),
+        ("mysql+nodriver://user:secret@/x", "nodriver"),
+        ("mysql+pymysql:///x", "needs the package pymysql, which is not installed"),
         ("grpc://127.0.0.1:9", "grpcio"),
     ],
 )
@@ -318,6 +325,42 @@ def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path: Path, storage: st
     assert "secret" not in str(found.value)
 
 
+def test_a_host_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver would wait for minutes: Linux drops what a full queue of a listening socket cannot take."""
+    monkeypatch.setattr(storages, "ANSWER_SECONDS", 0.2)
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        port = listening.getsockname()[1]
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        with pytest.raises(InputError, match=f"does not answer: 127.0.0.1, port {port}: timed out"):
+            check_storage(f"postgresql://user:secret@127.0.0.1:{port}/x")
+
+
+def test_the_lock_of_a_journal_leads_to_it_from_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Optuna looks at a lock's age through the link: one that leads nowhere is waited for without end."""
+    links = []
+    real = os.symlink
+    monkeypatch.setattr(os, "symlink", lambda target, path: links.append(target) or real(target, path))
+    monkeypatch.chdir(tmp_path)
+    search(axes=SMALL, trials=1, storage="deep/s.log")
+    assert links
+    assert {Path(target) for target in links} == {tmp_path / "deep" / "s.log"}
+
+
+def test_where_nothing_runs_in_a_large_space_the_model_has_nothing_to_say() -> None:
+    """Figures that are all alike are no reason for a warning, nor for an end."""
+    found = search(lambda _: refused(MEMORY, "the card is full"), trials=12).tuning
+    assert (found.trials, found.best) == (12, defaults(AXES))
+    assert found.notes[0].startswith("none of 12 configurations could be run")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_database_serves_and_one_that_is_locked_is_one_line(tmp_path: Path) -> None:
@@ -326,7 +369,9 @@ def test_a_database_serves_and_one_that_is_locked_is_one_line(tmp_path: Path) ->
     lock = sqlite3.connect(tmp_path / "s.db")
     lock.execute("BEGIN EXCLUSIVE")
     try:
-        with pytest.raises(InputError, match=r"cannot be .*: OperationalError: database is locked"):
+        with pytest.raises(
+            InputError, match=r"cannot be .*: OperationalError: database is locked; another process"
+        ):
             search(axes=SMALL, trials=5, storage=url)
     finally:
         lock.rollback()

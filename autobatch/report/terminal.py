@@ -244,6 +244,8 @@ def describe_plan(plan: Plan) -> str:
 
 def describe_tuning(tuning: Tuning) -> str:
     """The gain in words."""
+    if not tuning.best_samples_per_s:
+        return "the default stays: it was not measured"
     if tuning.best_samples_per_s <= tuning.baseline_samples_per_s or not tuning.baseline_samples_per_s:
         return f"the default stays, at {tuning.best_samples_per_s:,.0f} samples/s: nothing was faster"
     gain = tuning.best_samples_per_s / tuning.baseline_samples_per_s

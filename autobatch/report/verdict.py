@@ -112,6 +112,8 @@ def rate_in_words(plan: Plan) -> str:
 
 def tuning_in_words(tuning: Tuning) -> str:
     """Say what tuning gained."""
+    if not tuning.best_samples_per_s:
+        return f"The defaults stay: they were not measured, after {many(tuning.trials, 'trial')}."
     gain = (
         tuning.best_samples_per_s / tuning.baseline_samples_per_s - 1 if tuning.baseline_samples_per_s else 0
     )

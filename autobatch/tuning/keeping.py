@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Literal
 
 import optuna
@@ -22,6 +22,49 @@ MADE_FOR = "made_for"
 WORKER = "worker"
 ORPHAN_SECONDS = 60.0
 """A trial that runs this long without a word of whose it is has lost its process in its first moment."""
+
+
+@contextmanager
+def guarded(storage: str | None, what: str) -> Iterator[None]:
+    """Inside, whatever a storage raises becomes one line.
+
+    Args:
+        storage: see `Kept`.
+        what: what is done to it: ``opened``, ``read``, ``used`` or ``written``.
+
+    Raises:
+        InputError: the storage is gone, or refuses.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Of interfaces that Optuna calls experimental.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    except AutobatchError:
+        raise
+    except Exception as error:
+        reason = reason_of(error)
+        advice = "give a database URL, grpc://host:port or the path of a journal file"
+        if "locked" in reason:
+            advice = "another process holds it: wait for its end, or give another storage"
+        raise InputError(
+            f"the storage {describe_storage(storage)} of the study cannot be {what}: {reason}; {advice}"
+        ) from error
+
+
+def check_storage(storage: str | None) -> None:
+    """See that a storage can be opened, before minutes are spent on what is to be kept there.
+
+    Raises:
+        InputError: it cannot be opened, or does not answer.
+    """
+    if storage is None:
+        return
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with guarded(storage, "opened"):
+        opened = optuna.storages.get_storage(open_storage(storage))
+        opened.get_all_studies()
+        opened.remove_session()
 
 
 class Kept:
@@ -93,28 +136,9 @@ class Kept:
                 with suppress(UpdateFinishedTrialError):
                     self.study.tell(trial.number, state=TrialState.FAIL)
 
-    @contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """Inside, whatever a storage raises becomes one line.
-
-        Args:
-            what: what is done to the storage: ``opened``, ``read``, ``used`` or ``written``.
-
-        Raises:
-            InputError: the storage is gone, or refuses.
-        """
-        try:
-            with warnings.catch_warnings():
-                # Of interfaces that Optuna calls experimental.
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                yield
-        except AutobatchError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"the storage {describe_storage(self._storage)} of the study cannot be {what}: "
-                f"{reason_of(error)}; give a database URL, grpc://host:port or the path of a journal file"
-            ) from error
+    def guarded(self, what: str) -> AbstractContextManager[None]:
+        """See `guarded`."""
+        return guarded(self._storage, what)
 
     def _check_purpose(self, made_for: dict[str, Any]) -> None:
         known = self.study.user_attrs.get(MADE_FOR)
@@ -123,7 +147,7 @@ class Kept:
             return
         known = known or {}
         differing = [
-            f"{name} is {made_for.get(name, 'not there')!r} here and {known.get(name, 'not there')!r} there"
+            f"{name} is {_shown(made_for, name)} here and {_shown(known, name)} there"
             for name in sorted({*made_for, *known})
             if made_for.get(name) != known.get(name)
         ]
@@ -132,3 +156,7 @@ class Kept:
                 f"the study {self.study.study_name!r} in {describe_storage(self._storage)} was made for "
                 f"something else: {'; '.join(differing)}: choose another --study"
             )
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "missing"

@@ -16,13 +16,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from autobatch.records import RatePair, RateTrial, RateTuning
 from autobatch.tuning.choosing import STUDENT
-from autobatch.tuning.ratestudy import REACH, AskedRate, RateStudy, Tried
 from autobatch.tuning.runs import Runs
-from autobatch.tuning.shortrun import PARTS, Part, RunTask, parts_of
+from autobatch.tuning.shortrun import PARTS, REACH, Part, RunTask, Tried, parts_of
 from autobatch.tuning.tuner import Budget, Place
+
+if TYPE_CHECKING:
+    from autobatch.tuning.ratestudy import AskedRate, RateStudy
 
 MINIMUM_GAIN = 0.02
 """Share of the fall of the loss that a learning rate must gain over the default to replace it."""
@@ -65,6 +68,8 @@ def tune_rate(
         InputError: the storage cannot be used, or the study was made for something else.
         Exception: what the workload raises at its default.
     """
+    from autobatch.tuning.ratestudy import RateStudy
+
     start = clock()
     study = RateStudy(
         task.default,

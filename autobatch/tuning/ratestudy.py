@@ -17,11 +17,9 @@ from optuna.trial import TrialState
 
 from autobatch.tuning.keeping import Kept
 from autobatch.tuning.sampler import NumberedSampler
-from autobatch.tuning.shortrun import PARTS
+from autobatch.tuning.shortrun import PARTS, REACH, Tried
 
 RATE = "learning_rate"
-REACH = 32.0
-"""The learning rates that are tried lie between the default ÷ this and × this."""
 FIRST_LOOK = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
 """The first trials, in shares of the default: the whole range, before a model has its say."""
 TRAINS = "does_not_train"
@@ -30,18 +28,6 @@ STARTUP = 4
 """Trials that are run to their end before any is ended early."""
 WARM_PARTS = PARTS // 2
 """Parts of a run before which none is ended: a small learning rate is slow at first."""
-
-
-class Tried(NamedTuple):
-    """What a short run came to."""
-
-    rate: float
-    loss: float | None
-    """Of its last part; ``None`` where it did not come so far."""
-    first: float | None
-    """Of its first window."""
-    failure: str | None
-    """Why it is not feasible, in one line."""
 
 
 class AskedRate(NamedTuple):

@@ -24,6 +24,8 @@ from autobatch.step import Trainee, WindowResult, assemble, run_window, tensors_
 from autobatch.training.windows import Course
 from autobatch.workload import Batch
 
+REACH = 32.0
+"""The learning rates that are tried lie between the default ÷ this and × this."""
 PARTS = 4
 """A run is looked at after each of so many parts; the mean of the last is its figure."""
 
@@ -62,6 +64,18 @@ class Part(NamedTuple):
     """The loss of the run's first window: before any step."""
     failure: str | None = None
     """Why the run ended here; nothing follows then."""
+
+
+class Tried(NamedTuple):
+    """What a short run came to."""
+
+    rate: float
+    loss: float | None
+    """Of its last part; ``None`` where it did not come so far."""
+    first: float | None
+    """Of its first window."""
+    failure: str | None
+    """Why it is not feasible, in one line."""
 
 
 Losses = Generator[Seen, None, None]

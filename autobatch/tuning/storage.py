@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,8 +15,10 @@ from autobatch.errors import InputError
 
 GRPC_PORT = 13000
 """Optuna's own default."""
-GRPC_SECONDS = 10
-"""How long to wait for the server to answer."""
+ANSWER_SECONDS = 10
+"""How long to wait for a server to answer."""
+PORTS = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433, "oracle": 1521}
+"""Where the databases listen by default."""
 
 
 def open_storage(where: str | None) -> BaseStorage | str | None:
@@ -33,9 +36,12 @@ def open_storage(where: str | None) -> BaseStorage | str | None:
     if where.startswith("grpc://"):
         return _open_grpc(where)
     if "://" in where:
+        _knock(where)
         return where
-    Path(where).parent.mkdir(parents=True, exist_ok=True)
-    return JournalStorage(JournalFileBackend(where))
+    # The lock is a link to the path as it is given: a relative one would lead nowhere from another folder.
+    path = Path(where).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(str(path)))
 
 
 def describe_storage(where: str | None) -> str:
@@ -47,8 +53,32 @@ def reason_of(error: BaseException) -> str:
     """Why a storage does not work, in one line: of a chain, its first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, ModuleNotFoundError):
+        return f"it needs the package {error.name}, which is not installed"
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}".removesuffix(": ")
+
+
+def _knock(where: str) -> None:
+    """See that the host of a database answers: a driver may wait for minutes before it gives up.
+
+    Raises:
+        InputError: it does not.
+    """
+    try:
+        parts = urlsplit(where)
+        port = parts.port or PORTS.get(parts.scheme.partition("+")[0])
+    except ValueError:
+        return  # several hosts, say: the driver knows better
+    if not parts.hostname or port is None:
+        return
+    try:
+        socket.create_connection((parts.hostname, port), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        raise InputError(
+            f"the storage {describe_storage(where)} of the study does not answer: {parts.hostname}, port "
+            f"{port}: {error.strerror or error}; is the database running, and the address right?"
+        ) from error
 
 
 def _open_grpc(where: str) -> GrpcStorageProxy:
@@ -60,10 +90,10 @@ def _open_grpc(where: str) -> GrpcStorageProxy:
         )
     proxy = GrpcStorageProxy(host=parts.hostname or "localhost", port=parts.port or GRPC_PORT)
     try:
-        proxy.wait_server_ready(timeout=GRPC_SECONDS)
+        proxy.wait_server_ready(timeout=ANSWER_SECONDS)
     except ConnectionError:
         raise InputError(
-            f"the storage {where} gave no answer in {GRPC_SECONDS} s: start Optuna's gRPC proxy there "
+            f"the storage {where} gave no answer in {ANSWER_SECONDS} s: start Optuna's gRPC proxy there "
             "(optuna.storages.run_grpc_proxy_server), or give the path of a journal file"
         ) from None
     return proxy
