@@ -332,6 +332,94 @@ def test_a_terminal_shows_a_live_line_and_one_that_wants_no_colour_gets_none(
     assert "memory" in text
 
 
+TUNE = ("tune", "train.py:workload", "--target-batch", 8, "--trials", 1, *BUDGET)
+
+
+def test_a_storage_that_cannot_be_used_is_said_before_anything_is_probed(tmp_path: Path, train: Path) -> None:
+    (tmp_path / "file").touch()
+    for words in (TUNE, (*FIT, "--tune-lr")):
+        ran = autobatch(tmp_path, *words, "--storage", "file/s.log")
+        assert "the storage file/s.log of the study cannot be opened" in one_line(ran, 2)
+        assert "probe " not in ran.out
+    assert not (tmp_path / "runs").exists()
+
+
+@SLOW
+def test_a_data_directory_that_cannot_be_written_keeps_the_study_in_memory(
+    tmp_path: Path, train: Path
+) -> None:
+    (tmp_path / "file").touch()
+    ran = autobatch(
+        tmp_path, *TUNE, "--tune-lr", "--lr-trials", 1, "--lr-steps", 4, AUTOBATCH_HOME=str(tmp_path / "file")
+    )
+    assert ran.code == 0, ran.err
+    assert "is kept in memory, and cannot go on later: " in ran.out
+    assert "set AUTOBATCH_HOME to a directory that can be written" in ran.out
+
+
+BROKEN = """
+import ctypes, multiprocessing, sys
+class Broken(torch.optim.SGD):
+    def step(self, closure=None):
+        # In a trial the optimizer is made by the tuner's modules, and by the attempt's in a probe.
+        if multiprocessing.parent_process() is not None and "autobatch.tuning.timing" in sys.modules:
+            ctypes.string_at(0)
+        return super().step(closure)
+def workload():
+    return small(optimizer=lambda params, learning_rate: Broken(params, lr=learning_rate))
+"""
+
+
+@SLOW
+def test_where_every_trial_crashes_the_plan_stays_and_it_says_why(tmp_path: Path, train: Path) -> None:
+    train.write_text(SMALL + BROKEN)
+    ran = autobatch(tmp_path, *TUNE, "--trials", 2, "--knobs", "optimizer", "--json")
+    assert ran.code == 0, ran.err
+    tuning = ran.json["tuning"]
+    assert [one["feasible"] for one in tuning["history"]] == [False, False]
+    assert tuning["notes"][0].startswith("none of 2 configurations could be run, so the plan stays as it is")
+    assert "(SIGSEGV)" in tuning["notes"][0]
+    assert ran.json["plan"]["micro_batches"] == [8]
+    assert "the default stays: it was not measured" in ran.err
+
+
+SLOW_STEPS = """
+import time
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        if self.param_groups[0]["lr"] == 0.04:  # the second trial of the learning rate
+            open("caught", "w").close()
+            time.sleep(0.2)
+        return super().step(closure)
+def workload():
+    return small(optimizer=lambda params, learning_rate: Slow(params, lr=learning_rate))
+"""
+
+
+@SLOW
+def test_an_interrupt_while_learning_rates_are_tried_keeps_the_default(tmp_path: Path, train: Path) -> None:
+    train.write_text(SMALL + SLOW_STEPS)
+    words = command(*TUNE, "--tune-lr", "--json")
+    with subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while not (tmp_path / "caught").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "interrupted: the learning rate stays as it was" in err
+    found = json.loads(out)
+    assert (found["plan"]["learning_rate"], found["tuning"]["trials"]) == (0.01, 1)
+    assert found["tuning"]["learning_rate"] is None
+
+
 REFUSES = """
 import socket
 def refuse(*_, **__):

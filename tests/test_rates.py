@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 import autobatch
-from autobatch import rating
+from autobatch import fitting, rating
 from autobatch.attempt import Bench
 from autobatch.config import TuneOptions, options_from
 from autobatch.device.cpu import CpuDevice
@@ -491,6 +491,21 @@ def test_fit_trains_with_what_was_found_and_says_so(tmp_path: Path) -> None:
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Loss by learning rate" in page
     assert "6 runs of 24 optimizer steps at this batch" in page
+
+
+def test_a_run_that_goes_on_elsewhere_keeps_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
+    options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
+    first = autobatch.fit(workload(learning_rate=0.01), **options).plan
+    monkeypatch.setattr(fitting, "_same_hardware", lambda *_: False)
+    again = autobatch.fit(workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
+    assert first is not None
+    assert again is not None
+    assert first.learning_rate != 0.01
+    assert (again.learning_rate, again.learning_rate_rule) == (first.learning_rate, "tuned")
+    assert again.learning_rate_source == first.learning_rate_source
 
 
 def test_a_plan_whose_learning_rate_stays_is_the_same_plan() -> None:

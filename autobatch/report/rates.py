@@ -18,12 +18,14 @@ def rates_figure(found: RateTuning) -> Picture | None:
     trained = [
         (one.learning_rate, one.loss) for one in found.history if one.feasible and one.loss is not None
     ]
+    tried = [one.learning_rate for one in found.history]
     refused = [one.learning_rate for one in found.history if not one.feasible]
     chosen = [point for point in trained if point[0] == found.best]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = plain_axes(figure, xlabel="learning rate", title=f"loss at the end of {found.steps} steps")
         axes.set_xscale("log")
+        axes.set_xlim(0.8 * min(*tried, found.default / 4), 1.25 * max(*tried, found.default * 4))
         axes.axvline(found.default, color=color("muted"), linestyle=(0, (5, 3)), linewidth=1.4)
         axes.plot(*_points(sorted(trained)), "-", color=color("soft"), linewidth=2)
         axes.plot(*_points(trained), "o", color=color("accent"), markersize=6)
@@ -39,7 +41,7 @@ def rates_figure(found: RateTuning) -> Picture | None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.margins(x=0.04, y=0.2)
+        axes.margins(y=0.2)
 
     title = "Loss by learning rate"
     words = f"{many(len(trained), 'learning rate')} trained to the end, {len(refused)} did not."

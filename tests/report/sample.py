@@ -10,6 +10,9 @@ from autobatch.records import (
     MemoryHolder,
     PredictedPoint,
     Probe,
+    RatePair,
+    RateTrial,
+    RateTuning,
     StepRecord,
     Training,
     Trial,
@@ -115,6 +118,33 @@ def some_trials():
     return [*trials, refused]
 
 
+def some_rates():
+    losses = {3e-4: 1.31, 1.2e-3: 1.12, 7.5e-5: 1.9, 4.8e-3: None, 1.9e-5: 2.2, 9e-4: 1.1}
+    return RateTuning(
+        trials=6,
+        steps=40,
+        default=3e-4,
+        best=9e-4,
+        default_loss=1.31,
+        best_loss=1.1,
+        study="resnet-18-4f1c-learning-rate",
+        history=[
+            RateTrial(
+                number=number,
+                learning_rate=rate,
+                loss=loss,
+                feasible=loss is not None,
+                note=None if loss else "it diverged: the loss went from 2.3 to 90",
+            )
+            for number, (rate, loss) in enumerate(losses.items())
+        ],
+        pairs=[
+            RatePair(seed=seed, default_loss=1.31 + seed / 100, other_loss=1.1 + seed / 90, gain=0.15)
+            for seed in range(3)
+        ],
+    )
+
+
 def a_run(**changes):
     fields = {
         "device": a_device(),
@@ -128,6 +158,7 @@ def a_run(**changes):
             study="resnet-18-4f1c",
             history=some_trials(),
             importance={"compile": 0.61, "workers": 0.3, "channels_last": 0.09},
+            learning_rate=some_rates(),
         ),
         "training": Training(
             optimizer_steps=120,

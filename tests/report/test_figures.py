@@ -9,11 +9,12 @@ from autobatch.report.curves import training_figure
 from autobatch.report.figures import memory_figure
 from autobatch.report.palette import DARK, LIGHT, style_sheet
 from autobatch.report.picture import every, telling
+from autobatch.report.rates import rates_figure
 from autobatch.report.split import plan_figure
 from autobatch.report.timeline import memory_curve_figure
 from autobatch.report.trials import importance_figure, trials_figure
 from autobatch.units import MiB
-from tests.report.sample import a_device, a_memory_curve, a_probe, a_run, a_step, some_trials
+from tests.report.sample import a_device, a_memory_curve, a_probe, a_run, a_step, some_rates, some_trials
 
 
 def all_pictures():
@@ -25,6 +26,7 @@ def all_pictures():
         trials_figure(run.tuning.history),
         importance_figure(run.tuning.importance),
         training_figure(run.metrics, run.checkpoints),
+        rates_figure(some_rates()),
     ]
 
 
@@ -77,6 +79,23 @@ def test_nothing_to_draw_is_no_picture():
     assert trials_figure([]) is None
     assert importance_figure({}) is None
     assert memory_curve_figure(MemoryCurve(positions=[], categories={})) is None
+    assert rates_figure(msgspec.structs.replace(some_rates(), history=[])) is None
+
+
+def test_learning_rates_stand_on_a_logarithmic_axis_with_plain_numbers():
+    picture = rates_figure(some_rates())
+    assert "0.0001</text>" in picture.svg
+    assert "mathdefault" not in picture.svg
+    assert [mark.label for mark in picture.legend] == [
+        "a run", "taken, 0.0009", "the plan's own, 0.0003", "diverged, or ended early"
+    ]  # fmt: skip
+    assert [row[2] for row in picture.table.rows] == ["1.31", "1.12", "1.9", "not finite", "2.2", "1.1"]
+
+
+def test_a_single_learning_rate_has_an_axis_too():
+    found = some_rates()
+    picture = rates_figure(msgspec.structs.replace(found, history=found.history[:1]))
+    assert "0.0003" in picture.svg or "0.0001" in picture.svg
 
 
 def test_unknown_peaks_and_nothing_that_fits():

@@ -91,7 +91,7 @@ def test_a_result_with_the_curves_of_its_run(tmp_path) -> None:
     page = shown(result)
     for words in ("the loss went from 2.421 to 0.3618", "15% faster", "Validation accuracy", "step-120.pt"):
         assert words in page.text
-    assert len(page.all("svg")) == 4
+    assert len(page.all("svg")) == 5
     assert "Optimizer steps: 50 of 120" in page.text
 
 
@@ -104,7 +104,7 @@ def test_a_result_whose_folder_is_gone_is_shown_without_them(tmp_path, left: str
         (result.out / "result.json").write_bytes(msgspec.json.encode(other))
         (result.out / "metrics.jsonl").write_bytes(msgspec.json.encode(a_run().metrics[0]))
     page = shown(result)
-    assert len(page.all("svg")) == 3
+    assert len(page.all("svg")) == 4
     assert "Optimizer steps" not in page.text
 
 

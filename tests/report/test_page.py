@@ -35,7 +35,7 @@ def test_the_whole_page(full):
     figures = [figure["id"] for figure in page.all("figure")]
     assert figures == [
         f"figure-{slug}"
-        for slug in ("memory", "memory-over-time", "plan", "trials", "importance", "training")
+        for slug in ("memory", "memory-over-time", "plan", "trials", "importance", "rates", "training")
     ]
     assert len(page.all("svg")) == 2 * len(figures), "each is drawn wide and narrow"
     assert len(page.all("details")) == len(figures), "each has its data"
@@ -48,6 +48,7 @@ def test_every_figure_of_the_run_is_there(full):
         "the loss went from 2.421 to 0.3618.",
         "93 ran and fits; 94 was run and did not fit. 6 sizes were run, 2 of them ran out of memory.",
         "/usr/bin/python3 -m notebook", "4312", "3.00 GiB", "4 micro-batches of 86 and 8 of 85", "0.0003, as",
+        "0.0009 in the place of 0.0003: 15% of the fall of the loss gained, on average over 3 draws of the data.",
         "1,728 samples/s, 15% faster", "compile = True, workers = 3", "Validation accuracy", "0.9312",
         "runs/resnet-18/2026-11-21/checkpoints/step-120.pt", "2.13.0+cu130", "2026-11-21 14:05 UTC",
         "autobatch fit train.py:workload --target-batch 1024 --memory-budget 6GiB --steps 120",
