@@ -25,6 +25,7 @@ from autobatch.attempt import Bench
 from autobatch.config import TuneOptions, options_from
 from autobatch.device.cpu import CpuDevice
 from autobatch.errors import InputError
+from autobatch.failures import Terminated
 from autobatch.planning import make_plan
 from autobatch.progress import Silent
 from autobatch.records import RatePair, RateTuning
@@ -107,7 +108,7 @@ def bench(**fields: Any) -> Bench:
 
 
 def task_of(default: float, *, target_batch: int = SAMPLES, steps: int = STEPS) -> RunTask:
-    return RunTask(default, target_batch, 5, "fp32", {}, steps)
+    return RunTask(default, target_batch, 12, "fp32", {}, steps)
 
 
 def tuned(
@@ -468,6 +469,16 @@ def test_an_interrupt_keeps_the_default_and_what_was_found_before(
     assert (result.plan.learning_rate, result.tuning.trials, result.tuning.learning_rate) == (0.1, 1, None)
     assert notes[-1] == "interrupted: the learning rate stays as it was"
     assert journal(tmp_path / "s.log")[0].state is TrialState.FAIL
+
+
+def test_who_asks_for_the_end_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminated(*given: Any) -> Iterator[Seen]:
+        raise Terminated
+        yield
+
+    monkeypatch.setattr(LocalRuns, "losses", terminated)
+    with pytest.raises(Terminated):
+        rating.run_tune_command(workload(), options(), Environment())
 
 
 def test_fit_trains_with_what_was_found_and_says_so(tmp_path: Path) -> None:
