@@ -8,7 +8,7 @@ import msgspec
 
 from autobatch.attempt import Bench
 from autobatch.bench import Facts, find_workload, open_bench
-from autobatch.config import TuneOptions
+from autobatch.config import FitOptions, TuneOptions
 from autobatch.failures import Terminated
 from autobatch.records import Plan, RateTuning, Tuning
 from autobatch.results import Result
@@ -29,7 +29,8 @@ def run_tune_command(
     check_storage(options)
     result, facts = plan_only(workload, options, environment)
     start = environment.clock()
-    result = tuned(result, facts, workload, options, environment)
+    if options.trials or not options.tune_lr:
+        result = tuned(result, facts, workload, options, environment)
     if not options.tune_lr:
         return result
     try:
@@ -76,6 +77,7 @@ def rate_tuned(
         precision=plan.precision,
         knobs=plan.knobs,
         steps=options.lr_steps,
+        skips=isinstance(options, FitOptions) and options.on_nonfinite == "skip",
     )
     named = None if isinstance(workload, Workload) else workload
     isolated = environment.isolated and not isinstance(workload, Workload)

@@ -213,6 +213,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
 
     seen = list(short_run(bench(loss=spoiled), task_of(0.01), 0.01, 0))
     assert [one.failure for one in seen] == ["its loss or gradient is not finite"]
+    skipping = task_of(0.01)._replace(skips=True)
+    assert [one.failure for one in short_run(bench(loss=spoiled), skipping, 0.01, 0)] == [None] * STEPS
 
 
 def test_none_that_trains_leaves_the_default() -> None:

@@ -2,7 +2,8 @@
 
 Every run starts at the same weights and sees the windows that its seed draws, at the batch, the split and the
 precision of the plan. The learning rate is constant: under a warm-up that is longer than the run, every
-learning rate would be tried on the ramp alone.
+learning rate would be tried on the ramp alone. The figure is the loss of the windows, not of validation data:
+it costs nothing, and a window has not been trained on before as long as the run is no longer than an epoch.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class RunTask(NamedTuple):
     knobs: dict[str, Value]
     steps: int
     """Optimizer steps of a run; at least `PARTS`."""
+    skips: bool = False
+    """Whether a window that is not finite is passed over, as the training that follows does."""
 
 
 class Seen(NamedTuple):
@@ -144,8 +147,8 @@ def _train(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
             knobs=bench.knobs,
         )
         for result in _windows(bench, task, trainee, meter, seed):
-            if result.count and not result.applied and trainee.scaler is None:
-                # Training would end here; a loss scale that is still to fall passes over such a window.
+            # Where training would end: a loss scale that is still to fall passes over such a window.
+            if result.count and not result.applied and trainee.scaler is None and not task.skips:
                 yield Seen(math.nan, 0.0, "its loss or gradient is not finite")
                 return
             yield Seen(result.loss, result.count)
