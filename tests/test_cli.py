@@ -106,9 +106,10 @@ def test_every_option_is_explained_within_80_columns(name: str, capsys: pytest.C
     assert "options options" not in out
     text = " ".join(out.replace("│", " ").split())
     for option in COMMANDS[name].__struct_fields__:
-        _, found, after = text.partition(f"--{option.replace('_', '-')}")
+        word = option.replace("_", "-")
+        _, found, after = text.partition(f"--{word}")
         assert found, option
-        after = after.removeprefix(f", --no-{option}")
+        after = after.removeprefix(f", --no-{word}")
         assert len(after.split(" --")[0].split()) >= 4, option
     needed = "target_batch" in COMMANDS[name].__struct_fields__ and name != "estimate"
     assert ("(required)" in text) == needed
