@@ -35,7 +35,7 @@ from autobatch.tuning.rates import MINIMUM_GAIN, decide, gain_over, tune_rate
 from autobatch.tuning.runs import LocalRuns, open_runs
 from autobatch.tuning.shortrun import PARTS, REACH, RunTask, Seen, Tried, parts_of, short_run
 from autobatch.tuning.tuner import Budget, Place
-from autobatch.workload import Workload
+from autobatch.workload import WholeBatchLoss, Workload
 from tests.commandline import SMALL, environment
 from tests.training.helpers import Rows, make_workload
 from tests.untouched import fingerprint, with_gradients
@@ -237,19 +237,26 @@ def test_short_runs_leave_nothing_behind() -> None:
     assert fingerprint(made.model) == before
 
 
-def test_a_short_run_trains_what_fit_trains(tmp_path: Path) -> None:
+def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return squares(model, batch) * (1 + 0.1 * torch.rand(()))
+
+
+WHOLE = WholeBatchLoss(
+    represent=lambda model, batch: (model(batch[0]), batch[1]),
+    loss=lambda model, rows: ((rows[0] - rows[1]) ** 2).mean() + rows[0].var(),
+)
+
+
+@pytest.mark.parametrize("loss", [noisy, WHOLE], ids=["mean", "whole"])
+def test_a_short_run_trains_what_fit_trains(loss: Any, tmp_path: Path) -> None:
     """The same weights, windows and draws, so the same losses bit for bit."""
-
-    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
-        return squares(model, batch) * (1 + 0.1 * torch.rand(()))
-
     autobatch.fit(
-        workload(loss=noisy), target_batch=12, max_micro_batch=5, steps=8, trials=0, seed=3, device="cpu",
+        workload(loss=loss), target_batch=12, max_micro_batch=5, steps=8, trials=0, seed=3, device="cpu",
         out=tmp_path / "run",
     )  # fmt: skip
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     task = task_of(0.1, target_batch=12, steps=8)._replace(micro_batch=4)
-    seen = [one.loss for one in short_run(bench(loss=noisy), task, 0.1, 3)]
+    seen = [one.loss for one in short_run(bench(loss=loss), task, 0.1, 3)]
     assert seen == [json.loads(line)["loss"] for line in lines]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from autobatch.attempt import Bench
+from autobatch.attempt import Bench, batches_of
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.knobs import Value
@@ -21,9 +21,9 @@ from autobatch.planning import micro_batches
 from autobatch.records import Precision
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state, seed_everything
-from autobatch.step import Trainee, WindowResult, assemble, run_window, tensors_of, to_device
+from autobatch.step import Trainee, WindowResult, assemble, run_window
 from autobatch.training.windows import Course
-from autobatch.workload import Batch
+from autobatch.workload import Batch, Workload
 
 REACH = 32.0
 """The learning rates that are tried lie between the default ÷ this and × this."""
@@ -162,14 +162,12 @@ def _windows(
     course = Course(samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps)
     for window in course.windows():
         sizes = micro_batches(len(window.ids), task.micro_batch)
-        yield run_window(trainee, _batches(bench, meter, window.ids, sizes), len(window.ids))
+        batches = batches_of(bench, meter, _fetched(bench.workload, window.ids, sizes))
+        yield run_window(trainee, batches, len(window.ids))
 
 
-def _batches(bench: Bench, meter: Meter, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
+def _fetched(workload: Workload, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
     first = 0
     for size in sizes:
-        with meter.aside():
-            batch = to_device(join(bench.workload, ids[first : first + size]), bench.device.torch_device)
-        meter.adopt(tensors_of(batch))
-        yield batch, size
+        yield join(workload, ids[first : first + size]), size
         first += size
