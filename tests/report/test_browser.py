@@ -75,7 +75,7 @@ def test_a_page_at_a_width_in_a_theme(tmp_path, width, theme):
     seen, complaints = look(tmp_path, page, width=width)
     assert complaints == []
     assert seen["overflow"] == 0, "the page scrolls sideways"
-    assert (seen["wide"], seen["narrow"]) == ((0, 6) if width == 360 else (6, 0))
+    assert (seen["wide"], seen["narrow"]) == ((0, 7) if width == 360 else (7, 0))
     assert seen["escaping"] == [], "words run out of their picture"
     assert seen["smallest"] >= 10, "too small to read"
     assert seen["tallest"] < 900
