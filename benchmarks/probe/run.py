@@ -2,8 +2,8 @@
 
     python -m benchmarks.probe.run
 
-Takes about eight minutes on two quiet cores. The other finders need accelerate and lightning; where one is not
-installed, its rows say so.
+Takes about eight minutes on two quiet cores. The other finders need accelerate and lightning; where one is
+not installed, its rows say so.
 """
 
 from __future__ import annotations
