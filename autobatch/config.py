@@ -127,6 +127,12 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     """auto: let the running averages of BatchNorm move by the batch, not by its micro-batches."""
     keep_last: Annotated[int, Meta(ge=2)] = 3
     """Checkpoints to keep."""
+    workers: AtLeastZero | None = None
+    """Processes that fetch and join micro-batches; without it: 0, or what the tuner finds fastest."""
+    prefetch: AtLeastOne = 2
+    """Micro-batches that each of the workers is ahead by."""
+    sample_seeds: bool = False
+    """Augment each sample by a seed of its own, whatever the micro-batch; always so with workers."""
     resume: bool = False
     """Go on from the newest valid checkpoint."""
     out: str | None = None

@@ -18,6 +18,7 @@ from autobatch.bench import facts_of, find_workload, open_bench
 from autobatch.config import FitOptions
 from autobatch.errors import InputError
 from autobatch.files import write_atomic
+from autobatch.knobs import LOADER_WORKERS
 from autobatch.progress import Progress
 from autobatch.rating import rate_tuned
 from autobatch.records import Plan
@@ -30,6 +31,7 @@ from autobatch.step import assemble
 from autobatch.training.advice import batch_norms
 from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
 from autobatch.training.evaluation import rehearse
+from autobatch.training.feed import open_feed
 from autobatch.training.loop import Loop
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from autobatch.training.selfcheck import check_decomposes
@@ -66,14 +68,20 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     micro_batch = result.plan.micro_batch
     for line in check_decomposes(bench, micro_batch=micro_batch, course=course, check=options.split_check):
         environment.progress.note(line)
-    with bench.device.training() as meter:
+    feeding = _feeding(result.plan, options, resumed, environment.progress)
+    with (
+        bench.device.training() as meter,
+        open_feed(bench.workload, course.windows, pin_memory=bench.device.kind == "cuda", **feeding) as feed,
+    ):
         loop = _open_loop(bench, result.plan, options, meter)
+        loop.feed = feed
         rehearse(bench.workload, loop.trainee, device=bench.device, meter=meter)
         facts = {
             "plan": msgspec.to_builtins(result.plan),
             "key": key,
             "seed": options.seed,
             "windows": loop.course.total,
+            "sample_seeds": feed is not None,
             "versions": versions(),
         }
         settings = _settings(options, out, facts, environment.command)
@@ -109,6 +117,25 @@ def _settings(options: FitOptions, out: Path, facts: dict[str, Any], command: st
         facts=facts,
         resume_hint=_resume_hint(command, out),
     )
+
+
+def _feeding(
+    planned: Plan, options: FitOptions, resumed: Loaded | None, progress: Progress
+) -> dict[str, Any]:
+    """How the loop is fed; a run whose samples are seeded goes on so, whatever joins them."""
+    workers = options.workers
+    if workers is None:
+        workers = int(planned.knobs.get(LOADER_WORKERS) or 0)
+    seeded = options.sample_seeds or workers > 0
+    if resumed is not None:
+        before = bool(resumed.facts.get("sample_seeds"))
+        if seeded and not before:
+            progress.note(
+                "the samples were not seeded one by one so far, and are from here on: where data is drawn at "
+                "random, the rest is not what the run would have been; --workers 0 goes on as before"
+            )
+        seeded = seeded or before
+    return {"seed": options.seed, "workers": workers, "prefetch": options.prefetch, "sample_seeds": seeded}
 
 
 def versions() -> dict[str, str]:

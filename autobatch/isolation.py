@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -25,12 +24,12 @@ from typing import Any, Self
 from autobatch.attempt import Bench, Outcome, attempt_at
 from autobatch.bench import Facts, facts_of, find_workload, open_bench
 from autobatch.config import Options
-from autobatch.errors import AutobatchError, UserCodeError
+from autobatch.errors import AutobatchError
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program
 from autobatch.prior import other_order, prior_footprint, remedies_of, traced_peak
 from autobatch.records import Attempt, Remedy
-from autobatch.workload import describe
+from autobatch.workload import portable
 
 PRIOR = "prior"
 OTHER_ORDER = "other order"
@@ -279,6 +278,8 @@ def serve(
     sys.stdout = sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace")
     faulthandler.enable(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Trials start loader workers, which a daemon may not; those end with this process all the same.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
         bench = open_bench(find_workload(reference), options, demo=reference is None)
         connection.send(("facts", facts_of(bench)))
@@ -301,19 +302,6 @@ def _interrupts_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def portable(error: BaseException) -> AutobatchError:
-    """An error that can be raised in another process, with the traceback of this one as a note."""
-    text = "".join(traceback.format_exception(error))
-    if isinstance(error, AutobatchError) and type(error).__module__ == AutobatchError.__module__:
-        carried = error.with_traceback(None)
-        carried.__cause__ = carried.__context__ = None
-    else:
-        # A class of the user's own may not be known over there.
-        carried = UserCodeError(describe(error))
-    carried.add_note(text)
-    return carried
 
 
 def count_oom_kills(files: Sequence[Path] = OOM_COUNTERS) -> int:

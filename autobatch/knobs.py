@@ -23,6 +23,8 @@ CHECKPOINTING = "checkpointing"
 COMPILE = "compile"
 CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
+LOADER_WORKERS = "loader_workers"
+EXPANDABLE = "expandable_segments"
 MOST_HALVINGS = 3
 """How often the micro-batch may be halved."""
 WORTH_COMPILING = 500

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from autobatch.errors import AutobatchError, InputError
+from autobatch.errors import AutobatchError, InputError, UserCodeError
 
 if TYPE_CHECKING:
     import torch
@@ -179,6 +180,19 @@ def describe(error: BaseException) -> str:
         text = (str(error).splitlines() or [""])[0]
         did = f"raised {type(error).__name__}: {text}".removesuffix(": ")
     return f"{whose} {did}" + (f" ({place})" if place else "")
+
+
+def portable(error: BaseException) -> AutobatchError:
+    """An error that can be raised in another process, with the traceback of this one as a note."""
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, AutobatchError) and type(error).__module__ == AutobatchError.__module__:
+        carried = error.with_traceback(None)
+        carried.__cause__ = carried.__context__ = None
+    else:
+        # A class of the user's own may not be known over there.
+        carried = UserCodeError(describe(error))
+    carried.add_note(text)
+    return carried
 
 
 def user_frame(error: BaseException) -> str | None:

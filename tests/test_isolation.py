@@ -11,7 +11,8 @@ import pytest
 
 from autobatch.config import ProbeOptions, options_from
 from autobatch.errors import AutobatchError, InputError, UserCodeError
-from autobatch.isolation import ProbeChild, count_oom_kills, portable
+from autobatch.isolation import ProbeChild, count_oom_kills
+from autobatch.workload import portable
 from tests.commandline import SMALL
 
 SLOW = pytest.mark.slow

@@ -23,13 +23,15 @@ FLOORS = [
     {"applying", "caching"},
     {"trainee"},
     {"step"},
-    {"samples"},
+    {"samples", "training.windows", "training.signals"},
     # What is allocated, as events: the devices record it, the predictions make it.
     {"footprint.budget", "footprint.blocks", "footprint.foresee"},
     {"footprint.allocator", "footprint.trace"},
     {"footprint.program", "footprint.storages"},
     {"footprint.watching"},
     {"device.base", "device.host", "device.nvml", "device.oom"},
+    # What joins micro-batches, for the trials as for the training.
+    {"training.feed", "training.workers"},
     {"device.history", "device.tracker"},
     {"device.cpu", "device.cuda", "device.simulated"},
     {"attempt"},

@@ -27,6 +27,7 @@ from autobatch.state import capture_random_state, restore_random_state
 from autobatch.step import Trainee, WindowResult, accumulate, finish
 from autobatch.training.advice import matched_momentum
 from autobatch.training.culprits import describe_samples
+from autobatch.training.feed import Feed
 from autobatch.training.noise import NoiseScale
 from autobatch.training.resume import capture_loop, restore_loop
 from autobatch.training.windows import Course, Window
@@ -67,6 +68,8 @@ class Loop:
     oom_recoveries: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
     """Fed with what accumulation gives almost for nothing."""
+    feed: Feed | None = None
+    """What joins the micro-batches; ``None``: the loop, from its own generators."""
     clock: Callable[[], float] = time.perf_counter
 
     def run(self) -> Iterator[StepRecord]:
@@ -178,7 +181,7 @@ class Loop:
         """Train a window; where it can be run again after an out-of-memory error, return what that said."""
         try:
             twice = isinstance(self.trainee.loss, WholeBatchLoss)
-            fetched = self._fetched(window.ids, sizes)
+            fetched = self._fetched(window, sizes)
             batches = feed(fetched, self.trainee.device, self.meter, twice=twice)
             tally = accumulate(
                 self.trainee,
@@ -212,10 +215,11 @@ class Loop:
             raise DoesNotFitError(f"out of memory in training at a micro-batch of 1: {trouble}")
         self.micro_batch = math.ceil(failed / 2)
 
-    def _fetched(self, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
-        first = 0
+    def _fetched(self, window: Window, sizes: list[int]) -> Iterator[tuple[Batch, int]]:
+        ids, first = window.ids, 0
+        fed = None if self.feed is None else self.feed.joined(window, self.micro_batch)
         for size in sizes:
-            yield join(self.workload, ids[first : first + size]), size
+            yield join(self.workload, ids[first : first + size]) if fed is None else next(fed), size
             first += size
 
     def _check(self, window: Window, sizes: list[int], result: WindowResult) -> None:

@@ -1,6 +1,8 @@
 """Run as a process of its own: trains in children that are killed at random, and resumed, over and over.
 
-    python -m tests.training.killing FOLDER KILLS SEED
+    python -m tests.training.killing FOLDER KILLS SEED [fed]
+
+With ``fed``, each child has another number of loader workers, and draws its augmentation sample by sample.
 
 The children are forked, which spares each the import of torch; nothing has run backward in this process, as
 forked children could not then. Prints one JSON object.
@@ -21,6 +23,7 @@ import torch
 
 from autobatch.progress import Silent
 from autobatch.training.checkpoint import clean_leftovers, load_newest
+from autobatch.training.feed import open_feed
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from tests.training.helpers import fingerprint, make_loop
 from tests.training.kinds import RUNS
@@ -38,7 +41,7 @@ class Acknowledging(Silent):
         os.write(self._file, f"{step.step - 1}\n".encode())
 
 
-def child(folder: Path) -> None:
+def child(folder: Path, workers: int | None) -> None:
     """Go on from the newest checkpoint, or start; write the fingerprint of its weights and averages."""
     workload, options = RUNS["augmented, averaged"]()
     loop = make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **options)
@@ -47,17 +50,20 @@ def child(folder: Path) -> None:
     if resumed is not None:
         loop.load_state_dict(resumed.state, same_hardware=True)
     settings = RunSettings(out=folder, checkpoint_every=1, keep_last=2, facts={}, resume_hint="")
-    train(loop, settings, Acknowledging(folder / "acknowledged"), resumed)
+    with open_feed(
+        workload, loop.course.windows, seed=0, workers=workers or 0, sample_seeds=workers is not None
+    ) as loop.feed:
+        train(loop, settings, Acknowledging(folder / "acknowledged"), resumed)
     assert loop.trainee.average is not None
     (folder / "done").write_text(fingerprint(loop.trainee.model, *loop.trainee.average.tensors()))
 
 
-def forked(folder: Path) -> int:
+def forked(folder: Path, workers: int | None) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            child(folder)
+            child(folder, workers)
             status = 0
         finally:
             os._exit(status)
@@ -74,7 +80,7 @@ def check(folder: Path) -> None:
     assert found is None or not found.passed_over, found.passed_over
 
 
-def main(root: Path, kills: int, seed: int) -> dict[str, object]:
+def main(root: Path, kills: int, seed: int, *, fed: bool) -> dict[str, object]:
     torch.set_num_threads(1)
     # The first optimizer of a process imports much; children shall not each pay for it.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
@@ -82,14 +88,14 @@ def main(root: Path, kills: int, seed: int) -> dict[str, object]:
     straight = root / "straight"
     straight.mkdir(parents=True)
     start = time.monotonic()
-    assert os.waitpid(forked(straight), 0)[1] == 0
+    assert os.waitpid(forked(straight, 0 if fed else None), 0)[1] == 0
     whole = time.monotonic() - start
     expected = (straight / "done").read_text()
     killed = finished = 0
     folder = root / "killed"
     while killed < kills or not finished:
         folder.mkdir(exist_ok=True)
-        pid = forked(folder)
+        pid = forked(folder, draw.choice([0, 1, 2]) if fed else None)
         if killed < kills:
             time.sleep(draw.uniform(0, whole / 5))
             os.kill(pid, signal.SIGKILL)
@@ -108,4 +114,5 @@ def main(root: Path, kills: int, seed: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))) + "\n")
+    result = main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), fed="fed" in sys.argv[4:])
+    sys.stdout.write(json.dumps(result) + "\n")

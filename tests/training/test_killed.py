@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 
-def run(folder: Path, kills: int) -> dict[str, int]:
+def run(folder: Path, kills: int, *words: str) -> dict[str, int]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.killing", str(folder), str(kills), "1"],
+        [sys.executable, "-m", "tests.training.killing", str(folder), str(kills), "1", *words],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -26,6 +26,12 @@ def run(folder: Path, kills: int) -> dict[str, int]:
 def test_thirty_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     result = run(tmp_path, 30)
     assert result["killed"] >= 30
+    assert result["finished"] >= 1
+
+
+def test_kills_between_runs_with_and_without_loader_workers_change_nothing(tmp_path: Path) -> None:
+    result = run(tmp_path, 8, "fed")
+    assert result["killed"] >= 8
     assert result["finished"] >= 1
 
 

@@ -1,0 +1,156 @@
+"""The joined micro-batches of each window, ahead of the loop or sample by sample reproducible.
+
+Where samples are seeded, what a data set draws at random for one (augmentation) depends on the run's seed,
+the window, the sample's place in it and its number alone: it is the same for any number of workers, any
+micro-batch, after a window was run again, and after a resume. Seeded are the generators that are drawn from
+by default: Python's, NumPy's and torch's for the CPU. A generator that a data set keeps for itself is its
+own matter. So are sums that torch spreads over its threads, of which a worker has one.
+
+A collate that draws is seeded too, by the first sample of its micro-batch: the same for any number of
+workers, and another for another micro-batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from autobatch.planning import micro_batches
+from autobatch.samples import fetch, join_samples
+from autobatch.state import capture_random_state, restore_random_state
+from autobatch.training.windows import Window
+from autobatch.workload import Batch, Workload
+
+JOINING = -1
+"""Stands for the number of a sample while a micro-batch is joined."""
+PREFETCH = 2
+"""Micro-batches that a worker fetches ahead, as torch's own loader does."""
+
+
+class Part(NamedTuple):
+    """The samples of a micro-batch."""
+
+    window: int
+    """Number of its window in the run."""
+    first: int
+    """Place of its first sample in the window."""
+    ids: list[int]
+
+
+class Feed(Protocol):
+    """Gives a loop its micro-batches."""
+
+    def joined(self, window: Window, micro_batch: int) -> Iterator[Batch]:
+        """The micro-batches of a window, on the host; a window may be asked for again in smaller ones.
+
+        Raises:
+            InputError: the workload's data or collate raised.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeededJoin:
+    """Fetches and joins micro-batches, every sample under a seed of its own."""
+
+    data: Any
+    collate: Callable[[list[Any]], Batch] | None
+    seed: int
+    """Of the run."""
+
+    def __call__(self, part: Part, *, is_asked: Callable[[], bool] = lambda: False) -> Batch:
+        """Join a micro-batch, and leave the generators at its last draw; ``None`` once it is asked to stop.
+
+        Data that can fetch many samples at once (``__getitems__``) are asked for one at a time.
+        """
+        samples: list[Any] = []
+        for place, sample in enumerate(part.ids, part.first):
+            if is_asked():
+                return None
+            seed_generators(self.seed, part.window, place, sample)
+            samples += fetch(self.data, [sample])
+        seed_generators(self.seed, part.window, part.first, JOINING)
+        return join_samples(samples, self.collate, option="Workload(collate=…)")
+
+
+class SeededFeed:
+    """Micro-batches that are joined here, when they are asked for; the loop's generators do not notice."""
+
+    def __init__(self, join: SeededJoin) -> None:
+        self._join = join
+
+    def joined(self, window: Window, micro_batch: int) -> Iterator[Batch]:
+        """See `Feed`."""
+        for part in parts_of(window, micro_batch):
+            yield self._one(part)
+
+    def _one(self, part: Part) -> Batch:
+        # Those of the cards are not seeded, and so go on.
+        before = capture_random_state()._replace(cuda=[])
+        try:
+            return self._join(part)
+        finally:
+            restore_random_state(before)
+
+
+def parts_of(window: Window, micro_batch: int) -> Iterator[Part]:
+    """A window, split as evenly as can be."""
+    first = 0
+    for size in micro_batches(len(window.ids), micro_batch):
+        yield Part(window.index, first, window.ids[first : first + size])
+        first += size
+
+
+def seed_generators(seed: int, window: int, place: int, sample: int) -> None:
+    """Seed the generators of the CPU from four numbers; those of neighbours have nothing in common."""
+    digest = hashlib.blake2b(repr((seed, window, place, sample)).encode(), digest_size=24).digest()
+    random.seed(int.from_bytes(digest[:8], "little"))
+    # Not torch.manual_seed, which seeds the cards as well.
+    torch.default_generator.manual_seed(int.from_bytes(digest[8:16], "little") >> 1)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed([int.from_bytes(digest[at : at + 4], "little") for at in (16, 20)])
+
+
+@contextmanager
+def open_feed(
+    workload: Workload,
+    windows: Callable[[int], Iterator[Window]],
+    *,
+    seed: int,
+    workers: int = 0,
+    prefetch: int = PREFETCH,
+    sample_seeds: bool = False,
+    pin_memory: bool = False,
+) -> Iterator[Feed | None]:
+    """Open what feeds a loop; its workers are gone afterwards.
+
+    Args:
+        workload: has the data and the collate.
+        windows: the windows of the run from a number on.
+        seed: of the run.
+        workers: processes that fetch and join; 0: the loop does.
+        prefetch: micro-batches that each is ahead by.
+        sample_seeds: seed every sample by itself; with workers that is always so.
+        pin_memory: copy what workers have joined to where a card can read it while it computes.
+
+    Yields:
+        ``None`` where the loop joins its own micro-batches, from the run's own generators.
+    """
+    join = SeededJoin(data=workload.train_data, collate=workload.collate, seed=seed)
+    if not workers:
+        yield SeededFeed(join) if sample_seeds else None
+        return
+    from autobatch.training.workers import WorkerFeed
+
+    feed = WorkerFeed(join, windows, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+    try:
+        yield feed
+    finally:
+        feed.close()
