@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from autobatch.training.signals import STOPPING
 from autobatch.training.windows import Window
 from autobatch.workload import Batch, portable
 
+WAITS = ("connection.py", "selectors.py", "queue.py", "threading.py")
+"""Modules of Python's that this process stands in while it waits for a micro-batch."""
 GRACE_SECONDS = 1.0
 """How long a worker whose pipe broke may take to end."""
 PR_SET_PDEATHSIG = 1
@@ -183,7 +186,8 @@ class WorkerFeed:
         is_torchs = str(getattr(self._chained, "__module__", "")).startswith("torch.utils.data.")
         if callable(self._chained) and not is_torchs:
             self._chained(number, frame)
-        if self._is_waiting:
+        # Elsewhere torch is at work on an error already, or the next wait sees it.
+        if self._is_waiting and frame is not None and Path(frame.f_code.co_filename).name in WAITS:
             self._check()
 
     def _check(self) -> None:
