@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from autobatch.finding import DEMO, load_workload
 from autobatch.fits import KeyValue
 from autobatch.footprint.allocator import Allocator, AllocatorConfig, CachingAllocator, Ledger
 from autobatch.hardware import data_home, load_profile
+from autobatch.knobs import EXPANDABLE, PRECISION, Value
 from autobatch.planning import rank_share
 from autobatch.records import DeviceRecord, Precision, Record
 from autobatch.samples import Costliest
@@ -65,6 +67,15 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
         profile = load_profile(which, user_dir=data_home(environ))
         return SimulatedDevice(profile, memory_budget=memory_budget)
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
+
+
+def with_knobs(bench: Bench, knobs: Mapping[str, Value]) -> Bench:
+    """The bench of a configuration: its precision, what it changes in a step, and how memory is allocated."""
+    precision: Precision = knobs.get(PRECISION) or bench.precision  # type: ignore[assignment]
+    device = bench.device
+    if knobs.get(EXPANDABLE) and device.why_not_expandable() is None:
+        device = device.expandable()
+    return replace(bench, precision=precision, device=device, knobs=knobs)
 
 
 def find_workload(workload: Workload | str | None) -> Workload:

@@ -14,7 +14,7 @@ import torch
 
 from autobatch import __version__, demo
 from autobatch.attempt import Bench
-from autobatch.bench import facts_of, find_workload, open_bench
+from autobatch.bench import facts_of, find_workload, open_bench, with_knobs
 from autobatch.config import FitOptions
 from autobatch.errors import InputError
 from autobatch.files import write_atomic
@@ -64,6 +64,7 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
         result, bench = _go_on(workload, options, environment, resumed)
     assert result.plan is not None
     key = facts_of(bench).key
+    bench = with_knobs(bench, result.plan.knobs)
     course = _course(bench.workload, options)
     micro_batch = result.plan.micro_batch
     for line in check_decomposes(bench, micro_batch=micro_batch, course=course, check=options.split_check):

@@ -27,6 +27,9 @@ LOADER_WORKERS = "loader_workers"
 EXPANDABLE = "expandable_segments"
 MOST_HALVINGS = 3
 """How often the micro-batch may be halved."""
+MOST_WORKERS = 16
+NOTICEABLE = 0.2
+"""Share of a micro-batch's time that fetching it must take before workers are tried unasked."""
 WORTH_COMPILING = 500
 """Optimizer steps from which half a minute of compiling, in every trial that tries it, may come back."""
 
@@ -50,6 +53,14 @@ class Situation(NamedTuple):
     """The largest that the plan may use, in samples."""
     planned_steps: int
     """Optimizer steps of the run that is tuned for."""
+    cores: int = 1
+    """That this process may use."""
+    loader: str | None = None
+    """Why loader workers cannot be tuned; ``None``: they can."""
+    fetch_share: float = 0.0
+    """Of a micro-batch's time, what fetching and joining it takes."""
+    segments: str | None = "the device keeps no segments"
+    """Why its allocator cannot be told to grow in expandable segments; ``None``: it can."""
 
 
 class Knob(NamedTuple):
@@ -75,6 +86,11 @@ class Axis(NamedTuple):
 
     name: str
     choices: tuple[Value, ...]
+
+
+def _worker_counts(cores: int) -> tuple[int, ...]:
+    """0 and the powers of two from 2 on that there are cores for."""
+    return (0, *(1 << power for power in range(1, MOST_WORKERS.bit_length()) if 1 << power <= cores))
 
 
 KNOBS = (
@@ -127,14 +143,28 @@ KNOBS = (
         changes_memory=True,
         changes_numbers=True,
     ),
+    Knob(
+        LOADER_WORKERS,
+        "processes that fetch and join the next micro-batches while this one trains",
+        lambda here: _worker_counts(here.cores) if here.loader is None else (),
+        lambda here: here.loader or "this process may use a single core",
+        changes_memory=False,
+        # Of what data draw at random other draws are made, as by another seed; the loss is the same function.
+        changes_numbers=False,
+        by_itself=lambda here: here.fetch_share >= NOTICEABLE,
+    ),
+    Knob(
+        EXPANDABLE,
+        "lets the allocator's segments grow: less is lost between blocks, and larger micro-batches may fit",
+        lambda here: (False, True) if here.segments is None else (),
+        lambda here: str(here.segments),
+        changes_memory=True,
+        changes_numbers=False,
+    ),
 )
 LEFT_OUT = {
-    "loader_workers": "what a data set draws at random would move into worker processes, whose generators no "
-    "checkpoint holds: a resumed run would not be the same bit for bit",
-    "pin_memory": "it needs loader workers to pay off",
-    "prefetch": "it needs loader workers",
-    "expandable_segments": "the allocator reads it when a process starts: set "
-    "PYTORCH_ALLOC_CONF=expandable_segments:True yourself; probe and plan follow it",
+    "pin_memory": "it is always on where loader workers feed a card, and of no use elsewhere",
+    "prefetch": "it evens out samples that take unlike times, and makes no worker faster: --prefetch sets it",
     "learning_rate": "throughput does not depend on it",
 }
 """What people look for here and do not find, and why."""

@@ -37,6 +37,9 @@ CARD = Situation(
     compiler=None,
     micro_batch=64,
     planned_steps=1000,
+    cores=6,
+    fetch_share=0.4,
+    segments=None,
 )
 BARE = Situation(
     device_kind="cpu",
@@ -119,6 +122,8 @@ def test_every_knob_says_what_it_does_and_what_its_default_is() -> None:
         "compile": "off",
         "channels_last": False,
         "optimizer": "default",
+        "loader_workers": 0,
+        "expandable_segments": False,
     }
 
 
@@ -148,8 +153,26 @@ def test_the_micro_batch_is_halved_down_to_one_sample_and_no_further(
 
 def test_what_changes_memory_and_what_changes_numbers() -> None:
     values = defaults(applicable(CARD)[0])
-    assert set(memory_signature(values)) == set(values) - {"micro_batch_shift"}
-    assert set(numeric_signature(values)) == set(values) - {"micro_batch_shift"}
+    assert set(memory_signature(values)) == set(values) - {"micro_batch_shift", "loader_workers"}
+    elsewhere = {"micro_batch_shift", "loader_workers", "expandable_segments"}
+    assert set(numeric_signature(values)) == set(values) - elsewhere
+
+
+@pytest.mark.parametrize(
+    ("cores", "choices"), [(1, []), (2, [0, 2]), (7, [0, 2, 4]), (8, [0, 2, 4, 8]), (96, [0, 2, 4, 8, 16])]
+)
+def test_there_are_no_more_workers_than_cores(cores: int, choices: list[int]) -> None:
+    axes, notes = applicable(BARE._replace(cores=cores), ["loader_workers"])
+    assert [list(axis.choices) for axis in axes] == ([choices] if choices else [])
+    assert notes == ([] if choices else ["loader_workers is not tuned: this process may use a single core"])
+
+
+def test_workers_are_tuned_unasked_where_fetching_takes_its_time_and_never_where_they_cannot_be() -> None:
+    here = BARE._replace(cores=4, fetch_share=0.19)
+    assert applicable(here) == ([], [])
+    assert [axis.name for axis in applicable(here._replace(fetch_share=0.2))[0]] == ["loader_workers"]
+    _, notes = applicable(here._replace(loader="its samples cannot be sent"), ["loader_workers"])
+    assert notes == ["loader_workers is not tuned: its samples cannot be sent"]
 
 
 def test_names_are_read_as_people_write_them() -> None:
@@ -161,8 +184,8 @@ def test_names_are_read_as_people_write_them() -> None:
     [
         ("precison", "there is no knob 'precison'; did you mean precision"),
         ("", "there is no knob ''; there are: micro_batch_shift, precision"),
-        ("loader_workers", "loader_workers is not tuned: .* resumed run"),
-        ("expandable-segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ("pin-memory", "pin_memory is not tuned: it is always on"),
+        ("prefetch", "--prefetch sets it"),
     ],
 )
 def test_names_that_are_none_are_told(text: str, said: str) -> None:

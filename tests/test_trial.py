@@ -14,13 +14,14 @@ from torch import nn
 import autobatch
 from autobatch import fitting, rating, stages
 from autobatch.attempt import Bench, attempt
+from autobatch.bench import with_knobs
 from autobatch.config import FitOptions, TuneOptions, options_from
 from autobatch.device.cpu import CpuDevice
 from autobatch.knobs import Configuration
 from autobatch.samples import Costliest
 from autobatch.state import capture_random_state
 from autobatch.tuning import lab as labs_module
-from autobatch.tuning.lab import Lab, Task, bench_with, micro_batch_of
+from autobatch.tuning.lab import Lab, Task, micro_batch_of
 from autobatch.tuning.labs import IsolatedTrials, open_trials
 from autobatch.tuning.losscheck import LossCheck
 from autobatch.tuning.measurement import LOSS, MEMORY, RUNS, Measurement
@@ -184,7 +185,7 @@ def test_what_takes_less_memory_gets_larger_micro_batches_that_fit() -> None:
     found = opened.measure(changed(checkpointing="full"))
     assert found.micro_batch > 1.5 * limit
     assert opened.certify(changed(checkpointing="full")) is None
-    assert attempt(bench_with(made, changed(checkpointing="full")), found.micro_batch).attempt.fits
+    assert attempt(with_knobs(made, changed(checkpointing="full")), found.micro_batch).attempt.fits
 
 
 def test_what_is_predicted_to_fit_with_room_or_not_at_all_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_a_model_that_draws_at_random_is_given_its_noise() -> None:
 
     made = bench(loss=noisy)
     check = LossCheck(made, 8)
-    assert check.over(bench_with(made, changed(checkpointing="full"))) < 0
+    assert check.over(with_knobs(made, changed(checkpointing="full"))) < 0
     assert check._noise > 0.02
 
 
@@ -257,7 +258,7 @@ def test_an_error_is_the_workload_s_at_the_default_and_the_knob_s_elsewhere() ->
 
 
 def test_running_out_of_memory_while_it_is_timed_is_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(labs_module, "time_steps", full)

@@ -82,6 +82,12 @@ class Device(Protocol):
     def training(self) -> AbstractContextManager[Meter]:
         """What a real run runs under; without cost where the device enforces its limit by itself."""
 
+    def why_not_expandable(self) -> str | None:
+        """Why its allocator cannot be told to grow in expandable segments; ``None``: it can."""
+
+    def expandable(self) -> Device:
+        """The same device with an allocator that grows in expandable segments, where it can be told to."""
+
     def refuses(self, stats: MemoryStats) -> str | None:
         """Why a step that ran does not count as fitting (retries, say); ``None``: it fits."""
 

@@ -110,6 +110,14 @@ class CpuDevice:
         """Count nothing: full speed."""
         yield SilentMeter()
 
+    def why_not_expandable(self) -> str | None:
+        """Memory of the host is not kept in segments."""
+        return "only the allocator of a card keeps segments"
+
+    def expandable(self) -> CpuDevice:
+        """This device: there is nothing to change."""
+        return self
+
     def refuses(self, stats: MemoryStats) -> str | None:
         """Nothing: a step that got through the ledger fits."""
         return None

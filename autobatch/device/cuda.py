@@ -9,9 +9,11 @@ card has left: a probe cannot hurt a neighbour. The arithmetic stands in pure fu
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +28,7 @@ from autobatch.records import DeviceRecord, MemoryHolder, Record
 from autobatch.units import MiB, format_bytes, parse_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from autobatch.footprint.program import Trace
 
@@ -116,6 +118,8 @@ class CudaDevice:
         _require_card(index)
         first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
         self._index = index
+        self._expandable = False
+        """Whether its sessions tell the allocator to use expandable segments."""
         self._properties = torch.cuda.get_device_properties(index)
         self._uuid = str(getattr(self._properties, "uuid", "")) or None
         before = _nvml_card(self._uuid)
@@ -175,20 +179,38 @@ class CudaDevice:
     def enforced(self) -> Iterator[CudaMeter]:
         """Cap the allocator at the budget, start from nothing cached, and put the former cap back after."""
         self.release()
-        with self._capped(), recorded(self._index) as history:
+        with self._capped(), self._segments(), recorded(self._index) as history:
             yield CudaMeter(self._index, history)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[CudaMeter]:
         """Cap the allocator at the budget, and put the former cap back after; what is cached stays."""
-        with self._capped():
+        with self._capped(), self._segments():
             yield CudaMeter(self._index)
 
     def new_allocator(self) -> CachingAllocator:
         """An empty model of the card's allocator with the budget, to replay in."""
-        return CachingAllocator(
-            self._budget_bytes, AllocatorConfig(expandable_segments=asks_for_expandable(os.environ))
+        expandable = self._expandable or asks_for_expandable(os.environ)
+        return CachingAllocator(self._budget_bytes, AllocatorConfig(expandable_segments=expandable))
+
+    def why_not_expandable(self) -> str | None:
+        """Why the allocator cannot be told while it runs to use expandable segments; ``None``: it can."""
+        if self._expandable:
+            return "segments are expandable already"
+        read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+        return why_not_expandable(
+            os.environ,
+            platform=sys.platform if torch.version.hip is None else "HIP",
+            backend=torch.cuda.get_allocator_backend(),
+            can_be_told=_allocator_settings() is not None,
+            was_told="" if read is None else str(read()),
         )
+
+    def expandable(self) -> CudaDevice:
+        """The same card, whose sessions use expandable segments."""
+        other = copy.copy(self)
+        other._expandable = True
+        return other
 
     def refuses(self, stats: MemoryStats) -> str | None:
         """Why a step that ran does not count as fitting; ``None``: it fits."""
@@ -202,6 +224,25 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait until the card has done what it was given."""
         torch.cuda.synchronize(self._index)
+
+    @contextlib.contextmanager
+    def _segments(self) -> Iterator[None]:
+        """Inside, new segments are expandable where the device is; what was cached before is given back.
+
+        The allocator reads the setting whenever it asks the driver for more (``alloc_block`` in
+        c10/cuda/CUDACachingAllocator.cpp); what it holds already is freed as it was made.
+        """
+        tell = _allocator_settings()
+        if not self._expandable or tell is None:
+            yield
+            return
+        self.release()
+        tell("expandable_segments:True")
+        try:
+            yield
+        finally:
+            tell("expandable_segments:False")
+            self.release()
 
     @contextlib.contextmanager
     def _capped(self) -> Iterator[None]:
@@ -234,6 +275,11 @@ class CudaDevice:
         reason = card.reason if isinstance(card, nvml.NvmlAbsent) else "the card does not tell what is free"
         free_bytes, _ = torch.cuda.mem_get_info(self._index)
         return free_bytes, "the CUDA driver", [f"no figures from NVML: {reason}"]
+
+
+def _allocator_settings() -> Callable[[str], None] | None:
+    """What tells torch's allocator how to work while it runs (2.9 and later); ``None``: there is none."""
+    return getattr(torch._C, "_accelerator_setAllocatorSettings", None)
 
 
 def visible_cards() -> list[VisibleCard]:
@@ -300,6 +346,31 @@ def asks_for_expandable(environ: Mapping[str, str]) -> bool:
     """Whether the allocator was told to use expandable segments; the old variable comes first."""
     text = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF") or ""
     return "expandable_segments:true" in text.replace(" ", "").lower()
+
+
+def why_not_expandable(
+    environ: Mapping[str, str], *, platform: str, backend: str, can_be_told: bool, was_told: str
+) -> str | None:
+    """Why the allocator cannot be told while it runs to use expandable segments; ``None``: it can.
+
+    Args:
+        environ: where the user may have told it how to work; that stands.
+        platform: the system, or ``HIP``.
+        backend: which allocator it is.
+        can_be_told: whether this torch has a way to.
+        was_told: what it was told since the process began.
+    """
+    named = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if environ.get(name)]
+    if named:
+        return f"{named[0]} is set, and what it says is followed"
+    if platform != "linux" or backend != "native":
+        return "only torch's own allocator has them, for CUDA on Linux"
+    if not can_be_told:
+        return "this torch cannot be told while it runs: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    # What a session of ours leaves behind is torch's default.
+    if was_told.strip() not in ("", "expandable_segments:False"):
+        return f"something else has told the allocator how to work ({was_told})"
+    return None
 
 
 def memory_fraction(budget_bytes: int, total_bytes: int) -> float:

@@ -8,9 +8,11 @@ CPU's, so a micro-batch found here is not the card's (`autobatch.footprint.predi
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -148,6 +150,16 @@ class SimulatedDevice:
         """The same, without a record of the events."""
         with self._tracked(record=False) as tracker:
             yield tracker
+
+    def why_not_expandable(self) -> str | None:
+        """Nothing, unless it is so already."""
+        return "segments are expandable already" if self._config.expandable_segments else None
+
+    def expandable(self) -> SimulatedDevice:
+        """The same card with expandable segments."""
+        other = copy.copy(self)
+        other._config = replace(self._config, expandable_segments=True)
+        return other
 
     def refuses(self, stats: MemoryStats) -> str | None:
         """Nothing: a step that got through, be it by giving cached segments back, fits."""

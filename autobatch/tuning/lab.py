@@ -8,10 +8,11 @@ out; what is close to the limit is run once inside the enforced budget.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autobatch.attempt import Bench, Outcome, attempt
+from autobatch.bench import with_knobs
 from autobatch.config import TuneOptions
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.footprint.predict import Footprint
@@ -19,6 +20,8 @@ from autobatch.footprint.program import Untraceable, largest, replay
 from autobatch.forecast import ReplayForecast
 from autobatch.knobs import (
     COMPILE,
+    EXPANDABLE,
+    LOADER_WORKERS,
     SPLIT,
     Configuration,
     Situation,
@@ -28,8 +31,8 @@ from autobatch.knobs import (
 )
 from autobatch.planning import micro_batches
 from autobatch.prior import prior_footprint
-from autobatch.records import Precision
 from autobatch.search import search
+from autobatch.training.feed import PREFETCH
 from autobatch.tuning.losscheck import LossCheck
 from autobatch.tuning.measurement import LOSS, MEMORY, RUNS, Measurement, refused
 from autobatch.tuning.situation import situation_of
@@ -69,6 +72,11 @@ class Lab:
     _setups: dict[Key, float] = field(default_factory=dict)
     _check: LossCheck | None = None
 
+    @property
+    def _workers(self) -> int | None:
+        """Loader workers that were asked for; ``None``: none were."""
+        return getattr(self.options, "workers", None)
+
     def begin(self, defaults: Configuration) -> None:
         """Say what every knob is at when nothing is changed; before the first trial."""
         self.defaults = defaults
@@ -80,6 +88,7 @@ class Lab:
             precision_is_open=self.options.precision == "auto",
             micro_batch=micro_batches(self.task.samples, self.task.limit)[0],
             planned_steps=self.task.planned_steps,
+            workers_are_open=self._workers is None,
         )
 
     def measure(self, values: Configuration) -> Measurement:
@@ -108,7 +117,7 @@ class Lab:
         if isinstance(limit, str):
             return limit
         size = micro_batch_of(limit, self.task.samples, values)
-        return attempt(bench_with(self.bench, values), size).attempt.reason
+        return attempt(with_knobs(self.bench, values), size).attempt.reason
 
     def _measure(self, values: Configuration) -> Measurement:
         limit = self._limit(values)
@@ -127,7 +136,9 @@ class Lab:
             reason = f"its losses are not those of the reference (by {over:.1%} more than is tolerated)"
             return refused(LOSS, reason, over=over, micro_batch=size)
         sizes = micro_batches(self.task.samples, size)
-        timing = time_steps(bench_with(self.bench, values), sizes, self.task.seconds)
+        fed = {LOADER_WORKERS: self._workers} | dict(values)
+        prefetch = getattr(self.options, "prefetch", PREFETCH)
+        timing = time_steps(with_knobs(self.bench, fed), sizes, self.task.seconds, prefetch=prefetch)
         # Compiled code is found again when a configuration is measured once more.
         setup = self._setups.setdefault(key_of(values), timing.setup)
         seconds = timing._replace(setup=setup).a_step(len(sizes), self.task.planned_steps)
@@ -162,8 +173,9 @@ class Lab:
     def _predict_limit(self, values: Configuration) -> int | str:
         step = self._footprint(values)
         if step is not None:
+            device = with_knobs(self.bench, values).device
             try:
-                found = largest(step.program, self.bench.device.new_allocator, self.task.cap) or 0
+                found = largest(step.program, device.new_allocator, self.task.cap) or 0
             except Untraceable:
                 return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
             budget = format_bytes(self.bench.device.budget_bytes)
@@ -172,7 +184,7 @@ class Lab:
 
     def _search(self, values: Configuration, *, cap: int) -> int:
         """The largest micro-batch by attempts."""
-        bench = bench_with(self.bench, values)
+        bench = with_knobs(self.bench, values)
         key = key_of(memory_signature(values))
 
         def run(size: int) -> Outcome:
@@ -182,7 +194,7 @@ class Lab:
             return outcome
 
         step = self._predicted.get(key)
-        forecast = ReplayForecast(self.bench.device.new_allocator, None if step is None else step.program)
+        forecast = ReplayForecast(bench.device.new_allocator, None if step is None else step.program)
         return search(run, cap=cap, forecast=forecast).micro_batch
 
     def _does_not_fit(self, values: Configuration, size: int) -> str | None:
@@ -192,7 +204,7 @@ class Lab:
         key = key_of(memory_signature(values))
         if size <= self._ran.get(key, 0) or self._has_room(values, size):
             return None
-        outcome = attempt(bench_with(self.bench, values), size).attempt
+        outcome = attempt(with_knobs(self.bench, values), size).attempt
         if outcome.fits:
             self._ran[key] = size
         return outcome.reason
@@ -203,7 +215,8 @@ class Lab:
         if step is None:
             return False
         try:
-            outcome = replay(step.program.at(size), self.bench.device.new_allocator())
+            device = with_knobs(self.bench, values).device
+            outcome = replay(step.program.at(size), device.new_allocator())
         except Untraceable:
             return False
         peak = outcome.peak_reserved_bytes or outcome.peak_allocated_bytes
@@ -211,10 +224,10 @@ class Lab:
 
     def _footprint(self, values: Configuration) -> Footprint | None:
         signature = memory_signature(values)
-        # A compiled model is traced as its module: it is the same footprint.
-        key = key_of({name: value for name, value in signature.items() if name != COMPILE})
+        # A compiled model is traced as its module, and how segments grow is no matter of the trace.
+        key = key_of({name: value for name, value in signature.items() if name not in (COMPILE, EXPANDABLE)})
         if key not in self._predicted:
-            self._predicted[key] = prior_footprint(bench_with(self.bench, signature))
+            self._predicted[key] = prior_footprint(with_knobs(self.bench, signature))
         return self._predicted[key]
 
     def _loss_over(self, values: Configuration) -> float:
@@ -225,16 +238,10 @@ class Lab:
         key = key_of(signature)
         if key not in self._gaps:
             self._check = self._check or LossCheck(self.bench, self.task.limit)
-            self._gaps[key] = self._check.over(bench_with(self.bench, values))
+            self._gaps[key] = self._check.over(with_knobs(self.bench, values))
         return self._gaps[key]
 
 
 def micro_batch_of(limit: int, samples: int, values: Configuration) -> int:
     """The micro-batch of a configuration: the even split at the limit, halved as often as it says."""
     return max(1, micro_batches(samples, limit)[0] >> int(values.get(SPLIT) or 0))
-
-
-def bench_with(bench: Bench, values: Configuration) -> Bench:
-    """The bench of a configuration."""
-    precision: Precision = values.get("precision") or bench.precision  # type: ignore[assignment]
-    return replace(bench, precision=precision, knobs=values)

@@ -16,13 +16,23 @@ from autobatch.batches import tensors_of
 from autobatch.bench import stand_in_optimizers
 from autobatch.knobs import Situation
 from autobatch.records import Precision
+from autobatch.training.feed import SeededJoin
+from autobatch.training.workers import why_not_sent
+from autobatch.tuning.timing import fetch_share
 from autobatch.workload import Workload
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with a fused step on cards and on the CPU."""
 
 
-def situation_of(bench: Bench, *, precision_is_open: bool, micro_batch: int, planned_steps: int) -> Situation:
+def situation_of(
+    bench: Bench,
+    *,
+    precision_is_open: bool,
+    micro_batch: int,
+    planned_steps: int,
+    workers_are_open: bool = True,
+) -> Situation:
     """Look at what is there.
 
     Args:
@@ -30,7 +40,10 @@ def situation_of(bench: Bench, *, precision_is_open: bool, micro_batch: int, pla
         precision_is_open: no precision was asked for.
         micro_batch: the largest that the plan may use, in samples.
         planned_steps: optimizer steps of the run that is tuned for.
+        workers_are_open: no number of loader workers was asked for.
     """
+    cores = usable_cores()
+    loader = why_not_workers(bench) if workers_are_open else "a number of workers was asked for"
     precisions = native_precisions(bench) if precision_is_open else ()
     others = [one for one in precisions if one != bench.precision]
     return Situation(
@@ -43,7 +56,23 @@ def situation_of(bench: Bench, *, precision_is_open: bool, micro_batch: int, pla
         compiler=why_not_compile(bench.device.kind),
         micro_batch=micro_batch,
         planned_steps=planned_steps,
+        cores=cores,
+        loader=loader,
+        fetch_share=fetch_share(bench, micro_batch) if loader is None and cores > 1 else 0.0,
+        segments=bench.device.why_not_expandable(),
     )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def why_not_workers(bench: Bench) -> str | None:
+    """Why loader workers cannot feed a workload; ``None``: they can."""
+    workload = bench.workload
+    join = SeededJoin(data=workload.train_data, collate=workload.collate, seed=0)
+    return why_not_sent(join, bench.costliest.batch(1))
 
 
 def native_precisions(bench: Bench) -> tuple[Precision, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,16 +14,24 @@ import torch
 from autobatch.attempt import Bench, batches_of
 from autobatch.caching import window_samples
 from autobatch.device.base import Meter
-from autobatch.knobs import COMPILE
+from autobatch.knobs import COMPILE, LOADER_WORKERS
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
 from autobatch.step import Trainee, accumulate, assemble, finish
+from autobatch.training.feed import PREFETCH, Feed, open_feed
+from autobatch.training.windows import Window
 from autobatch.workload import Batch
 
 LEAST_WINDOWS = 3
 """Windows that are timed, however long they take."""
 ACCUMULATED = 2
 """Micro-batches of a timed window: the second adds to gradients that are there, as most of a window does."""
+FED = 8
+"""Micro-batches of a timed window that workers feed: they go on while the optimizer steps, which few would
+share out among themselves."""
+QUICK_SECONDS = 0.005
+"""A micro-batch that is fetched in less gains nothing from workers: handing it over takes a millisecond."""
+FETCHES = 3
 COMPILED_WINDOWS = 2
 """Windows of each size before a compiled model runs what it will go on to run: the second size that it meets
 makes it compile once more, for all sizes."""
@@ -57,13 +68,14 @@ def open_trainee(bench: Bench, meter: Meter) -> Trainee:
     )
 
 
-def time_steps(bench: Bench, sizes: list[int], seconds: float) -> Timing:
+def time_steps(bench: Bench, sizes: list[int], seconds: float, *, prefetch: int = PREFETCH) -> Timing:
     """Time a configuration on lent tensors: its micro-batches and its optimizer step apart.
 
     Args:
         bench: the model and the data, and the configuration.
         sizes: the micro-batches of the effective batch, the largest first.
         seconds: how long to measure, about.
+        prefetch: micro-batches that each loader worker is ahead by, where the configuration has some.
 
     Raises:
         Exception: whatever running it raises, out of memory included.
@@ -78,6 +90,10 @@ def time_steps(bench: Bench, sizes: list[int], seconds: float) -> Timing:
         start = bench.clock()
         warm = [clock.window(size, 1) for size in kinds * (COMPILED_WINDOWS if _compiles(bench) else 1)]
         setup = bench.clock() - start
+        workers = int(bench.knobs.get(LOADER_WORKERS) or 0)
+        if workers:
+            fed = _time_fed(clock, bench, sizes, seconds, workers=workers, prefetch=prefetch)
+            return fed._replace(setup=fed.setup + (setup if _compiles(bench) else 0.0))
         count = min(ACCUMULATED, len(sizes))
         timed: list[tuple[float, float]] = []
         start = bench.clock()
@@ -87,6 +103,69 @@ def time_steps(bench: Bench, sizes: list[int], seconds: float) -> Timing:
     micro, step = (statistics.median(column) for column in zip(*timed, strict=True))
     setup = max(0.0, setup - len(warm) * (micro + step)) if _compiles(bench) else 0.0
     return Timing(micro, step, setup)
+
+
+def fetch_share(bench: Bench, size: int) -> float:
+    """Share of a micro-batch's time that fetching and joining it takes; 0 where that is next to nothing.
+
+    Args:
+        bench: the model and the data.
+        size: samples of a micro-batch.
+    """
+    samples = len(bench.workload.train_data)  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(0)
+    fetching = []
+    with preserved_random_state():
+        for _ in range(FETCHES):
+            start = bench.clock()
+            join(bench.workload, torch.randint(samples, (size,), generator=draw).tolist())
+            fetching.append(bench.clock() - start)
+    seconds = statistics.median(fetching)
+    if seconds < QUICK_SECONDS:
+        return 0.0
+    return min(1.0, seconds / max(seconds, time_steps(bench, [size], 0.0).micro))
+
+
+def _time_fed(
+    clock: _Stopwatch, bench: Bench, sizes: list[int], seconds: float, *, workers: int, prefetch: int
+) -> Timing:
+    """Time windows that loader workers feed, once what they had fetched before is used up.
+
+    They finish several micro-batches at once, so what counts is the mean over many.
+    """
+    count = min(FED, len(sizes))
+    samples = len(bench.workload.train_data)  # type: ignore[arg-type]
+    windows = partial(_random_windows, samples, sizes[0] * count)
+    pin = bench.device.kind == "cuda"
+    with open_feed(
+        bench.workload, windows, seed=0, workers=workers, prefetch=prefetch, pin_memory=pin
+    ) as feed:
+        assert feed is not None
+        course = windows(0)
+        first = clock.window(sizes[0], count, feed=feed, window=next(course))
+        for _ in range(math.ceil(workers * prefetch / count)):
+            clock.window(sizes[0], count, feed=feed, window=next(course))
+        timed: list[tuple[float, float]] = []
+        start = bench.clock()
+        while len(timed) * count < max(LEAST_WINDOWS * count, 2 * workers) or bench.clock() - start < seconds:
+            timed.append(clock.window(sizes[0], count, feed=feed, window=next(course)))
+    micro, step = (statistics.fmean(column) for column in zip(*timed, strict=True))
+    return Timing(micro, step, max(0.0, first[0] - micro) * count)
+
+
+def _sized(joined: Iterator[Batch], size: int, count: int) -> Iterator[tuple[Batch, int]]:
+    # Kept in no variable: a batch is gone once its micro-batch is through.
+    for _ in range(count):
+        yield next(joined), size
+
+
+def _random_windows(samples: int, size: int, first: int = 0) -> Iterator[Window]:
+    """Windows of samples drawn at random, the same every time; without end."""
+    draw = torch.Generator().manual_seed(0)
+    for index in itertools.count():
+        ids = torch.randint(samples, (size,), generator=draw).tolist()
+        if index >= first:
+            yield Window(index, 0, ids)
 
 
 def _compiles(bench: Bench) -> bool:
@@ -102,8 +181,13 @@ class _Stopwatch:
         self._meter = meter
         self._draw = torch.Generator().manual_seed(0)
 
-    def window(self, size: int, count: int) -> tuple[float, float]:
-        """Seconds a micro-batch, and of what comes once: the optimizer step, a loss over the whole window."""
+    def window(
+        self, size: int, count: int, *, feed: Feed | None = None, window: Window | None = None
+    ) -> tuple[float, float]:
+        """Seconds a micro-batch, and of what comes once: the optimizer step, a loss over the whole window.
+
+        Where ``feed`` is given, of a window of its.
+        """
         clock, device = self._bench.clock, self._bench.device
         began: float | None = None
         once = 0.0
@@ -116,7 +200,8 @@ class _Stopwatch:
                 once += 0.0 if began is None else now - began
                 began = now if phase == "loss" else None
 
-        batches = batches_of(self._bench, self._meter, self._fetched(size, count))
+        joined = self._drawn(size, count) if feed is None or window is None else feed.joined(window, size)
+        batches = batches_of(self._bench, self._meter, _sized(joined, size, count))
         samples = window_samples(self._bench.window, size, count)
         start = clock()
         tally = accumulate(self._trainee, batches, samples, mark)
@@ -126,8 +211,7 @@ class _Stopwatch:
         device.synchronize()
         return (between - start - once) / count, clock() - between + once
 
-    def _fetched(self, size: int, count: int) -> Iterator[tuple[Batch, int]]:
+    def _drawn(self, size: int, count: int) -> Iterator[Batch]:
         samples = len(self._bench.workload.train_data)  # type: ignore[arg-type]
         for _ in range(count):
-            ids = torch.randint(samples, (size,), generator=self._draw).tolist()
-            yield join(self._bench.workload, ids), size
+            yield join(self._bench.workload, torch.randint(samples, (size,), generator=self._draw).tolist())

@@ -243,6 +243,57 @@ def test_former_cap_comes_back_after_an_error(fake: FakeCuda) -> None:
     assert fake.allowed == 24 * GIB
 
 
+def test_segments_are_expandable_inside_a_session_and_nowhere_else(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: told[-1] if told else "")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    plain = CudaDevice(index=0, memory_budget="6GiB")
+    device = plain.expandable()
+    assert (plain.why_not_expandable(), device.why_not_expandable()) == (
+        None,
+        "segments are expandable already",
+    )
+    assert device.new_allocator().config.expandable_segments
+    assert not plain.new_allocator().config.expandable_segments
+    with plain.training():
+        assert not told
+    for session in (device.training, device.enforced):
+        told.clear()
+        with session():
+            assert told == ["expandable_segments:True"]
+            assert fake.allowed == 6 * GIB
+        assert told == ["expandable_segments:True", "expandable_segments:False"]
+        assert fake.allowed == 24 * GIB
+    assert plain.why_not_expandable() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"was_told": "expandable_segments:False"}, None),
+        ({"was_told": "max_split_size_mb:20"}, "something else has told"),
+        ({"environ": {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}}, "PYTORCH_ALLOC_CONF is set"),
+        ({"environ": {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}}, "PYTORCH_CUDA_ALLOC_CONF is set"),
+        ({"platform": "win32"}, "for CUDA on Linux"),
+        ({"platform": "HIP"}, "for CUDA on Linux"),
+        ({"backend": "cudaMallocAsync"}, "only torch's own allocator"),
+        ({"can_be_told": False}, "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    ],
+)
+def test_where_the_allocator_cannot_be_told(changes: dict[str, object], said: str | None) -> None:
+    given = {"environ": {}, "platform": "linux", "backend": "native", "can_be_told": True, "was_told": ""}
+    given |= changes
+    found = cuda.why_not_expandable(given.pop("environ"), **given)  # type: ignore[arg-type]
+    assert found is None if said is None else said in str(found)
+
+
 def test_cap_is_lifted_where_torch_cannot_say_what_stood(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +448,23 @@ def test_real_allocator_may_hold_the_whole_budget(real: CudaDevice) -> None:
     assert len(held) == pieces
     assert (read.peak_reserved_bytes or 0) <= real.budget_bytes
     assert read.retries == 0
+
+
+@pytest.mark.gpu
+def test_real_segments_are_expandable_inside_and_fixed_outside(real: CudaDevice) -> None:
+    reason = real.why_not_expandable()
+    if reason is not None:
+        pytest.skip(reason)
+    kinds = []
+    for device in (real, real.expandable(), real):
+        with device.enforced() as meter:
+            held = torch.empty(40 * MIB, dtype=torch.uint8, device=device.torch_device)
+            segments = {one["address"]: one["is_expandable"] for one in torch.cuda.memory_snapshot()}
+            start = max(address for address in segments if address <= held.data_ptr())
+            kinds.append(segments[start])
+            assert (meter.stats().peak_reserved_bytes or 0) <= real.budget_bytes
+            del held
+    assert kinds == [False, True, False]
 
 
 @pytest.mark.gpu

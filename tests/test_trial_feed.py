@@ -1,0 +1,268 @@
+"""Trials with loader workers and with expandable segments: they run with them, and so does what follows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import autobatch
+from autobatch import stages
+from autobatch.attempt import Bench, attempt
+from autobatch.config import FitOptions, TuneOptions, options_from
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.footprint.allocator import CachingAllocator
+from autobatch.hardware import load_profile
+from autobatch.knobs import LOADER_WORKERS, applicable
+from autobatch.planning import micro_batches
+from autobatch.samples import Costliest
+from autobatch.state import capture_random_state
+from autobatch.tuning.lab import Lab, Task
+from autobatch.tuning.labs import open_trials
+from autobatch.tuning.measurement import Measurement
+from autobatch.tuning.situation import usable_cores
+from autobatch.tuning.timing import fetch_share
+from autobatch.tuning.tuner import Tuned
+from tests.commandline import SMALL
+from tests.training.helpers import make_workload, mean_loss, points
+from tests.training.kinds import Augmented
+
+TRACED = 1
+"""What a prediction, which runs on tensors without memory, takes every number for."""
+DEFAULTS: dict[str, Any] = {"micro_batch_shift": 0, "loader_workers": 0, "expandable_segments": False}
+
+
+class Signed(Augmented):
+    """Every sample says which process made it."""
+
+    def __getitem__(self, index: int):
+        inputs, labels = super().__getitem__(index)
+        return inputs, labels, os.getpid()
+
+
+def signed(seen: set[int], **fields: Any):
+    """A workload that writes down where its training samples came from."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, labels, made_by = batch
+        if torch.is_grad_enabled():
+            seen.update(made_by.tolist())
+        return mean_loss(model, (inputs, labels))
+
+    data = Signed(*points(64, dtype=torch.float32).columns)
+    model = lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
+    return make_workload(**{"model": model, "train_data": data, "loss": loss, **fields})
+
+
+def opened(workload, device=None, *, options: Any = None, **more: Any) -> Lab:
+    torch.manual_seed(0)
+    made = Bench(
+        workload=workload,
+        model=workload.model(),
+        device=device or CpuDevice(memory_budget="1GiB"),
+        costliest=Costliest(workload),
+        precision="fp32",
+    )
+    task = Task(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)
+    lab = Lab(made, options or options_from(TuneOptions, {"target_batch": 64}), task._replace(**more))
+    lab.begin(DEFAULTS)
+    return lab
+
+
+def test_a_trial_with_workers_measures_windows_that_workers_fed() -> None:
+    seen: set[int] = set()
+    lab = opened(signed(seen))
+    assert lab.measure(DEFAULTS).feasible
+    assert seen == {os.getpid()}
+    seen.clear()
+    before = capture_random_state()
+    assert lab.measure({**DEFAULTS, "loader_workers": 2}).feasible
+    assert len(seen - {os.getpid()}) == 2
+    assert not multiprocessing.active_children()
+    assert torch.equal(capture_random_state().torch, before.torch)
+
+
+def test_a_number_of_workers_that_was_asked_for_feeds_every_trial_and_is_not_tuned() -> None:
+    seen: set[int] = set()
+    options = options_from(FitOptions, {"target_batch": 64, "workers": 1})
+    lab = opened(signed(seen), options=options)
+    assert lab.measure({"micro_batch_shift": 1}).feasible
+    assert len(seen - {os.getpid()}) == 1
+    assert lab.situation().loader == "a number of workers was asked for"
+    _, notes = applicable(lab.situation(), [LOADER_WORKERS])
+    assert notes == ["loader_workers is not tuned: a number of workers was asked for"]
+
+
+def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> None:
+    home = os.getpid()
+
+    class Shy(Signed):
+        def __getitem__(self, index: int):
+            if os.getpid() != home:
+                raise ValueError("not here")
+            return super().__getitem__(index)
+
+    lab = opened(signed(set(), train_data=Shy(*points(64, dtype=torch.float32).columns)))
+    refused = lab.measure({**DEFAULTS, "loader_workers": 2})
+    assert "the workload's data raised ValueError: not here" in (refused.failure or "")
+    assert not multiprocessing.active_children()
+    assert lab.measure(DEFAULTS).feasible
+
+
+@pytest.mark.parametrize(("a_fetch", "share"), [(1.0, 0.25), (9.0, 0.75), (0.0001, 0.0)])
+def test_the_share_of_fetching_is_measured(a_fetch: float, share: float) -> None:
+    now = [0.0]
+
+    class Timed(Augmented):
+        def __getitem__(self, index: int):
+            now[0] += a_fetch
+            return super().__getitem__(index)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        now[0] += 3.0 * len(batch[0])
+        return mean_loss(model, batch)
+
+    workload = signed(set(), loss=loss, train_data=Timed(*points(64, dtype=torch.float32).columns))
+    lab = opened(workload)
+    clocked = replace(lab.bench, clock=lambda: now[0])
+    assert fetch_share(clocked, 8) == pytest.approx(share)
+    here = replace(lab, bench=clocked).situation()
+    assert (here.cores, here.loader) == (usable_cores(), None)
+    assert here.fetch_share == pytest.approx(share if usable_cores() > 1 else 0.0)
+
+
+def card(folder: Path, budget: str, **more: Any) -> SimulatedDevice:
+    return SimulatedDevice(load_profile("rtx-4090", user_dir=folder), memory_budget=budget, **more)
+
+
+def deep() -> nn.Module:
+    layers = [nn.Linear(640, 640) for _ in range(6)]
+    return nn.Sequential(nn.Linear(5, 640), *layers, nn.Linear(640, 3))
+
+
+def test_expandable_segments_have_a_limit_of_their_own_that_really_runs(tmp_path: Path) -> None:
+    """Against attempts on a card that is expandable from the start."""
+    workload = signed(set(), model=deep)
+    device = card(tmp_path, "60MiB")
+    lab = opened(workload, device, cap=4096, samples=4096, limit=16)
+    values = {**DEFAULTS, "expandable_segments": True}
+    limit = lab._limit(values)
+    assert isinstance(limit, int)
+    oracle = replace(lab.bench, device=card(tmp_path, "60MiB", expandable_segments=True))
+    assert attempt(oracle, limit).attempt.fits
+    assert not attempt(oracle, limit + 1).attempt.fits
+    assert limit != autobatch.probe(workload, device="sim:rtx-4090", memory_budget="60MiB").micro_batch
+    assert lab.certify(values) is None
+    assert device.new_allocator().config.expandable_segments is False
+    allocators: list[CachingAllocator] = []
+    new = SimulatedDevice.new_allocator
+
+    def told(self: SimulatedDevice) -> CachingAllocator:
+        allocators.append(new(self))
+        return allocators[-1]
+
+    SimulatedDevice.new_allocator = told  # type: ignore[method-assign]
+    try:
+        assert lab.measure(values).micro_batch == micro_batches(4096, limit)[0]
+    finally:
+        SimulatedDevice.new_allocator = new  # type: ignore[method-assign]
+    assert {one.config.expandable_segments for one in allocators} == {True}
+
+
+def test_where_segments_can_be_expandable() -> None:
+    home = Path()
+    assert (
+        CpuDevice(memory_budget="1GiB").why_not_expandable() == "only the allocator of a card keeps segments"
+    )
+    assert card(home, "1GiB").why_not_expandable() is None
+    assert card(home, "1GiB").expandable().why_not_expandable() == "segments are expandable already"
+    lab = opened(signed(set()), card(home, "1GiB"))
+    assert [axis.name for axis in applicable(lab.situation(), ["expandable_segments"])[0]]
+
+
+TALKING = """
+import os
+class Signed(torch.utils.data.Dataset):
+    def __len__(self): return 32
+    def __getitem__(self, index): return torch.randn(4), torch.randn(1)
+def workload():
+    return small(train_data=Signed())
+"""
+
+
+def test_a_child_that_runs_trials_may_have_workers(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"{SMALL}\n{TALKING}\n")
+    options = options_from(TuneOptions, {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB"})
+    task = Task(limit=8, cap=32, samples=32, planned_steps=10, seconds=0.0)
+
+    def bench() -> Bench:
+        raise AssertionError
+
+    with open_trials(f"{path}:workload", options, task, bench=bench, isolated=True) as trials:
+        trials.begin(DEFAULTS)
+        assert trials.measure({**DEFAULTS, "loader_workers": 2}).failure is None
+
+
+@pytest.fixture
+def choosing(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
+    """Let the tuner choose what it is told to."""
+
+    def choose(best: dict[str, Any]) -> None:
+        real = stages.tune
+
+        def chosen(*given: Any, **more: Any) -> Tuned:
+            found = real(*given, **more)
+            return Tuned(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
+
+        monkeypatch.setattr(stages, "tune", chosen)
+
+    return choose
+
+
+def test_what_was_chosen_trains_and_goes_on_when_the_run_is_resumed(
+    choosing: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autobatch.tuning.situation.usable_cores", lambda: 4)
+    best = {"loader_workers": 2, "expandable_segments": True}
+    choosing(best)
+    seen: set[int] = set()
+    segments: list[bool] = []
+    training = SimulatedDevice.training
+    monkeypatch.setattr(
+        SimulatedDevice,
+        "training",
+        lambda self: segments.append(self.new_allocator().config.expandable_segments) or training(self),
+    )
+    options: dict[str, Any] = {
+        "target_batch": 12,
+        "device": "sim:rtx-4090",
+        "memory_budget": "1GiB",
+        "trials": 1,
+        "knobs": ",".join(best),
+    }
+    first = autobatch.fit(signed(seen), steps=3, out=tmp_path / "run", **options)
+    assert first.plan is not None
+    assert first.plan.knobs == best
+    workers = seen - {os.getpid(), TRACED}
+    assert len(workers) == 2
+    assert segments[-1] is True
+    seen.clear()
+    segments.clear()
+    autobatch.fit(signed(seen), steps=6, out=tmp_path / "run", resume=True, **options)
+    assert len(seen - {os.getpid(), TRACED} - workers) == 2
+    assert segments[-1] is True
+    # By hand: the same samples, drawn by the same seeds, in this process.
+    plain = {**options, "trials": 0, "knobs": None, "max_micro_batch": first.plan.micro_batch}
+    autobatch.fit(signed(seen), steps=6, out=tmp_path / "plain", sample_seeds=True, **plain)
+    weights = [tmp_path / folder / "model.safetensors" for folder in ("run", "plain")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
