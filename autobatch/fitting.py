@@ -31,7 +31,7 @@ from autobatch.step import assemble
 from autobatch.training.advice import batch_norms
 from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
 from autobatch.training.evaluation import rehearse
-from autobatch.training.feed import open_feed
+from autobatch.training.feed import card_of, open_feed
 from autobatch.training.loop import Loop
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from autobatch.training.selfcheck import check_decomposes
@@ -72,7 +72,7 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     feeding = _feeding(result.plan, options, resumed, environment.progress)
     with (
         bench.device.training() as meter,
-        open_feed(bench.workload, course.windows, pin_memory=bench.device.kind == "cuda", **feeding) as feed,
+        open_feed(bench.workload, course.windows, card=card_of(bench.device), **feeding) as feed,
     ):
         loop = _open_loop(bench, result.plan, options, meter)
         loop.feed = feed

@@ -207,6 +207,9 @@ def _place(
     made_for = purpose_of(facts, options)
     if any(axis.name == COMPILE for axis in axes):
         made_for["planned_steps"] = task.planned_steps
+    workers = getattr(options, "workers", None)
+    if workers is not None:
+        made_for["workers"] = workers
     content = msgspec.json.encode([made_for, axes], order="deterministic")
     name = options.study or f"{facts.name}-{hashlib.sha256(content).hexdigest()[:12]}"
     return Place(name, storage_of(options, name, environment), made_for)

@@ -266,3 +266,13 @@ def test_what_was_chosen_trains_and_goes_on_when_the_run_is_resumed(
     autobatch.fit(signed(seen), steps=6, out=tmp_path / "plain", sample_seeds=True, **plain)
     weights = [tmp_path / folder / "model.safetensors" for folder in ("run", "plain")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_figures_of_another_number_of_workers_are_of_another_study(tmp_path: Path) -> None:
+    facts = type("Facts", (), {"key": {"model": "a"}, "name": "w"})
+    task = Task(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)
+    names = {
+        stages._place(facts, options_from(FitOptions, {"target_batch": 64, **given}), task, [], tmp_path).name  # type: ignore[arg-type]
+        for given in ({}, {"workers": 0}, {"workers": 2})
+    }
+    assert len(names) == 3

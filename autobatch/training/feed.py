@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from autobatch.device.base import Device
 from autobatch.planning import micro_batches
 from autobatch.samples import fetch, join_samples
 from autobatch.state import capture_random_state, restore_random_state
@@ -118,6 +119,11 @@ def seed_generators(seed: int, window: int, place: int, sample: int) -> None:
         numpy.random.seed([int.from_bytes(digest[at : at + 4], "little") for at in (16, 20)])
 
 
+def card_of(device: Device) -> torch.device | None:
+    """The card that a device is, for `open_feed`; ``None`` where it is none."""
+    return device.torch_device if device.kind == "cuda" else None
+
+
 @contextmanager
 def open_feed(
     workload: Workload,
@@ -127,7 +133,7 @@ def open_feed(
     workers: int = 0,
     prefetch: int = PREFETCH,
     sample_seeds: bool = False,
-    pin_memory: bool = False,
+    card: torch.device | None = None,
 ) -> Iterator[Feed | None]:
     """Open what feeds a loop; its workers are gone afterwards.
 
@@ -138,7 +144,7 @@ def open_feed(
         workers: processes that fetch and join; 0: the loop does.
         prefetch: micro-batches that each is ahead by.
         sample_seeds: seed every sample by itself; with workers that is always so.
-        pin_memory: copy what workers have joined to where a card can read it while it computes.
+        card: copy what workers have joined to where this card can read it by itself, while it computes.
 
     Yields:
         ``None`` where the loop joins its own micro-batches, from the run's own generators.
@@ -149,7 +155,7 @@ def open_feed(
         return
     from autobatch.training.workers import WorkerFeed
 
-    feed = WorkerFeed(join, windows, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+    feed = WorkerFeed(join, windows, workers=workers, prefetch=prefetch, card=card)
     try:
         yield feed
     finally:

@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -61,7 +61,7 @@ class WorkerFeed:
         windows: the windows of the run from a number on.
         workers: processes.
         prefetch: micro-batches that each is ahead by.
-        pin_memory: copy them to memory that a card can read by itself.
+        card: copy them to memory that this card can read by itself; ``None``: there is none.
     """
 
     def __init__(
@@ -71,15 +71,16 @@ class WorkerFeed:
         *,
         workers: int,
         prefetch: int,
-        pin_memory: bool,
+        card: torch.device | None = None,
     ) -> None:
         self._join = join
         self._windows = windows
         self._settings: dict[str, Any] = {
             "num_workers": workers,
             "prefetch_factor": prefetch,
-            "pin_memory": pin_memory,
+            "pin_memory": card is not None,
         }
+        self._card = card
         self._context = multiprocessing.get_context(start_method())
         self._stop = self._context.RawValue(ctypes.c_bool, False)
         self._stream: Any = None
@@ -129,7 +130,8 @@ class WorkerFeed:
         may_listen = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
         before = signal.getsignal(signal.SIGCHLD) if may_listen else None
         try:
-            with _held_back():
+            # The thread that copies for a card works on the current one.
+            with _held_back(), nullcontext() if self._card is None else torch.cuda.device(self._card):
                 self._stream = iter(self._loader(window, micro_batch))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise InputError(

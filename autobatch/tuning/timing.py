@@ -18,7 +18,7 @@ from autobatch.knobs import COMPILE, LOADER_WORKERS
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
 from autobatch.step import Trainee, accumulate, assemble, finish
-from autobatch.training.feed import PREFETCH, Feed, open_feed
+from autobatch.training.feed import PREFETCH, Feed, card_of, open_feed
 from autobatch.training.windows import Window
 from autobatch.workload import Batch
 
@@ -136,10 +136,8 @@ def _time_fed(
     count = min(FED, len(sizes))
     samples = len(bench.workload.train_data)  # type: ignore[arg-type]
     windows = partial(_random_windows, samples, sizes[0] * count)
-    pin = bench.device.kind == "cuda"
-    with open_feed(
-        bench.workload, windows, seed=0, workers=workers, prefetch=prefetch, pin_memory=pin
-    ) as feed:
+    card = card_of(bench.device)
+    with open_feed(bench.workload, windows, seed=0, workers=workers, prefetch=prefetch, card=card) as feed:
         assert feed is not None
         course = windows(0)
         first = clock.window(sizes[0], count, feed=feed, window=next(course))

@@ -548,3 +548,23 @@ def test_an_error_in_a_worker_exits_with_2_and_one_line(tmp_path: Path) -> None:
     assert ran.code == 2
     line = (SMALL + code).splitlines().index("        if index == 17: raise KeyError('gone')") + 1
     assert f"the workload's data raised KeyError: 'gone' ({tmp_path / 'train.py'}:{line})" in ran.err
+
+
+@pytest.mark.gpu
+def test_on_a_card_batches_come_in_memory_that_it_reads_by_itself() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA card")
+    workload = augmented()
+    course = Course(samples=24, target_batch=10, seed=0, steps=3)
+    card = torch.device("cuda", torch.cuda.device_count() - 1)
+    batches = []
+    for workers in (0, 2):
+        with open_feed(
+            workload, course.windows, seed=0, workers=workers, sample_seeds=True, card=card
+        ) as feed:
+            assert feed is not None
+            batches.append([batch for window in course.windows() for batch in feed.joined(window, 4)])
+    assert all(tensor.is_pinned() for batch in batches[1] for tensor in batch)
+    for here, there in zip(*batches, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    assert not multiprocessing.active_children()
