@@ -140,6 +140,16 @@ def test_the_share_of_fetching_is_measured(a_fetch: float, share: float) -> None
     assert here.fetch_share == pytest.approx(share if usable_cores() > 1 else 0.0)
 
 
+def test_where_memory_runs_out_the_share_is_not_known() -> None:
+    ticks = iter(range(10**6))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    lab = opened(signed(set(), loss=loss))
+    assert fetch_share(replace(lab.bench, clock=lambda: float(next(ticks))), 8) == 0.0
+
+
 def card(folder: Path, budget: str, **more: Any) -> SimulatedDevice:
     return SimulatedDevice(load_profile("rtx-4090", user_dir=folder), memory_budget=budget, **more)
 

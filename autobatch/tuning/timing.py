@@ -14,6 +14,7 @@ import torch
 from autobatch.attempt import Bench, batches_of
 from autobatch.caching import window_samples
 from autobatch.device.base import Meter
+from autobatch.device.oom import Verdict, classify
 from autobatch.knobs import COMPILE, LOADER_WORKERS
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
@@ -108,6 +109,8 @@ def time_steps(bench: Bench, sizes: list[int], seconds: float, *, prefetch: int 
 def fetch_share(bench: Bench, size: int) -> float:
     """Share of a micro-batch's time that fetching and joining it takes; 0 where that is next to nothing.
 
+    Where memory runs out it is not known, and 0.
+
     Args:
         bench: the model and the data.
         size: samples of a micro-batch.
@@ -123,7 +126,17 @@ def fetch_share(bench: Bench, size: int) -> float:
     seconds = statistics.median(fetching)
     if seconds < QUICK_SECONDS:
         return 0.0
-    return min(1.0, seconds / max(seconds, time_steps(bench, [size], 0.0).micro))
+    micro: float | None = None
+    try:
+        micro = time_steps(bench, [size], 0.0).micro
+    except Exception as error:
+        if classify(error) is Verdict.NONE:
+            raise
+    if micro is None:
+        # Out of the except block: nothing keeps the failed step's tensors alive any more.
+        bench.device.release()
+        return 0.0
+    return min(1.0, seconds / max(seconds, micro))
 
 
 def _time_fed(

@@ -34,7 +34,7 @@ from autobatch.training.workers import WorkerFeed, WorkerLost, why_not_sent
 from tests.commandline import SMALL, autobatch, command, environment
 from tests.training.faults import Fault, Quick, Watching
 from tests.training.helpers import Rows, fingerprint, make_loop, make_workload, network, points
-from tests.training.kinds import Augmented, Everything, adamw
+from tests.training.kinds import RUNS, Augmented, Everything, adamw
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -156,10 +156,12 @@ def test_without_either_option_nothing_stands_between_the_loop_and_its_data() ->
         assert feed is None
 
 
-def test_a_run_trains_the_same_with_and_without_workers() -> None:
+@pytest.mark.parametrize("kind", ["augmented, averaged", "ragged", "overflowing", "whole batch"])
+def test_a_run_trains_the_same_with_and_without_workers(kind: str) -> None:
+    workload, options = RUNS[kind]()
     prints = set()
     for workers in (0, 2):
-        with looping(augmented(), workers=workers, sample_seeds=True) as loop:
+        with looping(workload, workers=workers, sample_seeds=True, **options) as loop:
             records = list(loop.run())
             assert [record.micro_batch for record in records] == [3] * 6
             prints.add(fingerprint(loop.trainee.model))
