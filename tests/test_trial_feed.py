@@ -29,6 +29,7 @@ from autobatch.state import capture_random_state
 from autobatch.tuning.lab import Lab, Task
 from autobatch.tuning.labs import open_trials
 from autobatch.tuning.measurement import Measurement
+from autobatch.tuning.shortrun import RunTask, short_run
 from autobatch.tuning.situation import usable_cores
 from autobatch.tuning.timing import fetch_share
 from autobatch.tuning.tuner import Tuned
@@ -159,7 +160,23 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 640), *layers, nn.Linear(640, 3))
 
 
-def test_expandable_segments_have_a_limit_of_their_own_that_really_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[CachingAllocator]:
+    """Every allocator that a simulated card makes."""
+    allocators: list[CachingAllocator] = []
+    new = SimulatedDevice.new_allocator
+
+    def told(self: SimulatedDevice) -> CachingAllocator:
+        allocators.append(new(self))
+        return allocators[-1]
+
+    monkeypatch.setattr(SimulatedDevice, "new_allocator", told)
+    return allocators
+
+
+def test_expandable_segments_have_a_limit_of_their_own_that_really_runs(
+    tmp_path: Path, made: list[CachingAllocator]
+) -> None:
     """Against attempts on a card that is expandable from the start."""
     workload = signed(set(), model=deep)
     device = card(tmp_path, "60MiB")
@@ -173,19 +190,9 @@ def test_expandable_segments_have_a_limit_of_their_own_that_really_runs(tmp_path
     assert limit != autobatch.probe(workload, device="sim:rtx-4090", memory_budget="60MiB").micro_batch
     assert lab.certify(values) is None
     assert device.new_allocator().config.expandable_segments is False
-    allocators: list[CachingAllocator] = []
-    new = SimulatedDevice.new_allocator
-
-    def told(self: SimulatedDevice) -> CachingAllocator:
-        allocators.append(new(self))
-        return allocators[-1]
-
-    SimulatedDevice.new_allocator = told  # type: ignore[method-assign]
-    try:
-        assert lab.measure(values).micro_batch == micro_batches(4096, limit)[0]
-    finally:
-        SimulatedDevice.new_allocator = new  # type: ignore[method-assign]
-    assert {one.config.expandable_segments for one in allocators} == {True}
+    made.clear()
+    assert lab.measure(values).micro_batch == micro_batches(4096, limit)[0]
+    assert {one.config.expandable_segments for one in made} == {True}
 
 
 def test_where_segments_can_be_expandable() -> None:
@@ -197,6 +204,17 @@ def test_where_segments_can_be_expandable() -> None:
     assert card(home, "1GiB").expandable().why_not_expandable() == "segments are expandable already"
     lab = opened(signed(set()), card(home, "1GiB"))
     assert [axis.name for axis in applicable(lab.situation(), ["expandable_segments"])[0]]
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_short_runs_of_learning_rates_have_the_segments_of_the_plan(
+    tmp_path: Path, made: list[CachingAllocator], expandable: bool
+) -> None:
+    lab = opened(signed(set()), card(tmp_path, "1GiB"))
+    knobs = {"expandable_segments": True} if expandable else {}
+    task = RunTask(default=0.1, target_batch=8, micro_batch=4, precision="fp32", knobs=knobs, steps=4)
+    assert [seen.failure for seen in short_run(lab.bench, task, 0.1, 0)] == [None] * 4
+    assert {one.config.expandable_segments for one in made} == {expandable}
 
 
 TALKING = """
@@ -279,10 +297,11 @@ def test_what_was_chosen_trains_and_goes_on_when_the_run_is_resumed(
 
 
 def test_figures_of_another_number_of_workers_are_of_another_study(tmp_path: Path) -> None:
-    facts = type("Facts", (), {"key": {"model": "a"}, "name": "w"})
+    facts: Any = type("Facts", (), {"key": {"model": "a"}, "name": "w"})
     task = Task(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)
+    here = stages.Environment(environ={"AUTOBATCH_HOME": str(tmp_path)})
     names = {
-        stages._place(facts, options_from(FitOptions, {"target_batch": 64, **given}), task, [], tmp_path).name  # type: ignore[arg-type]
+        stages._place(facts, options_from(FitOptions, {"target_batch": 64, **given}), task, [], here).name
         for given in ({}, {"workers": 0}, {"workers": 2})
     }
     assert len(names) == 3

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autobatch.attempt import Bench, batches_of
+from autobatch.bench import with_knobs
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.knobs import Value
@@ -98,7 +99,8 @@ def short_run(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
     """
     failure: str | None = None
     try:
-        yield from _train(replace(bench, precision=task.precision, knobs=task.knobs), task, rate, seed)
+        chosen = replace(with_knobs(bench, task.knobs), precision=task.precision)
+        yield from _train(chosen, task, rate, seed)
     except Exception as error:
         if classify(error) is Verdict.NONE and rate == task.default:
             raise
