@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,8 @@ def one_thread() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.fixture
-def quick_collection() -> Iterator[None]:
-    """Attempts that fail collect garbage: look only through what the test itself makes."""
+@pytest.fixture(autouse=True)
+def quick_collection() -> None:
+    """Attempts collect garbage when they end: look only through what the test itself makes."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -21,8 +21,6 @@ from autobatch.config import ProbeOptions
 from autobatch.errors import DoesNotFitError, InputError
 from tests.untouched import fingerprint, live_tensors, with_gradients
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 class Vectors(Dataset):
     """Samples that are augmented: reading one draws from every generator."""

@@ -83,9 +83,10 @@ def test_fit_prints_one_json_object_and_everything_else_to_people(tmp_path: Path
     ("words", "parts"),
     [
         (("plan", "--target-batch", 8), {"device", "probe", "plan", "profile", "report"}),
-        pytest.param(("probe",), {"device", "probe"}, marks=SLOW),
+        (("probe",), {"device", "probe"}),
     ],
 )
+@SLOW
 def test_plan_and_probe_print_their_parts_alone(
     words: tuple[object, ...], parts: set[str], tmp_path: Path, train: Path
 ) -> None:
@@ -217,6 +218,7 @@ def is_alive(group: int) -> bool:
     return any(row[0] == str(group) and not row[1].startswith("Z") for row in rows)
 
 
+@SLOW
 def test_training_outlives_a_reader_that_leaves(tmp_path: Path, train: Path) -> None:
     with subprocess.Popen(
         command(*FIT, "--steps", 40, "--out", "out"),
@@ -335,6 +337,7 @@ def test_a_terminal_shows_a_live_line_and_one_that_wants_no_colour_gets_none(
 TUNE = ("tune", "train.py:workload", "--target-batch", 8, "--trials", 1, *BUDGET)
 
 
+@SLOW
 def test_a_storage_that_cannot_be_used_is_said_before_anything_is_probed(tmp_path: Path, train: Path) -> None:
     (tmp_path / "file").touch()
     for words in (TUNE, (*FIT, "--tune-lr")):

@@ -22,8 +22,6 @@ from autobatch.stages import Environment, run_plan_command
 from benchmarks.workloads import WORKLOADS
 from tests.probes import WIDTH, amsgrad, mlp, probed, vectors, work
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 # The answer, against brute force.
 
 
@@ -180,7 +178,7 @@ def test_a_size_that_runs_in_one_order_of_windows_only_does_not_fit(monkeypatch)
     assert not survives(bench, refused[-1], windows=3)
 
 
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_other_order_is_predicted_once_it_made_a_difference(isolated, tmp_path) -> None:
     """Then the second prediction is right: one error, two runs, and every size above it fails."""
     options = ProbeOptions(device="sim:t4", memory_budget="2MiB")

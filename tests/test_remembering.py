@@ -13,8 +13,6 @@ from torch.utils.data import TensorDataset
 from autobatch.fits import SavedFit
 from tests.probes import WIDTH, amsgrad, mlp, probed, work
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 def saved_files(home: Path) -> list[Path]:
     return sorted((home / "fits").glob("*.json"))
