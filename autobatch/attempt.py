@@ -143,19 +143,8 @@ def train_on_copies(
         Seconds of the last window.
     """
     device = bench.device.torch_device
-    with lent(bench.model, device) as model:
-        meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        model.train()
-        trainee = assemble(
-            bench.workload,
-            model,
-            device,
-            precision=bench.precision,
-            learning_rate=bench.workload.learning_rate,
-            max_grad_norm=bench.max_grad_norm,
-            ema=bench.ema,
-            knobs=bench.knobs,
-        )
+    with lent(bench.model, device):
+        trainee = open_trainee(bench, meter)
         if trainee.scaler is not None:
             # From the usual 65536 the first windows may overflow, and the optimizers' state never appears.
             trainee.scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
@@ -173,6 +162,22 @@ def train_on_copies(
         seconds = bench.clock() - start
         del trainee
     return seconds
+
+
+def open_trainee(bench: Bench, meter: Meter, *, learning_rate: float | None = None) -> Trainee:
+    """The bench's model, lent already, with what trains it; ``learning_rate`` in place of the workload's."""
+    meter.adopt(tensor.data for tensor in [*bench.model.parameters(), *bench.model.buffers()])
+    bench.model.train()
+    return assemble(
+        bench.workload,
+        bench.model,
+        bench.device.torch_device,
+        precision=bench.precision,
+        learning_rate=bench.workload.learning_rate if learning_rate is None else learning_rate,
+        max_grad_norm=bench.max_grad_norm,
+        ema=bench.ema,
+        knobs=bench.knobs,
+    )
 
 
 def batches_of(

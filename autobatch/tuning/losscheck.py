@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autobatch.attempt import Bench, batches_of
+from autobatch.attempt import Bench, batches_of, open_trainee
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
 from autobatch.step import run_window
-from autobatch.tuning.timing import open_trainee
 from autobatch.workload import Batch
 
 WINDOWS = 10

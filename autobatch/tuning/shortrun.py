@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from autobatch.attempt import Bench, batches_of
+from autobatch.attempt import Bench, batches_of, open_trainee
 from autobatch.bench import with_knobs
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
@@ -22,7 +22,7 @@ from autobatch.planning import micro_batches
 from autobatch.records import Precision
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state, seed_everything
-from autobatch.step import Trainee, WindowResult, assemble, run_window
+from autobatch.step import Trainee, WindowResult, run_window
 from autobatch.training.windows import Course
 from autobatch.workload import Batch, Workload
 
@@ -135,19 +135,9 @@ def parts_of(windows: Iterable[Seen], steps: int) -> Iterator[Part]:
 
 def _train(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
     device = bench.device.torch_device
-    with preserved_random_state(), bench.device.training() as meter, lent(bench.model, device) as model:
+    with preserved_random_state(), bench.device.training() as meter, lent(bench.model, device):
         seed_everything(seed)
-        meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        model.train()
-        trainee = assemble(
-            bench.workload,
-            model,
-            device,
-            precision=bench.precision,
-            learning_rate=rate,
-            max_grad_norm=bench.max_grad_norm,
-            knobs=bench.knobs,
-        )
+        trainee = open_trainee(bench, meter, learning_rate=rate)
         for result in _windows(bench, task, trainee, meter, seed):
             # Where training would end: a loss scale that is still to fall passes over such a window.
             if result.count and not result.applied and trainee.scaler is None and not task.skips:

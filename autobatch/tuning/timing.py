@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from autobatch.attempt import Bench, batches_of
+from autobatch.attempt import Bench, batches_of, open_trainee
 from autobatch.caching import window_samples
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
 from autobatch.knobs import COMPILE, LOADER_WORKERS
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
-from autobatch.step import Trainee, accumulate, assemble, finish
+from autobatch.step import Trainee, accumulate, finish
 from autobatch.training.feed import PREFETCH, Feed, card_of, open_feed
 from autobatch.training.windows import Window
 from autobatch.workload import Batch
@@ -51,22 +51,6 @@ class Timing(NamedTuple):
     def a_step(self, micro_batches: int, planned_steps: int) -> float:
         """Seconds of an optimizer step in a run of so many."""
         return self.micro * micro_batches + self.step + self.setup / planned_steps
-
-
-def open_trainee(bench: Bench, meter: Meter) -> Trainee:
-    """The bench's model, lent already, with what trains it."""
-    meter.adopt(tensor.data for tensor in [*bench.model.parameters(), *bench.model.buffers()])
-    bench.model.train()
-    return assemble(
-        bench.workload,
-        bench.model,
-        bench.device.torch_device,
-        precision=bench.precision,
-        learning_rate=bench.workload.learning_rate,
-        max_grad_norm=bench.max_grad_norm,
-        ema=bench.ema,
-        knobs=bench.knobs,
-    )
 
 
 def time_steps(bench: Bench, sizes: list[int], seconds: float, *, prefetch: int = PREFETCH) -> Timing:
