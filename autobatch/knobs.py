@@ -165,7 +165,7 @@ KNOBS = (
 LEFT_OUT = {
     "pin_memory": "it is always on where loader workers feed a card, and of no use elsewhere",
     "prefetch": "it evens out samples that take unlike times, and makes no worker faster: --prefetch sets it",
-    "learning_rate": "throughput does not depend on it",
+    "learning_rate": "throughput does not depend on it: --tune-lr has a study of its own",
 }
 """What people look for here and do not find, and why."""
 
