@@ -1,6 +1,6 @@
 """What the training loop costs over a loop written by hand that does the same work.
 
-    python benchmarks/loop/run.py [--rounds 100] [--out FILE.json]
+    python -m benchmarks.loop.run [--rounds 100] [--out FILE.json]
 
 One process, one thread, all contenders in every round in turn, so that what else the machine does meets them
 alike. The work: Adam, accumulation of 4 micro-batches, clipping to 1.0, the loss of each optimizer step read,
@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -146,7 +149,10 @@ def by_autobatch(case: dict[str, Any], precision: str) -> Callable[[], None]:
 
 def by_accelerate(case: dict[str, Any], precision: str) -> Callable[[], None]:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    # It keeps its precision for the whole process.
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATION,
@@ -216,11 +222,77 @@ def by_fabric(case: dict[str, Any], precision: str) -> Callable[[], None]:
     return step
 
 
+class Paced:
+    """Batches for a loop that cannot be stepped from outside: it waits before every window."""
+
+    def __init__(self, data: Iterator[Any]) -> None:
+        self.data = data
+        self.may_go, self.is_done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __len__(self) -> int:
+        """A length spares Lightning from fetching one batch ahead, into the next window."""
+        return 10**9
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.is_done.release()
+            self.may_go.acquire()
+            for _ in range(ACCUMULATION):
+                yield next(self.data)
+
+    def step(self) -> None:
+        self.may_go.release()
+        self.is_done.acquire()
+
+
+def by_lightning(case: dict[str, Any], precision: str) -> Callable[[], None]:
+    """Its Trainer in a thread of its own, of which no two windows run at a time."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = case["model"]()
+            self.total = torch.zeros(())
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            loss = loss_of(self.net, batch)
+            self.total += loss.detach() / ACCUMULATION
+            return loss
+
+        def on_before_zero_grad(self, _: torch.optim.Optimizer) -> None:
+            self.total.item()
+            self.total = torch.zeros(())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed" if precision == "bf16" else "32-true",
+        accumulate_grad_batches=ACCUMULATION,
+        gradient_clip_val=CLIP,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    paced = Paced(batches(case))
+    threading.Thread(target=trainer.fit, args=(Module(), paced), daemon=True).start()
+    paced.is_done.acquire()
+    return paced.step
+
+
 CONTENDERS = {
     "hand": by_hand,
     "autobatch": by_autobatch,
     "accelerate": by_accelerate,
     "fabric": by_fabric,
+    "lightning": by_lightning,
 }
 
 
