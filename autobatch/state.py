@@ -107,9 +107,8 @@ def lent(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
             vars(module).clear()
             vars(module).update(attributes)
             for registry, entries in registries:
-                if dict(registry) != entries:
-                    registry.clear()
-                    registry.update(entries)
+                registry.clear()
+                registry.update(entries)
         for tensor, data, gradient, requires_grad in kept:
             tensor.grad = None
             tensor.data = data

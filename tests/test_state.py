@@ -138,6 +138,15 @@ def test_what_is_lent_comes_back_after_an_error_too() -> None:
     assert looks(model) == before
 
 
+def test_a_buffer_that_a_forward_pass_replaces_comes_back() -> None:
+    model = Tied()
+    model(torch.randn(4, 5))  # what it registers late is there now, so only "mean" changes
+    before = looks(model)
+    with lent(model, CPU) as borrowed:
+        borrowed(torch.randn(4, 5))
+    assert looks(model) == before
+
+
 def test_lazy_modules_are_refused_with_what_to_do() -> None:
     refused = pytest.raises(InputError, match=r"lazy modules .* run one forward pass")
     with refused, lent(nn.LazyLinear(3), CPU):

@@ -35,17 +35,17 @@ _WIDEST_BYTES = 8
 def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, threshold: int) -> int:
     """Bytes of the new storages that an operator will make; 0 where they are surely within ``threshold``.
 
-    Also 0 where it cannot be told: the operator has no meta kernel, or its outputs depend on the data.
+    Also 0 where it cannot be told: the operator has no meta kernel, or tensors are sparse, or what it makes depends on the data.
     """
     if _guess(func, args, threshold) <= threshold:
         return 0
     try:
         with torch.no_grad():
             out = func(*_on_meta(args), **_on_meta(kwargs))
+        return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in _tensors(out))}.values())
     except Exception:
         # Whatever is wrong shows with the real arguments as well, or only the meta kernel is missing.
         return 0
-    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in _tensors(out))}.values())
 
 
 def _guess(func: Any, args: tuple[Any, ...], threshold: int) -> int:
@@ -61,22 +61,29 @@ def _guess(func: Any, args: tuple[Any, ...], threshold: int) -> int:
             coarse = (coarse or _WIDEST_BYTES) * (arg.numel() or 1)
         elif isinstance(arg, list | tuple) and arg:
             if isinstance(arg[0], Tensor):
-                made = max(made, sum(each.nbytes for each in arg if isinstance(each, Tensor)))
+                made = max(made, sum(_nbytes(each) for each in arg if isinstance(each, Tensor)))
             elif isinstance(arg[0], int):
                 made = max(made, prod(arg) * _WIDEST_BYTES)
     if len(given) == 1:
-        coarse = 2 * given[0].nbytes
+        coarse = 2 * _nbytes(given[0])
     elif coarse > threshold:
         rows = zip_longest(*(reversed(tensor.shape) for tensor in given), fillvalue=1)
         coarse = max(
             prod(map(max, rows)) * max(tensor.element_size() for tensor in given),
-            sum(tensor.nbytes for tensor in given),
+            sum(map(_nbytes, given)),
         )
     return max(coarse, made)
 
 
+def _nbytes(tensor: Tensor) -> int:
+    """Its size; of a sparse one, which has no ``nbytes``, what it would be dense."""
+    return tensor.numel() * tensor.element_size()
+
+
 def _on_meta(values: Any) -> Any:
     def twin(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError("how much of a sparse tensor is there depends on the data")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     moved = tree_map_only(Tensor, twin, values)

@@ -119,6 +119,21 @@ def test_adopts_once_what_was_made_elsewhere():
         meter.adopt([x])
 
 
+@pytest.mark.parametrize("spare", [64, 10**6])
+def test_sparse_gradients_are_counted(spare):
+    """Whether or not the guess finds room: with little to spare, operators run on the meta device first."""
+    model = nn.Embedding(1000, 8, sparse=True)
+    ids = torch.tensor([1, 2, 2])
+    # The loss and its gradient; the rows looked up and their gradient, the values and indices of the sparse.
+    with tracker(model.weight.nbytes + 24 + 4 * 3 * 8 * F32 + 24 + spare) as meter:
+        meter.adopt([*model.parameters(), ids])
+        model(ids).sum().backward()
+        assert model.weight.grad.is_sparse
+        before = held(meter)
+        model.weight.grad = None
+        assert before - held(meter) == 3 * 8 + 3 * 8 * F32
+
+
 def test_resized_storages():
     with tracker() as meter:
         x = torch.empty(0)
