@@ -35,7 +35,8 @@ _WIDEST_BYTES = 8
 def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, threshold: int) -> int:
     """Bytes of the new storages that an operator will make; 0 where they are surely within ``threshold``.
 
-    Also 0 where it cannot be told: the operator has no meta kernel, or tensors are sparse, or what it makes depends on the data.
+    Also 0 where it cannot be told: the operator has no meta kernel, a tensor is sparse, or its outputs depend
+    on the data.
     """
     if _guess(func, args, threshold) <= threshold:
         return 0
