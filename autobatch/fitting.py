@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +10,16 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch import __version__, demo
 from autobatch.attempt import Bench
 from autobatch.bench import facts_of, find_workload, open_bench, with_knobs
 from autobatch.config import FitOptions
+from autobatch.device.base import Meter
 from autobatch.errors import InputError
 from autobatch.files import write_atomic
+from autobatch.gradients import Optimizers
 from autobatch.knobs import LOADER_WORKERS
 from autobatch.progress import Progress
 from autobatch.rating import rate_tuned
@@ -29,19 +31,22 @@ from autobatch.stages import Environment, check_storage, plan_only, tuned
 from autobatch.state import seed_everything
 from autobatch.step import assemble
 from autobatch.training.advice import batch_norms
-from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
+from autobatch.training.checkpoint import Loaded, list_checkpoints
+from autobatch.training.continuing import (
+    course_facts,
+    differences,
+    load_run_state,
+    refuse_another_course,
+    stored_plan,
+)
 from autobatch.training.evaluation import rehearse
 from autobatch.training.feed import card_of, open_feed
+from autobatch.training.folder import REPORT, RESULT, claimed, folder_of, set_aside
 from autobatch.training.loop import Loop
-from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
+from autobatch.training.run import CHECKPOINTS, RunSettings, train
 from autobatch.training.selfcheck import check_decomposes
-from autobatch.training.weights import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.training.windows import Course
 from autobatch.workload import Workload, kind_of, user_code
-
-RUNS = Path("runs")
-RESULT = "result.json"
-REPORT = "report.html"
 
 
 def run_fit_command(workload: Workload | str | None, options: FitOptions, environment: Environment) -> Result:
@@ -54,46 +59,40 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     _refuse_ranks(environment.environ)
     found = find_workload(workload)
     options = _with_length(options, is_demo=workload is None)
-    out = _folder(options, found.name)
-    _refuse_unwritable(out)
-    environment.entered(out)
-    resumed = _load(out, options) if options.resume else None
-    if resumed is None:
-        result, bench = _start(workload, options, environment, out)
-    else:
-        result, bench = _go_on(workload, options, environment, resumed)
-    assert result.plan is not None
-    key = facts_of(bench).key
-    bench = with_knobs(bench, result.plan.knobs)
-    course = _course(bench.workload, options)
-    micro_batch = result.plan.micro_batch
-    for line in check_decomposes(bench, micro_batch=micro_batch, course=course, check=options.split_check):
-        environment.progress.note(line)
-    feeding = _feeding(result.plan, options, resumed, environment.progress)
-    with (
-        bench.device.training() as meter,
-        open_feed(bench.workload, course.windows, card=card_of(bench.device), **feeding) as feed,
-    ):
-        loop = _open_loop(bench, result.plan, options, meter)
-        loop.feed = feed
-        rehearse(bench.workload, loop.trainee, device=bench.device, meter=meter)
-        facts = {
-            "plan": msgspec.to_builtins(result.plan),
-            "key": key,
-            "seed": options.seed,
-            "windows": loop.course.total,
-            "sample_seeds": feed is not None,
-            "versions": versions(),
-        }
-        settings = _settings(options, out, facts, environment.command)
-        if resumed is not None:
-            _same_horizon(resumed, loop)
-            loop.load_state_dict(resumed.state, same_hardware=_same_hardware(resumed, key))
-        record = train(loop, settings, environment.progress, resumed)
-    result = msgspec.structs.replace(
-        result, training=record, command=environment.command, model=loop.trainee.model
-    )
-    return _write(result, out, environment.progress)
+    course = _course(found, options)
+    out = folder_of(options.out, found.name, resume=options.resume)
+    del found  # it is opened once more, and may hold much
+    with claimed(out):
+        environment.entered(out)
+        resumed = load_run_state(out) if options.resume else None
+        if resumed is None:
+            result, bench = _start(workload, options, environment, out)
+            is_same = False
+        else:
+            result, bench, is_same = _go_on(workload, options, environment, resumed, course)
+        assert result.plan is not None
+        facts = _facts(bench, result.plan, options, course)
+        bench = with_knobs(bench, result.plan.knobs)
+        check, micro_batch = options.split_check, result.plan.micro_batch
+        for line in check_decomposes(bench, micro_batch=micro_batch, course=course, check=check):
+            environment.progress.note(line)
+        feeding = _feeding(result.plan, options, resumed, environment.progress)
+        with (
+            bench.device.training() as meter,
+            open_feed(bench.workload, course.windows, card=card_of(bench.device), **feeding) as feed,
+        ):
+            loop = _open_loop(bench, result.plan, options, course, meter)
+            loop.feed = feed
+            facts["sample_seeds"] = feed is not None
+            rehearse(bench.workload, loop.trainee, device=bench.device, meter=meter)
+            if resumed is not None:
+                loop.load_state_dict(resumed.state, same_hardware=is_same)
+            settings = _settings(options, out, facts, environment.command)
+            record = train(loop, settings, environment.progress, resumed)
+        result = msgspec.structs.replace(
+            result, training=record, command=environment.command, model=loop.trainee.model
+        )
+        return _write(result, out, environment.progress)
 
 
 def _refuse_ranks(environ: Mapping[str, str]) -> None:
@@ -139,6 +138,17 @@ def _feeding(
     return {"seed": options.seed, "workers": workers, "prefetch": options.prefetch, "sample_seeds": seeded}
 
 
+def _facts(bench: Bench, planned: Plan, options: FitOptions, course: Course) -> dict[str, Any]:
+    """What stands beside every checkpoint."""
+    return {
+        "plan": msgspec.to_builtins(planned),
+        "key": facts_of(bench).key,
+        "seed": options.seed,
+        **course_facts(course),
+        "versions": versions(),
+    }
+
+
 def versions() -> dict[str, str]:
     """What a run depends on, by name."""
     return {"autobatch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
@@ -150,7 +160,9 @@ def _start(
     """Probe, plan and tune; the bench to train on."""
     check_storage(options)
     result, facts = plan_only(named, options, environment)
-    _set_aside(out)
+    earlier = set_aside(out)
+    if earlier is not None:
+        environment.progress.note(f"an earlier run of {out} was moved to {earlier}")
     in_child = environment.isolated and not isinstance(named, Workload)
     # A child that runs trials needs the memory that a bench here would hold.
     bench = None if in_child else _bench(named, options, environment)
@@ -163,37 +175,43 @@ def _start(
 
 
 def _go_on(
-    named: Workload | str | None, options: FitOptions, environment: Environment, resumed: Loaded
-) -> tuple[Result, Bench]:
-    """The stored plan on the hardware that it was made for, else a new one of the same batch."""
+    named: Workload | str | None,
+    options: FitOptions,
+    environment: Environment,
+    resumed: Loaded,
+    course: Course,
+) -> tuple[Result, Bench, bool]:
+    """The stored plan where all is as it was, else a new one of the same batch; whether all is as it was."""
     progress = environment.progress
     for line in resumed.passed_over:
         progress.note(f"passed over: {line}")
-    planned = _stored_plan(resumed, options)
+    planned = stored_plan(resumed, options)
     bench = _bench(named, options, environment)
+    refuse_another_course(resumed, course, scheduled=bench.workload.schedule is not None)
     facts = facts_of(bench)
-    if _same_hardware(resumed, facts.key):
+    others = differences(resumed, facts.key, planned, options)
+    if not others:
         progress.note(f"going on from {resumed.path}: same hardware, bit for bit")
         progress.opened(facts.device)
         progress.planned(planned)
-        return Result(device=facts.device, plan=planned, title=facts.name), bench
+        return Result(device=facts.device, plan=planned, title=facts.name), bench, True
     progress.note(
-        f"going on from {resumed.path} on other hardware: the batch, the learning rate and the order of the "
-        "data stay, the micro-batch is planned anew, and sums differ by rounding"
+        f"going on from {resumed.path} with another {' and another '.join(others)}: the batch, the learning "
+        "rate and the order of the data stay, the micro-batch is planned anew, and sums differ by rounding"
     )
     result, _ = plan_only(named, options, environment)
     assert result.plan is not None
     rate = {
         name: getattr(planned, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")
     }
-    return msgspec.structs.replace(result, plan=msgspec.structs.replace(result.plan, **rate)), bench
+    return msgspec.structs.replace(result, plan=msgspec.structs.replace(result.plan, **rate)), bench, False
 
 
 def _bench(named: Workload | str | None, options: FitOptions, environment: Environment) -> Bench:
     return open_bench(find_workload(named), options, environ=environment.environ, demo=named is None)
 
 
-def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> Loop:
+def _open_loop(bench: Bench, planned: Plan, options: FitOptions, course: Course, meter: Meter) -> Loop:
     workload = bench.workload
     seed_everything(options.seed)
     meter.mark("setup")
@@ -209,16 +227,6 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> 
         ema=options.ema,
         knobs=planned.knobs,
     )
-    course = _course(workload, options)
-    schedules = []
-    if workload.schedule is not None:
-        with user_code("schedule"):
-            schedules = [workload.schedule(optimizer, course.total) for optimizer in trainee.optimizers]
-        for one in schedules:
-            if not (hasattr(one, "step") and hasattr(one, "state_dict")):
-                raise InputError(
-                    f"Workload(schedule=…) returned {kind_of(one)}, not a schedule of torch.optim"
-                )
     return Loop(
         workload=workload,
         trainee=trainee,
@@ -226,10 +234,27 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, meter: Any) -> 
         device=bench.device,
         meter=meter,
         micro_batch=planned.micro_batch,
-        schedules=schedules,
+        schedules=_schedules(workload, trainee.optimizers, course),
         on_nonfinite=options.on_nonfinite,
         rescaled_norms=batch_norms(trainee.model) if options.bn_momentum == "auto" else [],
     )
+
+
+def _schedules(workload: Workload, optimizers: Optimizers, course: Course) -> list[LRScheduler]:
+    """A schedule for each optimizer; none where the workload has none."""
+    if workload.schedule is None:
+        return []
+    with user_code("schedule"):
+        schedules = [workload.schedule(optimizer, course.total) for optimizer in optimizers]
+    for one in schedules:
+        if isinstance(one, ReduceLROnPlateau):
+            raise InputError(
+                "Workload(schedule=…) returned a ReduceLROnPlateau, which follows a figure: schedules are "
+                "stepped once an optimizer step, with none"
+            )
+        if not (hasattr(one, "step") and hasattr(one, "state_dict")):
+            raise InputError(f"Workload(schedule=…) returned {kind_of(one)}, not a schedule of torch.optim")
+    return schedules
 
 
 def _course(workload: Workload, options: FitOptions) -> Course:
@@ -259,92 +284,6 @@ def _with_length(options: FitOptions, *, is_demo: bool) -> FitOptions:
         length = {"steps": demo.STEPS} if is_demo else {"epochs": 1}
         return msgspec.structs.replace(options, **length)
     return options
-
-
-def _folder(options: FitOptions, name: str) -> Path:
-    if options.out is not None:
-        return Path(options.out)
-    runs = RUNS / name
-    if options.resume:
-        known = (
-            sorted(path for path in runs.iterdir() if (path / CHECKPOINTS).is_dir()) if runs.is_dir() else []
-        )
-        if not known:
-            raise InputError(f"--resume found no run in {runs}: give --out DIR, or start without --resume")
-        return known[-1]
-    stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    out = runs / stamp
-    number = 1
-    while out.exists():
-        number += 1
-        out = runs / f"{stamp}-{number}"
-    return out
-
-
-def _refuse_unwritable(out: Path) -> None:
-    """Say that a run's folder cannot be written before minutes are spent, and make nothing yet."""
-    place = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        why = "is no folder" if not place.is_dir() else "cannot be written"
-        raise InputError(f"the run's folder {out} cannot be made: {place} {why}; give another --out")
-
-
-def _load(out: Path, options: FitOptions) -> Loaded:
-    clean_leftovers(out / CHECKPOINTS)
-    loaded = load_newest(out / CHECKPOINTS)
-    if loaded is None:
-        raise InputError(f"--resume found no checkpoint in {out / CHECKPOINTS}: start without --resume")
-    return loaded
-
-
-def _stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
-    try:
-        planned = msgspec.convert(resumed.facts["plan"], Plan)
-    except (KeyError, msgspec.ValidationError) as error:
-        raise InputError(f"{resumed.path} holds no plan that can be read: {error}") from None
-    if planned.target_batch != options.target_batch:
-        raise InputError(
-            f"--target-batch {options.target_batch} does not match the run in {resumed.path}, which has a "
-            f"target batch of {planned.target_batch}: give that, or start without --resume"
-        )
-    if resumed.facts.get("seed") != options.seed:
-        raise InputError(
-            f"--seed {options.seed} does not match the run in {resumed.path}, which has seed "
-            f"{resumed.facts.get('seed')}: the order of the data would change"
-        )
-    return planned
-
-
-def _same_hardware(resumed: Loaded, key: dict[str, Any]) -> bool:
-    """Whether what is bit-exact only on the same device and build may be taken over."""
-    stored = resumed.facts.get("key", {})
-    names = ("device", "device_kind", "torch", "precision", "total_bytes")
-    return all(stored.get(name) == key.get(name) for name in names)
-
-
-def _same_horizon(resumed: Loaded, loop: Loop) -> None:
-    """A schedule that was made for so many steps cannot go on for others."""
-    total = resumed.facts.get("windows")
-    if loop.schedules and total != loop.course.total:
-        raise InputError(
-            f"the run in {resumed.path} and its schedule are for {total} optimizer steps, this is for "
-            f"{loop.course.total}: give the same --steps or --epochs, or start without --resume"
-        )
-
-
-def _set_aside(out: Path) -> None:
-    """Move an earlier run of the same folder out of the way: nothing is lost, nothing is mixed."""
-    names = (CHECKPOINTS, METRICS, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
-    old = [path for path in (out / name for name in names) if path.exists()]
-    if not old:
-        return
-    number = 1
-    while (out / f"previous-{number}").exists():
-        number += 1
-    folder = out / f"previous-{number}"
-    folder.mkdir(parents=True)
-    for path in old:
-        path.rename(folder / path.name)
 
 
 def _resume_hint(command: str, out: Path) -> str:

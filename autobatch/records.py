@@ -243,7 +243,8 @@ class Training(Record, frozen=True, kw_only=True):
 
     optimizer_steps: int
     samples: int
-    samples_per_s: float
+    samples_per_s: float | None
+    """``None`` where a resume found nothing left to train."""
     first_loss: float | None
     final_loss: float | None
     oom_recoveries: int

@@ -76,3 +76,55 @@ def test_several_ranks_are_refused_before_anything_runs(tmp_path: Path, monkeypa
     with pytest.raises(InputError, match=r"WORLD_SIZE is 8.*without torchrun"):
         autobatch.fit(make_workload(), target_batch=8, out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+SHORT: dict[str, Any] = {"target_batch": 32, "max_micro_batch": 16}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"steps": None}, r"has taken 4 optimizer steps already, and this is for 3"),
+        ({"last_window": "flush"}, r"--last-window flush does not match .* which has carry"),
+        ({"train_data": points(80)}, r"training data have 80 samples, .* has 96"),
+        ({"target_batch": 16}, r"--target-batch 16 does not match .* target batch of 32"),
+    ],
+)
+def test_a_resume_that_would_take_other_windows_is_refused(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    fit(make_workload(train_data=points(96)), tmp_path, **SHORT)
+    data = changed.pop("train_data", points(96))
+    with pytest.raises(InputError, match=said):
+        fit(make_workload(train_data=data), tmp_path, **{**SHORT, **changed}, resume=True)
+
+
+def test_a_resume_may_run_longer_and_smaller_and_says_what_differs(tmp_path: Path) -> None:
+    workload = make_workload(train_data=points(96))
+    whole = fit(workload, tmp_path / "whole", **SHORT, steps=7)
+    fit(workload, tmp_path / "two", **SHORT)
+    finished = fit(workload, tmp_path / "two", **SHORT, resume=True)
+    assert finished.training.samples == 4 * 32
+    assert finished.training.samples_per_s is None
+    longer = {**SHORT, "max_micro_batch": 5, "steps": 7}
+    done = fit(workload, tmp_path / "two", **longer, resume=True)
+    assert (done.plan.micro_batch, done.training.samples) == (5, 7 * 32)
+    assert apart(weights(done.model), weights(whole.model)) < 1e-12
+
+
+def test_a_schedule_that_follows_a_figure_is_refused_before_training(tmp_path: Path) -> None:
+    workload = make_workload(
+        schedule=lambda optimizer, _: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    )
+    with pytest.raises(InputError, match="ReduceLROnPlateau, which follows a figure"):
+        fit(workload, tmp_path / "run", **SHORT)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_window_is_refused_before_it_is_probed(tmp_path: Path) -> None:
+    def unbuildable() -> nn.Module:
+        raise AssertionError
+
+    workload = make_workload(model=unbuildable)
+    with pytest.raises(InputError, match="--last-window drop leaves no window"):
+        fit(workload, tmp_path, target_batch=512, steps=None, last_window="drop")

@@ -268,7 +268,7 @@ def describe_training(training: Training) -> str:
     """What was trained, in words."""
     whose = "held-out" if training.ema is None else "averaged weights' held-out"
     held_out = "".join(
-        f", {whose} {name} {value:.2%}" if "acc" in name else f", {whose} {name} {value:.4f}"
+        f", {whose} {name} " + (f"{value:.2%}" if "acc" in name and 0 <= value <= 1 else f"{value:.4f}")
         for name, value in training.validation.items()
     )
     loss = (
@@ -277,9 +277,9 @@ def describe_training(training: Training) -> str:
     recoveries = (
         f", {training.oom_recoveries} recoveries from out of memory" if training.oom_recoveries else ""
     )
+    rate = "" if training.samples_per_s is None else f" at {training.samples_per_s:,.0f}/s"
     return (
-        f"{training.optimizer_steps:,} steps, {training.samples:,} samples at "
-        f"{training.samples_per_s:,.0f}/s{loss}{held_out}{recoveries}"
+        f"{training.optimizer_steps:,} steps, {training.samples:,} samples{rate}{loss}{held_out}{recoveries}"
     )
 
 

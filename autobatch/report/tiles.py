@@ -38,7 +38,7 @@ def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
         yield "Peak memory", format_bytes(max(peaks)), f"of {format_bytes(data.device.budget_bytes)}"
     else:
         yield "Budget", format_bytes(data.device.budget_bytes), data.device.name
-    if data.training is not None:
+    if data.training is not None and data.training.samples_per_s is not None:
         yield "Throughput", decimal(data.training.samples_per_s), "samples/s"
     elif data.tuning is not None and data.tuning.trials:
         yield "Throughput", decimal(data.tuning.best_samples_per_s), "samples/s, measured by the tuner"

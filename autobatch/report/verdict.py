@@ -140,9 +140,10 @@ def rates_in_words(found: RateTuning) -> str:
 def training_in_words(training: Training) -> str:
     """Say what the training loop did."""
     recoveries = many(training.oom_recoveries, "recovery", "recoveries")
+    rate = "" if training.samples_per_s is None else f", {decimal(training.samples_per_s)} samples/s"
     words = (
-        f"{many(training.samples, 'sample')} in {decimal(training.seconds, 3)} s, "
-        f"{decimal(training.samples_per_s)} samples/s; {recoveries} from running out of memory."
+        f"{many(training.samples, 'sample')} in {decimal(training.seconds, 3)} s{rate}; "
+        f"{recoveries} from running out of memory."
     )
     if training.skipped_windows:
         words += f" {many(training.skipped_windows, 'window was', 'windows were')} skipped."

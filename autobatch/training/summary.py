@@ -55,7 +55,7 @@ class Summary:
         return Training(
             optimizer_steps=loop.steps_applied,
             samples=loop.course.seen(loop.windows_seen),
-            samples_per_s=self.samples / self.seconds if self.seconds else 0.0,
+            samples_per_s=self.samples / self.seconds if self.seconds else None,
             first_loss=self.first_loss,
             final_loss=self.final_loss,
             oom_recoveries=loop.oom_recoveries,

@@ -1,0 +1,113 @@
+"""What a resumed run must have in common with the run that it goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autobatch.config import FitOptions
+from autobatch.errors import InputError
+from autobatch.records import Plan
+from autobatch.training.checkpoint import Loaded, clean_leftovers, load_newest
+from autobatch.training.run import CHECKPOINTS
+from autobatch.training.windows import Course
+
+_SAME = {
+    "device": "device",
+    "device_kind": "kind of device",
+    "total_bytes": "size of its memory",
+    "torch": "torch",
+    "precision": "--precision",
+}
+"""What a run depends on bit for bit, by its name in the key of what fits."""
+
+
+def load_run_state(out: Path) -> Loaded:
+    """The newest checkpoint of a run.
+
+    Raises:
+        InputError: there is none.
+    """
+    clean_leftovers(out / CHECKPOINTS)
+    loaded = load_newest(out / CHECKPOINTS)
+    if loaded is None:
+        raise InputError(f"--resume found no checkpoint in {out / CHECKPOINTS}: start without --resume")
+    return loaded
+
+
+def stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
+    """The plan that the run was started with.
+
+    Raises:
+        InputError: it cannot be read, or the options ask for another batch or another seed.
+    """
+    try:
+        planned = msgspec.convert(resumed.facts["plan"], Plan)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise InputError(f"{resumed.path} holds no plan that can be read: {error}") from None
+    if planned.target_batch != options.target_batch:
+        raise InputError(
+            f"--target-batch {options.target_batch} does not match the run in {resumed.path}, which has a "
+            f"target batch of {planned.target_batch}: give that, or start without --resume"
+        )
+    if resumed.facts.get("seed") != options.seed:
+        raise InputError(
+            f"--seed {options.seed} does not match the run in {resumed.path}, which has seed "
+            f"{resumed.facts.get('seed')}: the order of the data would change"
+        )
+    return planned
+
+
+def course_facts(course: Course) -> dict[str, Any]:
+    """What a checkpoint keeps of the run's windows."""
+    return {"windows": course.total, "samples": course.samples, "last_window": course.last_window}
+
+
+def refuse_another_course(resumed: Loaded, course: Course, *, scheduled: bool) -> None:
+    """Make sure that the windows that are left are those that the run would have gone on with.
+
+    Args:
+        resumed: the checkpoint.
+        course: the windows that are asked for now.
+        scheduled: the workload has a schedule, which is made for so many steps and cannot go on for others.
+
+    Raises:
+        InputError: they are not; says what differs.
+    """
+    facts, run = resumed.facts, f"the run in {resumed.path}"
+    samples = facts.get("samples", course.samples)
+    if samples != course.samples:
+        raise InputError(
+            f"the training data have {course.samples:,} samples, and {run} has {samples:,}: the order of the "
+            "data would change; give the same data, or start without --resume"
+        )
+    last_window = facts.get("last_window", course.last_window)
+    if last_window != course.last_window:
+        raise InputError(
+            f"--last-window {course.last_window} does not match {run}, which has {last_window}: give that, "
+            "or start without --resume"
+        )
+    total = facts.get("windows")
+    if scheduled and total != course.total:
+        raise InputError(
+            f"{run} and its schedule are for {total} optimizer steps, this is for {course.total}: give the "
+            "same --steps or --epochs, or start without --resume"
+        )
+    done = resumed.state["counters"]["windows_seen"]
+    if done > course.total:
+        raise InputError(
+            f"{run} has taken {done} optimizer steps already, and this is for {course.total}: give its own "
+            "--steps or --epochs, or more"
+        )
+
+
+def differences(resumed: Loaded, key: Mapping[str, Any], planned: Plan, options: FitOptions) -> list[str]:
+    """What forbids to take over what is the same bit for bit only where all else is the same; by name."""
+    stored = resumed.facts.get("key", {})
+    found = [said for name, said in _SAME.items() if stored.get(name) != key.get(name)]
+    if options.max_micro_batch is not None and options.max_micro_batch < planned.micro_batch:
+        found.append("--max-micro-batch")
+    return found

@@ -1,0 +1,113 @@
+"""The folder of a run: how it is called, that it can be written, and that one run at a time writes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from autobatch.errors import InputError
+from autobatch.training.run import CHECKPOINTS, METRICS
+from autobatch.training.weights import AVERAGED_WEIGHTS, WEIGHTS
+
+RUNS = Path("runs")
+RESULT = "result.json"
+REPORT = "report.html"
+
+
+def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
+    """Where a run writes: what was ``asked`` for, else ``runs/NAME/DATE``, the last of them to resume.
+
+    Raises:
+        InputError: there is nothing to resume.
+    """
+    if asked is not None:
+        return Path(asked)
+    runs = RUNS / name
+    if resume:
+        known = sorted(path.parent for path in runs.glob(f"*/{CHECKPOINTS}") if path.is_dir())
+        if not known:
+            raise InputError(f"--resume found no run in {runs}: give --out DIR, or start without --resume")
+        return known[-1]
+    stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    out = runs / stamp
+    number = 1
+    while out.exists():
+        number += 1
+        out = runs / f"{stamp}-{number}"
+    return out
+
+
+@contextlib.contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Inside, the folder is this run's alone; the system lets go of it however the process ends.
+
+    What was made for it goes again where nothing was written.
+
+    Raises:
+        InputError: it cannot be written, or another run writes to it.
+    """
+    _refuse_unwritable(out)
+    made = [path for path in (out, *out.absolute().parents) if not path.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(out):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            for path in made:
+                path.rmdir()
+
+
+def set_aside(out: Path) -> Path | None:
+    """Move an earlier run of the same folder out of the way: nothing is lost, nothing is mixed.
+
+    Returns:
+        Where it stands now; ``None`` where there was none.
+    """
+    names = (CHECKPOINTS, METRICS, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
+    old = [path for path in (out / name for name in names) if path.exists()]
+    if not old:
+        return None
+    number = 1
+    while (out / f"previous-{number}").exists():
+        number += 1
+    folder = out / f"previous-{number}"
+    folder.mkdir(parents=True)
+    for path in old:
+        path.rename(folder / path.name)
+    return folder
+
+
+def _refuse_unwritable(out: Path) -> None:
+    """Say that a run's folder cannot be written before minutes are spent."""
+    place = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = "is no folder" if not place.is_dir() else "cannot be written"
+        raise InputError(f"the run's folder {out} cannot be made: {place} {why}; give another --out")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold an advisory lock on the folder itself, which leaves no file behind (flock(2))."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"another run is writing to {folder}: wait for its end, or give another --out"
+            ) from None
+        except OSError:  # a file system without such locks, which some of those on networks are
+            pass
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,54 @@
+"""The folder of a run: one run at a time, and nothing left where nothing was written."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from autobatch.errors import InputError
+from autobatch.training.folder import claimed, folder_of
+
+
+def hold(out: Path, talk: Connection) -> None:
+    with claimed(out):
+        talk.send("held")
+        talk.recv()
+
+
+def test_a_folder_is_one_runs_alone_until_that_ends_however_it_does(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    other = context.Process(target=hold, args=(tmp_path, there))
+    other.start()
+    try:
+        assert here.recv() == "held"
+        with pytest.raises(InputError, match="another run is writing to"), claimed(tmp_path):
+            pass
+    finally:
+        other.kill()
+        other.join()
+    with claimed(tmp_path):
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+    with claimed(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert not (tmp_path / "a").exists()
+    with claimed(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "run.log").touch()
+    assert (tmp_path / "a" / "b" / "run.log").exists()
+
+
+def test_the_last_run_that_has_checkpoints_is_the_one_to_resume(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="--resume found no run"):
+        folder_of(None, "mine", resume=True)
+    for name in ("20260101-000000", "20260102-000000"):
+        (tmp_path / "runs" / "mine" / name / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "20260103-000000").mkdir()
+    assert folder_of(None, "mine", resume=True) == Path("runs/mine/20260102-000000")
+    assert folder_of(None, "mine", resume=False).parent == Path("runs/mine")
