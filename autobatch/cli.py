@@ -93,7 +93,7 @@ def run(arguments: list[str]) -> int:
 
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; whatever it raises becomes one line, an exit code and, where it is not plain, a log."""
-    from autobatch.failures import RunLog, sigterm_raises
+    from autobatch.failures import RunLog, termination_raises
     from autobatch.hardware import data_home
 
     log = RunLog(data_home(os.environ), shlex.join(["autobatch", name, *arguments]))
@@ -110,7 +110,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
         except OSError as error:  # or could not be
             return _undelivered(error)
         verbose = options.verbose
-        with sigterm_raises():
+        with termination_raises():
             return _run_workload(name, workload, options, log)
     except BaseException as error:
         return _complain(error, log, verbose=verbose)

@@ -26,7 +26,7 @@ _REFUSALS = frozenset(
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came before there was a run that could be checkpointed."""
+    """SIGTERM or SIGUSR1 came before there was a run that could be checkpointed, or after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,11 @@ def complaint_of(error: BaseException, *, folder: Path | None = None) -> Complai
 
 
 @contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM unwinds like Ctrl-C, so that what was opened is closed; training has its own."""
+def termination_raises() -> Iterator[None]:
+    """Inside, what asks a process to stop unwinds like Ctrl-C, so that what was opened is closed.
+
+    That is SIGTERM, and SIGUSR1, by which schedulers warn of the end of a job. Training has its own handlers.
+    """
 
     def terminate(*_: object) -> None:
         raise Terminated
@@ -114,11 +117,13 @@ def sigterm_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, terminate)
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    before = {number: signal.signal(number, terminate) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _discard_if_empty(path: Path) -> None:

@@ -250,6 +250,8 @@ def share_of(trainee: Trainee, tally: Tally, loss: Tensor | Loss, size: int) -> 
         total, count = loss
         if not isinstance(total, Tensor) or total.dim() != 0:
             raise InputError(f"the total of a Loss must be a 0-d tensor, found {_shape(total)}")
+        if isinstance(count, Tensor) and count.dim() != 0:
+            raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {_shape(count)}")
         if tally.count is None:
             tally.count = 0.0
             tally.divisor = _power_of_two(_items_per_sample(trainee, count, size) * tally.samples)

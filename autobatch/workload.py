@@ -122,8 +122,8 @@ class Workload:
                     f"Workload({field}=…) must have __getitem__ and __len__ (map-style), "
                     f"found {kind_of(data)}"
                 )
-        if not len(self.train_data):  # type: ignore[arg-type]
-            raise InputError("Workload(train_data=…) has 0 samples: at least 1 is needed")
+            if not len(data):
+                raise InputError(f"Workload({field}=…) has 0 samples: at least 1 is needed")
         if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
             raise InputError(
                 f"Workload(learning_rate=…) must be a finite number over 0, found {self.learning_rate!r}"

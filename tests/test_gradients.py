@@ -136,6 +136,7 @@ def test_parameters_that_are_thawed_later_are_trained_and_freed() -> None:
         (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, found a tensor of shape"),
         (lambda model, batch: 1.0, "found a float"),
         (lambda model, batch: Loss(model(batch[0]).sum(1), 3), "total of a Loss"),
+        (lambda model, batch: Loss(model(batch[0]).sum(), batch[1] > 0), "count of a Loss must be a number"),
         (lambda model, batch: mean_loss(model, batch).detach(), "no gradient"),
         (lambda model, batch: Loss(model(batch[0]).sum().detach(), 3), "no gradient"),
     ],

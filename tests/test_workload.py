@@ -51,6 +51,7 @@ def modules_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
         ("train_data", iter([1]), r"must have __getitem__ and __len__ \(map-style\), found a list_iterator"),
         ("train_data", None, r"Workload\(train_data=…\) must have .* found nothing"),
         ("train_data", [], r"Workload\(train_data=…\) has 0 samples: at least 1 is needed"),
+        ("validation_data", [], r"Workload\(validation_data=…\) has 0 samples: at least 1 is needed"),
         ("validation_data", 3, r"Workload\(validation_data=…\) must have __getitem__"),
         ("learning_rate", 0, "must be a finite number over 0, found 0"),
         ("learning_rate", "1e-3", "must be a finite number over 0, found '1e-3'"),

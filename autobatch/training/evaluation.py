@@ -191,6 +191,10 @@ def _metrics(workload: Workload, trainee: Trainee, batch: Batch) -> dict[str, Te
         figures = workload.metrics(trainee.model, batch)
     if not isinstance(figures, Mapping):
         raise InputError(f"Workload(metrics=…) must return names and figures, found {kind_of(figures)}")
+    for name in figures:
+        if not isinstance(name, str) or name == "loss":
+            taken = ", which is that of the held-out loss" if name == "loss" else ""
+            raise InputError(f"Workload(metrics=…) must give each figure a name, found {name!r}{taken}")
     return dict(figures)
 
 

@@ -252,6 +252,8 @@ def no_figure(model, batch):
         (wrong_key, TypeError, "raised by the workload: metrics"),
         (no_figure, InputError, "the figure 'accuracy' of validation must be a 0-d tensor"),
         (lambda model, batch: 3.0, InputError, "must return names and figures, found a float"),
+        (lambda model, batch: {1: 3.0}, InputError, "must give each figure a name, found 1"),
+        (lambda model, batch: {"loss": 3.0}, InputError, "found 'loss', which is that of the held-out loss"),
     ],
 )
 def test_a_mistake_in_the_metrics_costs_no_training(metrics, error, said: str, tmp_path: Path) -> None:
