@@ -25,8 +25,11 @@ _REFUSALS = frozenset(
 )
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1 came before there was a run that could be checkpointed, or after."""
+class Terminated(BaseException):
+    """SIGTERM or SIGUSR1 came before there was a run that could be checkpointed, or after.
+
+    No ``KeyboardInterrupt``, at which a search answers with the best so far: there is no time for more.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ def complaint_of(error: BaseException, *, folder: Path | None = None) -> Complai
         error: what ended the command.
         folder: the folder of the run, where there is one.
     """
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | Terminated):
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
         return Complaint(line=f"{how}; {_kept(folder)}", exit_code=code, logged=False)
     if isinstance(error, AutobatchError):

@@ -9,7 +9,6 @@ import msgspec
 from autobatch.attempt import Bench
 from autobatch.bench import Facts, find_workload, open_bench
 from autobatch.config import FitOptions, TuneOptions
-from autobatch.failures import Terminated
 from autobatch.records import Plan, RateTuning, Tuning
 from autobatch.results import Result
 from autobatch.stages import Environment, check_storage, plan_only, purpose_of, storage_of, tuned
@@ -35,8 +34,6 @@ def run_tune_command(
         return result
     try:
         return rate_tuned(result, facts, workload, options, environment, since=start)
-    except Terminated:
-        raise
     except KeyboardInterrupt:
         # What was found before is whole; the study goes on with the next call.
         environment.progress.note("interrupted: the learning rate stays as it was")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.attempt import Outcome
+from autobatch.failures import Terminated
 from autobatch.footprint.budget import Ledger
 from autobatch.footprint.trace import FREE, Trace
 from autobatch.forecast import ReplayForecast
@@ -171,3 +172,15 @@ def test_an_interrupt_gives_the_best_size_so_far(after: int) -> None:
     found = search(run, cap=10**6, forecast=ReplayForecast(lambda: Ledger(BUDGET)))
     assert found.stopped_by == "interrupt"
     assert found.micro_batch == max(machine.asked, default=0)
+
+
+def test_a_termination_is_not_answered_but_passed_on() -> None:
+    machine = Machine(lambda size: size)
+
+    def run(size: int) -> Outcome:
+        if machine.asked:
+            raise Terminated
+        return machine.run(size)
+
+    with pytest.raises(Terminated):
+        search(run, cap=10**6, forecast=ReplayForecast(lambda: Ledger(BUDGET)))

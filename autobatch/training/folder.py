@@ -50,9 +50,8 @@ def claimed(out: Path) -> Iterator[None]:
     Raises:
         InputError: it cannot be written, or another run writes to it.
     """
-    _refuse_unwritable(out)
     made = [path for path in (out, *out.absolute().parents) if not path.exists()]
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     try:
         with _locked(out):
             yield
@@ -82,12 +81,16 @@ def set_aside(out: Path) -> Path | None:
     return folder
 
 
-def _refuse_unwritable(out: Path) -> None:
-    """Say that a run's folder cannot be written before minutes are spent."""
-    place = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        why = "is no folder" if not place.is_dir() else "cannot be written"
-        raise InputError(f"the run's folder {out} cannot be made: {place} {why}; give another --out")
+def _make(out: Path) -> None:
+    """Make a run's folder, or say that it cannot be written, before minutes are spent."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"the run's folder {out} cannot be made: {error.strerror}; give another --out"
+        ) from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise InputError(f"the run's folder {out} cannot be written; give another --out")
 
 
 @contextlib.contextmanager

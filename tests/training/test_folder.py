@@ -43,6 +43,13 @@ def test_what_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "run.log").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
+        with pytest.raises(InputError, match=f"the run's folder {out} cannot be made: "), claimed(out):
+            pass
+
+
 def test_the_last_run_that_has_checkpoints_is_the_one_to_resume(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="--resume found no run"):
