@@ -232,8 +232,8 @@ class StepRecord(Record, frozen=True, kw_only=True):
     peak_reserved_bytes: int | None
     oom_recoveries: int
     """So far."""
-    validation: dict[str, float] = {}
-    """Held-out figures, where this step was one to validate after."""
+    validation: dict[str, float | None] = {}
+    """Held-out figures, where this step was one to validate after; ``None``: not finite."""
     recovered: str | None = None
     """What an out-of-memory error said, where this window was run again in smaller micro-batches."""
 
@@ -252,7 +252,8 @@ class Training(Record, frozen=True, kw_only=True):
     checkpoint: str | None
     seconds: float = 0.0
     skipped_windows: int = 0
-    validation: dict[str, float] = {}
+    validation: dict[str, float | None] = {}
+    """Held-out figures at the end; ``None``: not finite."""
     noise_scale: float | None = None
     """Gradient noise scale, in what the loss is a mean over; ``None``: not known."""
     noise_band: tuple[float | None, float | None] = (None, None)

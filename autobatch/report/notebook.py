@@ -85,7 +85,10 @@ def result_html(result: Result) -> str:
         pictures.append(None if found is None else rates_figure(found))
     if result.training is not None:
         rows.append(("Training", training_in_words(result.training)))
-        rows += [(f"Validation {name}", decimal(value)) for name, value in result.training.validation.items()]
+        rows += [
+            (f"Validation {name}", "not finite" if value is None else decimal(value))
+            for name, value in result.training.validation.items()
+        ]
         rows.append(("Checkpoint", result.training.checkpoint))
         pictures.insert(0, training_figure(_metrics(result), result.checkpoints))
     rows.append(("Report", None if result.report is None else str(result.report)))

@@ -172,7 +172,10 @@ def _training(data: ReportData) -> Markup:
     pairs: list[tuple[str, Child]] = [
         ("Optimizer steps", count(training.optimizer_steps)),
         ("Loss", f"{decimal(training.first_loss)} at first, {decimal(training.final_loss)} at the end"),
-        *((f"Validation {name}", decimal(value)) for name, value in training.validation.items()),
+        *(
+            (f"Validation {name}", "not finite" if value is None else decimal(value))
+            for name, value in training.validation.items()
+        ),
         ("Gradient noise scale", training.noise_advice),
         ("Micro-batch at the end", ended),
         ("Resumed from", training.resumed_from),

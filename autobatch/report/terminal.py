@@ -268,8 +268,7 @@ def describe_training(training: Training) -> str:
     """What was trained, in words."""
     whose = "held-out" if training.ema is None else "averaged weights' held-out"
     held_out = "".join(
-        f", {whose} {name} " + (f"{value:.2%}" if "acc" in name and 0 <= value <= 1 else f"{value:.4f}")
-        for name, value in training.validation.items()
+        f", {whose} {name} {_held_out(name, value)}" for name, value in training.validation.items()
     )
     loss = (
         "" if training.final_loss is None else f", loss {training.first_loss:.4f} → {training.final_loss:.4f}"
@@ -277,10 +276,18 @@ def describe_training(training: Training) -> str:
     recoveries = (
         f", {training.oom_recoveries} recoveries from out of memory" if training.oom_recoveries else ""
     )
+    skipped = f" and {training.skipped_windows:,} skipped" if training.skipped_windows else ""
     rate = "" if training.samples_per_s is None else f" at {training.samples_per_s:,.0f}/s"
     return (
-        f"{training.optimizer_steps:,} steps, {training.samples:,} samples{rate}{loss}{held_out}{recoveries}"
+        f"{training.optimizer_steps:,} steps{skipped}, {training.samples:,} samples{rate}{loss}{held_out}"
+        f"{recoveries}"
     )
+
+
+def _held_out(name: str, value: float | None) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.2%}" if "acc" in name and 0 <= value <= 1 else f"{value:.4f}"
 
 
 def summary(result: Result) -> list[tuple[str, str]]:

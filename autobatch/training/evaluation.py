@@ -60,12 +60,13 @@ def evaluate(
     reach: Reach,
     window: int,
     poll: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Loss and metrics over the validation data; empty where the workload has none.
 
-    Each figure is Σ totals ÷ Σ counts in float64, so a short last micro-batch weighs what it holds. Out of
-    memory, the samples run again in half the micro-batch. A `WholeBatchLoss` is that of windows as large as
-    those of the training, for of fewer samples it is another figure; the last one may be short.
+    Each figure is Σ totals ÷ Σ counts in float64, so a short last micro-batch weighs what it holds; ``None``
+    where that is not finite. Out of memory, the samples run again in half the micro-batch. A `WholeBatchLoss`
+    is that of windows as large as those of the training, for of fewer samples it is another figure; the last
+    one may be short.
 
     Args:
         workload: has the data, the loss and the metrics.
@@ -115,7 +116,8 @@ def evaluate(
             module.training = training
     if reach.micro_batch > reach.start:
         device.release()
-    return {name: totals[name] / counts[name] for name in totals if counts[name]}
+    means = {name: totals[name] / counts[name] for name in totals if counts[name]}
+    return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
 def rehearse(workload: Workload, trainee: Trainee, *, device: Device, meter: Meter) -> None:

@@ -139,13 +139,13 @@ class _Run:
         if self.saved is None or self._loop.windows_seen != _step_of(self.saved):
             self._save()
 
-    def validate(self, request: StopRequest) -> dict[str, float]:
+    def validate(self, request: StopRequest) -> dict[str, float | None]:
         """Held-out figures, of the averaged weights where an average is kept (`Training.ema` says so).
 
         The random states of the training are left alone, and its very weights come back.
         """
         loop = self._loop
-        figures: dict[str, float] = {}
+        figures: dict[str, float | None] = {}
 
         def poll() -> None:
             if request.signal_number is not None:

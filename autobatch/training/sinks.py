@@ -106,7 +106,8 @@ class TensorBoard:
 
     def end(self, training: Training) -> None:
         """Write the validation at the end."""
-        self._write({f"validation/{name}": value for name, value in training.validation.items()}, self._step)
+        known = {name: value for name, value in training.validation.items() if value is not None}
+        self._write({f"validation/{name}": value for name, value in known.items()}, self._step)
 
     def close(self) -> None:
         """Write what is left."""

@@ -44,7 +44,7 @@ class Summary:
     def training(
         self,
         loop: Loop,
-        validation: dict[str, float],
+        validation: dict[str, float | None],
         saved: Path | None,
         resumed: Loaded | None,
         failed_saves: list[int],

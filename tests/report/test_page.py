@@ -127,6 +127,9 @@ def test_figures_of_averaged_weights_and_checkpoints_that_failed_are_told():
     averaged = msgspec.structs.replace(plain, ema=0.999, failed_checkpoints=[40, 80])
     assert "held-out accuracy 93.12%" in describe_training(plain)
     assert "averaged weights' held-out accuracy 93.12%" in describe_training(averaged)
+    changed = msgspec.structs.replace(plain, skipped_windows=1, validation={"accumulated": 7.0, "x": None})
+    assert f"{plain.optimizer_steps:,} steps and 1 skipped, " in describe_training(changed)
+    assert "held-out accumulated 7.0000, held-out x not finite" in describe_training(changed)
     assert training_in_words(averaged) == (
         training_in_words(plain) + " 2 checkpoints on the way could not be written."
         " Held-out figures are of the averaged weights (decay 0.999)."

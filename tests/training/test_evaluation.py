@@ -269,3 +269,15 @@ def test_a_mistake_in_the_metrics_costs_no_training(metrics, error, said: str, t
 
 def test_without_validation_data_there_are_no_figures() -> None:
     assert figures(make_workload(), 4) == {}
+
+
+def test_a_figure_that_is_not_finite_is_reported_as_such(tmp_path: Path) -> None:
+    workload = make_workload(
+        validation_data=points(9), metrics=lambda model, batch: {"ratio": torch.tensor(float("nan"))}
+    )
+    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 3, "trials": 0}
+    done = autobatch.fit(workload, **options, validate_every=1, out=str(tmp_path))
+    assert done.training.validation["ratio"] is None
+    assert math.isfinite(done.training.validation["loss"])
+    assert done.report is not None, "what was written can be read again"
+    assert "not finite" in (tmp_path / "report.html").read_text()
