@@ -10,7 +10,7 @@ Where the loss is a mean over samples, N is known beforehand and D = N; for a `L
 power of two near N, so that dividing by it rounds nothing. The loss over a whole window, of a
 `WholeBatchLoss`, stands as it is; see `autobatch.caching`.
 
-There is one host synchronisation a window, after the last backward.
+There is one host synchronisation a window, after the last backward; a loss scale brings its own, in the step.
 """
 
 from __future__ import annotations

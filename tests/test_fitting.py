@@ -99,6 +99,15 @@ def test_a_resume_that_would_take_other_windows_is_refused(
         fit(make_workload(train_data=data), tmp_path, **{**SHORT, **changed}, resume=True)
 
 
+def test_a_run_that_ended_with_a_short_window_cannot_run_on(tmp_path: Path) -> None:
+    workload = make_workload(train_data=points(80))
+    epochs: dict[str, Any] = {**SHORT, "steps": None, "epochs": 1}
+    assert fit(workload, tmp_path, **epochs).training.samples == 80
+    assert fit(workload, tmp_path, **epochs, resume=True).training.samples == 80
+    with pytest.raises(InputError, match="ended with a short window"):
+        fit(workload, tmp_path, **{**epochs, "epochs": 2}, resume=True)
+
+
 def test_a_resume_may_run_longer_and_smaller_and_says_what_differs(tmp_path: Path) -> None:
     workload = make_workload(train_data=points(96))
     whole = fit(workload, tmp_path / "whole", **SHORT, steps=7)

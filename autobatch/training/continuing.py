@@ -63,7 +63,12 @@ def stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
 
 def course_facts(course: Course) -> dict[str, Any]:
     """What a checkpoint keeps of the run's windows."""
-    return {"windows": course.total, "samples": course.samples, "last_window": course.last_window}
+    return {
+        "windows": course.total,
+        "samples": course.samples,
+        "last_window": course.last_window,
+        "samples_taken": course.seen(course.total),
+    }
 
 
 def refuse_another_course(resumed: Loaded, course: Course, *, scheduled: bool) -> None:
@@ -101,6 +106,12 @@ def refuse_another_course(resumed: Loaded, course: Course, *, scheduled: bool) -
         raise InputError(
             f"{run} has taken {done} optimizer steps already, and this is for {course.total}: give its own "
             "--steps or --epochs, or more"
+        )
+    taken = facts.get("samples_taken")
+    if done == total and taken is not None and taken != course.seen(done):
+        raise InputError(
+            f"{run} ended with a short window, where one of {course.target_batch} would have stood: "
+            "it cannot run on; start without --resume"
         )
 
 
