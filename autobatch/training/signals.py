@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+ECHO_SECONDS = 0.5
+"""The same signal again within this time is the same request: a terminal or ``timeout`` tells the whole group
+of processes, and whatever started this one passes it on besides."""
 
 
 class StopRequest:
@@ -16,6 +21,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        self.since = 0.0
+        """When that was, in seconds of the clock."""
 
     @property
     def counts_as(self) -> int:
@@ -24,8 +31,8 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Inside, the first signal is only noted; a second one ends the process at once, as without autobatch.
+def stop_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[StopRequest]:
+    """Inside, the first signal is only noted; another one ends the process at once, as without autobatch.
 
     Off the main thread, where Python allows no handlers, nothing is caught.
     """
@@ -35,10 +42,11 @@ def stop_on_signals() -> Iterator[StopRequest]:
         return
 
     def note(number: int, _: FrameType | None) -> None:
-        if request.signal_number is not None:
+        if request.signal_number is None:
+            request.signal_number, request.since = number, clock()
+        elif number != request.signal_number or clock() - request.since > ECHO_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        request.signal_number = number
 
     before = {number: signal.signal(number, note) for number in STOPPING}
     try:
