@@ -6,21 +6,17 @@ import datetime
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch import __version__, demo
 from autobatch.attempt import Bench
 from autobatch.bench import facts_of, find_workload, open_bench, with_knobs
 from autobatch.config import FitOptions
-from autobatch.device.base import Meter
 from autobatch.errors import InputError
 from autobatch.files import write_atomic
-from autobatch.gradients import Optimizers
-from autobatch.knobs import LOADER_WORKERS
 from autobatch.progress import Progress
 from autobatch.rating import rate_tuned
 from autobatch.records import Plan
@@ -28,9 +24,6 @@ from autobatch.report.data import load_run
 from autobatch.report.page import write_report
 from autobatch.results import Result
 from autobatch.stages import Environment, check_storage, plan_only, tuned
-from autobatch.state import seed_everything
-from autobatch.step import assemble
-from autobatch.training.advice import batch_norms
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.continuing import (
     course_facts,
@@ -39,14 +32,12 @@ from autobatch.training.continuing import (
     refuse_another_course,
     stored_plan,
 )
-from autobatch.training.evaluation import rehearse
-from autobatch.training.feed import card_of, open_feed
 from autobatch.training.folder import REPORT, RESULT, claimed, folder_of, set_aside
-from autobatch.training.loop import Loop
+from autobatch.training.opening import course_of, opened
 from autobatch.training.run import CHECKPOINTS, RunSettings, train
 from autobatch.training.selfcheck import check_decomposes
 from autobatch.training.windows import Course
-from autobatch.workload import Workload, kind_of, user_code
+from autobatch.workload import Workload
 
 
 def run_fit_command(workload: Workload | str | None, options: FitOptions, environment: Environment) -> Result:
@@ -59,40 +50,50 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     _refuse_ranks(environment.environ)
     found = find_workload(workload)
     options = _with_length(options, is_demo=workload is None)
-    course = _course(found, options)
+    course = course_of(found, options)
     out = folder_of(options.out, found.name, resume=options.resume)
     del found  # it is opened once more, and may hold much
     with claimed(out):
         environment.entered(out)
-        resumed = load_run_state(out) if options.resume else None
-        if resumed is None:
-            result, bench = _start(workload, options, environment, out)
-            is_same = False
+        if options.resume:
+            ready = _go_on(workload, options, environment, load_run_state(out), course)
         else:
-            result, bench, is_same = _go_on(workload, options, environment, resumed, course)
-        assert result.plan is not None
-        facts = _facts(bench, result.plan, options, course)
-        bench = with_knobs(bench, result.plan.knobs)
-        check, micro_batch = options.split_check, result.plan.micro_batch
-        for line in check_decomposes(bench, micro_batch=micro_batch, course=course, check=check):
-            environment.progress.note(line)
-        feeding = _feeding(result.plan, options, resumed, environment.progress)
-        with (
-            bench.device.training() as meter,
-            open_feed(bench.workload, course.windows, card=card_of(bench.device), **feeding) as feed,
-        ):
-            loop = _open_loop(bench, result.plan, options, course, meter)
-            loop.feed = feed
-            facts["sample_seeds"] = feed is not None
-            rehearse(bench.workload, loop.trainee, device=bench.device, meter=meter)
-            if resumed is not None:
-                loop.load_state_dict(resumed.state, same_hardware=is_same)
-            settings = _settings(options, out, facts, environment.command)
-            record = train(loop, settings, environment.progress, resumed)
-        result = msgspec.structs.replace(
-            result, training=record, command=environment.command, model=loop.trainee.model
-        )
+            ready = _start(workload, options, environment, out)
+        result = _trained(ready, options, environment, course, out)
         return _write(result, out, environment.progress)
+
+
+class _Ready(NamedTuple):
+    """A run that can be trained."""
+
+    result: Result
+    """With its plan."""
+    planned: Plan
+    bench: Bench
+    resumed: Loaded | None = None
+    is_same: bool = False
+    """Whether all is as it was where the run was stopped."""
+
+
+def _trained(
+    ready: _Ready, options: FitOptions, environment: Environment, course: Course, out: Path
+) -> Result:
+    planned, resumed, note = ready.planned, ready.resumed, environment.progress.note
+    facts = _facts(ready.bench, planned, options, course)
+    bench = with_knobs(ready.bench, planned.knobs)
+    check, size = options.split_check, planned.micro_batch
+    for line in check_decomposes(bench, micro_batch=size, course=course, check=check):
+        note(line)
+    seeded_before = None if resumed is None else bool(resumed.facts.get("sample_seeds"))
+    with opened(bench, planned, options, course, seeded_before=seeded_before, note=note) as loop:
+        if resumed is not None:
+            loop.load_state_dict(resumed.state, same_hardware=ready.is_same)
+        facts["sample_seeds"] = loop.feed is not None
+        settings = _settings(options, out, facts, environment.command)
+        record = train(loop, settings, environment.progress, resumed)
+    return msgspec.structs.replace(
+        ready.result, training=record, command=environment.command, model=loop.trainee.model
+    )
 
 
 def _refuse_ranks(environ: Mapping[str, str]) -> None:
@@ -119,25 +120,6 @@ def _settings(options: FitOptions, out: Path, facts: dict[str, Any], command: st
     )
 
 
-def _feeding(
-    planned: Plan, options: FitOptions, resumed: Loaded | None, progress: Progress
-) -> dict[str, Any]:
-    """How the loop is fed; a run whose samples are seeded goes on so, whatever joins them."""
-    workers = options.workers
-    if workers is None:
-        workers = int(planned.knobs.get(LOADER_WORKERS) or 0)
-    seeded = options.sample_seeds or workers > 0
-    if resumed is not None:
-        before = bool(resumed.facts.get("sample_seeds"))
-        if seeded and not before:
-            progress.note(
-                "the samples were not seeded one by one so far, and are from here on: where data is drawn at "
-                "random, the rest is not what the run would have been; --workers 0 goes on as before"
-            )
-        seeded = seeded or before
-    return {"seed": options.seed, "workers": workers, "prefetch": options.prefetch, "sample_seeds": seeded}
-
-
 def _facts(bench: Bench, planned: Plan, options: FitOptions, course: Course) -> dict[str, Any]:
     """What stands beside every checkpoint."""
     return {
@@ -154,10 +136,8 @@ def versions() -> dict[str, str]:
     return {"autobatch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-def _start(
-    named: Workload | str | None, options: FitOptions, environment: Environment, out: Path
-) -> tuple[Result, Bench]:
-    """Probe, plan and tune; the bench to train on."""
+def _start(named: Workload | str | None, options: FitOptions, environment: Environment, out: Path) -> _Ready:
+    """Probe, plan and tune."""
     check_storage(options)
     result, facts = plan_only(named, options, environment)
     earlier = set_aside(out)
@@ -171,7 +151,8 @@ def _start(
         result = tuned(result, facts, named, options, environment, bench=bench)
     if options.tune_lr:
         result = rate_tuned(result, facts, named, options, environment, since=since, bench=bench)
-    return result, bench or _bench(named, options, environment)
+    assert result.plan is not None
+    return _Ready(result, result.plan, bench or _bench(named, options, environment))
 
 
 def _go_on(
@@ -180,8 +161,8 @@ def _go_on(
     environment: Environment,
     resumed: Loaded,
     course: Course,
-) -> tuple[Result, Bench, bool]:
-    """The stored plan where all is as it was, else a new one of the same batch; whether all is as it was."""
+) -> _Ready:
+    """The stored plan where all is as it was, else a new one of the same batch."""
     progress = environment.progress
     for line in resumed.passed_over:
         progress.note(f"passed over: {line}")
@@ -194,7 +175,8 @@ def _go_on(
         progress.note(f"going on from {resumed.path}: same hardware, bit for bit")
         progress.opened(facts.device)
         progress.planned(planned)
-        return Result(device=facts.device, plan=planned, title=facts.name), bench, True
+        result = Result(device=facts.device, plan=planned, title=facts.name)
+        return _Ready(result, planned, bench, resumed, is_same=True)
     progress.note(
         f"going on from {resumed.path} with another {' and another '.join(others)}: the batch, the learning "
         "rate and the order of the data stay, the micro-batch is planned anew, and sums differ by rounding"
@@ -204,74 +186,12 @@ def _go_on(
     rate = {
         name: getattr(planned, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")
     }
-    return msgspec.structs.replace(result, plan=msgspec.structs.replace(result.plan, **rate)), bench, False
+    planned = msgspec.structs.replace(result.plan, **rate)
+    return _Ready(msgspec.structs.replace(result, plan=planned), planned, bench, resumed)
 
 
 def _bench(named: Workload | str | None, options: FitOptions, environment: Environment) -> Bench:
     return open_bench(find_workload(named), options, environ=environment.environ, demo=named is None)
-
-
-def _open_loop(bench: Bench, planned: Plan, options: FitOptions, course: Course, meter: Meter) -> Loop:
-    workload = bench.workload
-    seed_everything(options.seed)
-    meter.mark("setup")
-    model = bench.model.to(bench.device.torch_device)
-    meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-    trainee = assemble(
-        workload,
-        model,
-        bench.device.torch_device,
-        precision=planned.precision,
-        learning_rate=planned.learning_rate,
-        max_grad_norm=options.max_grad_norm,
-        ema=options.ema,
-        knobs=planned.knobs,
-    )
-    return Loop(
-        workload=workload,
-        trainee=trainee,
-        course=course,
-        device=bench.device,
-        meter=meter,
-        micro_batch=planned.micro_batch,
-        schedules=_schedules(workload, trainee.optimizers, course),
-        on_nonfinite=options.on_nonfinite,
-        rescaled_norms=batch_norms(trainee.model) if options.bn_momentum == "auto" else [],
-    )
-
-
-def _schedules(workload: Workload, optimizers: Optimizers, course: Course) -> list[LRScheduler]:
-    """A schedule for each optimizer; none where the workload has none."""
-    if workload.schedule is None:
-        return []
-    with user_code("schedule"):
-        schedules = [workload.schedule(optimizer, course.total) for optimizer in optimizers]
-    for one in schedules:
-        if isinstance(one, ReduceLROnPlateau):
-            raise InputError(
-                "Workload(schedule=…) returned a ReduceLROnPlateau, which follows a figure: schedules are "
-                "stepped once an optimizer step, with none"
-            )
-        if not (hasattr(one, "step") and hasattr(one, "state_dict")):
-            raise InputError(f"Workload(schedule=…) returned {kind_of(one)}, not a schedule of torch.optim")
-    return schedules
-
-
-def _course(workload: Workload, options: FitOptions) -> Course:
-    course = Course(
-        samples=len(workload.train_data),  # type: ignore[arg-type]
-        target_batch=options.target_batch,
-        seed=options.seed,
-        steps=options.steps,
-        epochs=options.epochs,
-        last_window=options.last_window,
-    )
-    if course.total == 0:
-        raise InputError(
-            f"--last-window drop leaves no window: {course.samples} samples for a target batch of "
-            f"{course.target_batch}; carry or flush keeps them"
-        )
-    return course
 
 
 def _with_length(options: FitOptions, *, is_demo: bool) -> FitOptions:
