@@ -106,6 +106,7 @@ def open_bench(
         seed_everything(options.seed)
         model = build_model(workload)
         costliest = Costliest(workload)
+        costliest.check_joins()
     return Bench(
         workload=workload,
         model=model,

@@ -127,6 +127,7 @@ class _Tracer:
         self.window = window
         self.model = on_meta(workload)
         self.costliest = Costliest(workload)
+        self.costliest.check_joins()
         self._steps: dict[tuple[bool, Precision], Footprint] = {}
 
     def trace(self, capability: tuple[int, int], precision: Precision) -> Footprint:

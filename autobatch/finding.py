@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ DEMO = "autobatch.demo:workload"
 def load_workload(reference: str) -> Workload:
     """Find and call the function that ``module:function`` or ``path/to/file.py:function`` names.
 
-    The working directory is importable, as for ``python -m``.
+    The working directory is importable, as for ``python -m``. A workload without a name gets its function's.
 
     Raises:
         InputError: there is no such file, module or function, or it returns no `Workload`.
@@ -40,7 +41,8 @@ def load_workload(reference: str) -> Workload:
         workload = make()
     if not isinstance(workload, Workload):
         raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")
-    return workload
+    # What was found of one workload shall not be held against another in the same file.
+    return workload if workload.name != Workload.name else replace(workload, name=function)
 
 
 def _load_module(name: str) -> Any:

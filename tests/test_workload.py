@@ -77,6 +77,7 @@ def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine_file.py").write_text(MAKES + "made = make()\n")
     assert isinstance(load_workload("mine_mod:make"), Workload)
+    assert load_workload("mine_mod:make").name == "make"
     assert isinstance(load_workload("sub/mine_file.py:make"), Workload)
     assert load_workload(f"{tmp_path}/sub/mine_file.py:made") is sys.modules["mine_file"].made
     assert str(tmp_path / "sub") in sys.path

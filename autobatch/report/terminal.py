@@ -177,7 +177,7 @@ class Terminal:
         table = Table(box=None, pad_edge=False)
         for name, side in (("card", "left"), ("budget", "right"), ("micro-batch", "right")):
             table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-        for name in ("expected", "reserved", "precision", "steps"):
+        for name in ("largest", "reserved", "precision", "steps"):
             table.add_column(name, justify="right", no_wrap=True)
         for one in estimates.estimates:
             table.add_row(
@@ -196,8 +196,11 @@ class Terminal:
     def _explain(self, one: Estimate) -> None:
         """Say where the memory goes on one card, and what would help."""
         total = sum(one.memory.values())
-        parts = [(kind, size) for kind, size in one.memory.items() if size]
-        parts += [(f"  {name}", size) for name, size in list(one.modules.items())[:TOP_MODULES] if size]
+        modules = [(f"  {name}", size) for name, size in list(one.modules.items())[:TOP_MODULES] if size]
+        parts: list[tuple[str, int]] = []
+        for kind, size in one.memory.items():
+            parts += [(kind, size)] if size else []
+            parts += modules if kind == "activations" else []
         at = f"memory of tensors at the peak of {max(1, one.micro_batch):,}, in the {one.phase}"
         table = Table(box=None, pad_edge=False)
         table.add_column(at, overflow="fold")
