@@ -264,8 +264,9 @@ def _nothing_fits(estimates: list[Estimate], options: EstimateOptions) -> str:
     most = max(estimates, key=lambda one: one.budget_bytes)
     where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
     names = ", ".join(one.profile for one in estimates)
+    where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"
     return (
-        f"a micro-batch of {asked} is predicted to fit on none of {names}: it takes "
+        f"a micro-batch of {asked} is predicted {where_not}: it takes "
         f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has "
         f"{format_bytes(most.budget_bytes)} to spend; what would help: a larger card{in_words(most.remedies)}"
     )

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 PLAIN_LINES = 10
 """Lines that a piped training run writes."""
+LIMITS = {
+    "memory": "memory",
+    "target_batch": "the target batch",
+    "dataset": "the samples that there are",
+    "max_micro_batch": "--max-micro-batch",
+}
+"""What limits a micro-batch, in words."""
 TOP_MODULES = 5
 """Modules with the most activations that an explanation names."""
 
@@ -96,14 +103,17 @@ class Terminal:
 
     def probed(self, probe: Probe) -> None:
         """See `autobatch.progress.Progress`."""
+        if probe.source == "asked":
+            return  # the attempt has said it
         bound = {
             "run": "one more was run and does not fit",
             "replay": "one more does not fit: replayed from runs",
-            "cap": f"capped by {probe.limited_by}",
-            None: f"search ended by {probe.stopped_by}",
+            "cap": f"capped by {LIMITS[probe.limited_by]}",
+            None: f"the search was ended by the {probe.stopped_by}: more may fit",
         }[probe.upper_bound_by]
         source = "" if probe.source == "search" else f", {probe.source}, confirmed"
-        self._say(f"largest micro-batch {probe.micro_batch:,} ({bound}{source})", style="bold")
+        largest = "micro-batch" if probe.stopped_by is not None else "largest micro-batch"
+        self._say(f"{largest} {probe.micro_batch:,} ({bound}{source})", style="bold")
 
     def planned(self, plan: Plan) -> None:
         """See `autobatch.progress.Progress`."""
@@ -231,6 +241,16 @@ class Terminal:
             self._status.stop()
 
 
+def describe_probe(probe: Probe) -> tuple[str, str]:
+    """What fits: a label, and the size."""
+    size = f"micro-batch {probe.micro_batch:,}"
+    if probe.source == "asked":
+        return "fits", size
+    if probe.stopped_by is not None:
+        return "fits", f"{size}; more may: the search was ended by the {probe.stopped_by}"
+    return "largest", f"{size}, by {LIMITS[probe.limited_by]}"
+
+
 def describe_plan(plan: Plan) -> str:
     """The split in words: ``1024 = 4 × 86 + 8 × 85, …``."""
     sizes = plan.micro_batches
@@ -297,7 +317,7 @@ def summary(result: Result) -> list[tuple[str, str]]:
     """The final lines: label and text; the last is the command that repeats the call."""
     lines: list[tuple[str, str]] = []
     if result.probe is not None:
-        lines.append(("largest", f"micro-batch {result.probe.micro_batch:,}, by {result.probe.limited_by}"))
+        lines.append(describe_probe(result.probe))
     if result.plan is not None:
         lines.append(("plan", describe_plan(result.plan)))
     if result.tuning is not None:
