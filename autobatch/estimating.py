@@ -98,9 +98,11 @@ def run_estimate(
         DoesNotFitError: not even a micro-batch of 1 fits on any of the cards.
     """
     home = data_home(environ)
+    simulated = [options.device.removeprefix("sim:")] if options.device.startswith("sim:") else []
+    names = options.profile or simulated
     cards = (
-        [load_profile(name, user_dir=home) for name in options.profile]
-        if options.profile
+        [load_profile(name, user_dir=home) for name in names]
+        if names
         else list(list_profiles(user_dir=home).profiles)
     )
     found = find_workload(workload)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PLAIN_LINES = 10
 """Lines that a piped training run writes."""
+WIDEST = 400
+"""Columns that a table of cards may take."""
 LIMITS = {
     "memory": "memory",
     "target_batch": "the target batch",
@@ -199,7 +201,10 @@ class Terminal:
                 one.precision,
                 "" if one.plan is None else f"{one.plan.accumulation_steps:,}",
             )
-        self._console.print(table)
+        # Rather wider than the terminal than with figures cut off.
+        needed = self._console.measure(table, options=self._console.options.update(max_width=WIDEST)).maximum
+        wide = Console(file=self._console.file, width=max(self._console.width, needed), highlight=False)
+        wide.print(table)
         if len(estimates.estimates) == 1:
             self._explain(estimates.estimates[0])
 
