@@ -143,7 +143,7 @@ class EstimateOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """Options of ``autobatch estimate``."""
 
     profile: list[str] = []
-    """Names or files of hardware profiles; without it: that of --device sim:PROFILE, else all that are known."""
+    """Names or files of hardware profiles; without it: that of --device sim:PROFILE, else all."""
     micro_batch: AtLeastOne | None = None
     """Predict the footprint of this micro-batch instead of searching the largest."""
     max_micro_batch: AtLeastOne | None = None
