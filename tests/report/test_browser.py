@@ -36,8 +36,8 @@ onload = () => {
     smallest: Math.min(...[...page.querySelectorAll("svg text")].filter(shows)
       .map((text) => parseFloat(getComputedStyle(text).fontSize)
         * text.closest("svg").getBoundingClientRect().width / text.closest("svg").viewBox.baseVal.width)),
-    cut: [...page.querySelectorAll("section > .scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1)
-      .map((one) => one.getAttribute("aria-label")),
+    cut: [...page.querySelectorAll("section > .scroll")].filter((box) => box.scrollWidth > box.clientWidth)
+      .map((box) => box.getAttribute("aria-label")),
     paper: colour(page.body, "backgroundColor"),
     accent: colour(line, "stroke"),
   })
