@@ -78,7 +78,7 @@ def with_knobs(bench: Bench, knobs: Mapping[str, Value]) -> Bench:
     return replace(bench, precision=precision, device=device, knobs=knobs)
 
 
-def find_workload(workload: Workload | str | None) -> Workload:
+def find_workload(workload: object) -> Workload:
     """The workload itself, or the one that a reference names; the demo where there is none.
 
     Raises:

@@ -41,9 +41,9 @@ def test_names_of_no_device(spec: str) -> None:
 
 def test_a_function_in_place_of_its_workload_is_said() -> None:
     with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a function: call it"):
-        find_workload(work)  # type: ignore[arg-type]
+        find_workload(work)
     with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a int$"):
-        find_workload(3)  # type: ignore[arg-type]
+        find_workload(3)
 
 
 def test_a_profile_that_is_not_there_and_a_budget_over_the_card() -> None:
