@@ -104,13 +104,18 @@ def _read(name: str, arguments: list[str], known: Mapping[str, Given]) -> dict[s
         raise InputError(f"{why}; see autobatch {name} --help") from None
     # A switch has no third value for "not given": whether it was is read from the words.
     mentioned = {_option_of(word) for word in arguments}
-    values = {option: getattr(found, option) for option in kind.__struct_fields__}
+    values = {option: _flat(getattr(found, option)) for option in kind.__struct_fields__}
     given = {
         option: Given(value, _spelled(option))
         for option, value in values.items()
         if value is not None and (not isinstance(value, bool) or option in mentioned)
     }
     return given if found.workload is None else given | {"workload": Given(found.workload, "WORKLOAD")}
+
+
+def _flat(value: Any) -> Any:
+    """What was given; of an option that takes several, the words of all its places (``-p a b -p c``)."""
+    return list(itertools.chain(*value)) or None if isinstance(value, tuple) else value
 
 
 def _form(kind: type[Options], known: Mapping[str, Given], *, with_help: bool) -> type:
@@ -141,7 +146,8 @@ def _form(kind: type[Options], known: Mapping[str, Given], *, with_help: bool) -
         if annotation is bool:
             fields.append((option, Annotated[bool, described], False))
         elif get_origin(annotation) is list:
-            fields.append((option, Annotated[tuple[str, ...] | None, described], None))
+            several = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, described]
+            fields.append((option, several, ()))
         else:
             fields.append((option, Annotated[str | None, described], None))
     return make_dataclass(kind.__name__, fields)

@@ -28,7 +28,7 @@ from autobatch.records import DeviceRecord, Precision, Record
 from autobatch.samples import Costliest
 from autobatch.state import preserved_random_state, seed_everything
 from autobatch.step import tensors_of
-from autobatch.workload import WholeBatchLoss, Workload, user_code
+from autobatch.workload import WholeBatchLoss, Workload, kind_of, user_code
 
 
 class Facts(Record, frozen=True, kw_only=True):
@@ -78,13 +78,18 @@ def with_knobs(bench: Bench, knobs: Mapping[str, Value]) -> Bench:
     return replace(bench, precision=precision, device=device, knobs=knobs)
 
 
-def find_workload(workload: Workload | str | None) -> Workload:
+def find_workload(workload: object) -> Workload:
     """The workload itself, or the one that a reference names; the demo where there is none.
 
     Raises:
-        InputError: the reference leads nowhere.
+        InputError: the reference leads nowhere, or something else was given.
     """
-    return workload if isinstance(workload, Workload) else load_workload(workload or DEMO)
+    if isinstance(workload, Workload):
+        return workload
+    if not (workload is None or isinstance(workload, str)):
+        hint = ": call it" if callable(workload) else ""
+        raise InputError(f"the workload must be an autobatch.Workload, found {kind_of(workload)}{hint}")
+    return load_workload(workload or DEMO)
 
 
 def open_bench(
@@ -106,6 +111,7 @@ def open_bench(
         seed_everything(options.seed)
         model = build_model(workload)
         costliest = Costliest(workload)
+        costliest.check_joins()
     return Bench(
         workload=workload,
         model=model,

@@ -143,7 +143,7 @@ class EstimateOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """Options of ``autobatch estimate``."""
 
     profile: list[str] = []
-    """Names or files of hardware profiles; without it: all that are known."""
+    """Names or files of hardware profiles; without it: the card of a device sim:PROFILE, else all."""
     micro_batch: AtLeastOne | None = None
     """Predict the footprint of this micro-batch instead of searching the largest."""
     max_micro_batch: AtLeastOne | None = None
@@ -185,7 +185,9 @@ def options_from(
     checked: dict[str, Any] = {}
     for name, value in values.items():
         try:
-            checked[name] = msgspec.convert(_plain(value), types_of[name], strict=False)
+            is_one = isinstance(value, str) and get_origin(types_of[name]) is list
+            plain = [value] if is_one else _plain(value)
+            checked[name] = msgspec.convert(plain, types_of[name], strict=False)
         except msgspec.ValidationError:
             raise InputError(
                 f"{names.get(name, name)} must be {expected(types_of[name])}, found {value!r}"

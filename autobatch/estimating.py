@@ -98,9 +98,11 @@ def run_estimate(
         DoesNotFitError: not even a micro-batch of 1 fits on any of the cards.
     """
     home = data_home(environ)
+    simulated = [options.device.removeprefix("sim:")] if options.device.startswith("sim:") else []
+    names = options.profile or simulated
     cards = (
-        [load_profile(name, user_dir=home) for name in options.profile]
-        if options.profile
+        [load_profile(name, user_dir=home) for name in names]
+        if names
         else list(list_profiles(user_dir=home).profiles)
     )
     found = find_workload(workload)
@@ -127,6 +129,7 @@ class _Tracer:
         self.window = window
         self.model = on_meta(workload)
         self.costliest = Costliest(workload)
+        self.costliest.check_joins()
         self._steps: dict[tuple[bool, Precision], Footprint] = {}
 
     def trace(self, capability: tuple[int, int], precision: Precision) -> Footprint:
@@ -263,8 +266,9 @@ def _nothing_fits(estimates: list[Estimate], options: EstimateOptions) -> str:
     most = max(estimates, key=lambda one: one.budget_bytes)
     where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
     names = ", ".join(one.profile for one in estimates)
+    where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"
     return (
-        f"a micro-batch of {asked} is predicted to fit on none of {names}: it takes "
+        f"a micro-batch of {asked} is predicted {where_not}: it takes "
         f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has "
         f"{format_bytes(most.budget_bytes)} to spend; what would help: a larger card{in_words(most.remedies)}"
     )

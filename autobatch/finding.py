@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ DEMO = "autobatch.demo:workload"
 def load_workload(reference: str) -> Workload:
     """Find and call the function that ``module:function`` or ``path/to/file.py:function`` names.
 
-    The working directory is importable, as for ``python -m``.
+    The working directory is importable, as for ``python -m``. A workload without a name gets its function's.
 
     Raises:
         InputError: there is no such file, module or function, or it returns no `Workload`.
@@ -30,8 +33,10 @@ def load_workload(reference: str) -> Workload:
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     make = getattr(module, function, None)
     if make is None:
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise InputError(f"{place} has no {function!r}; it has: {', '.join(names) or 'no function'}")
+        names = _functions_of(module)
+        near = difflib.get_close_matches(function, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has: {', '.join(names) or 'no function'}"
+        raise InputError(f"{place} has no {function!r}; {hint}")
     if isinstance(make, Workload):
         return make
     if not callable(make):
@@ -40,7 +45,20 @@ def load_workload(reference: str) -> Workload:
         workload = make()
     if not isinstance(workload, Workload):
         raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")
-    return workload
+    # What was found of one workload shall not be held against another in the same file.
+    return workload if workload.name != Workload.name else replace(workload, name=function)
+
+
+def _functions_of(module: Any) -> list[str]:
+    """What may be a workload: functions that are the module's own."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (
+            isinstance(value, Workload) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+        )
+    ]
 
 
 def _load_module(name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,8 @@ from autobatch.records import LimitedBy, UpperBoundBy
 SCHEMA = 1
 KeyValue = str | int | None
 Positive = Annotated[int, msgspec.Meta(gt=0)]
+DIGEST = re.compile("[0-9a-f]{16}")
+"""What stands in a key for something too long to keep."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -50,7 +53,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     new: KeyValue
 
     def __str__(self) -> str:
-        """Such as ``torch 2.12.0 → 2.13.0``."""
+        """Such as ``torch 2.12.0 → 2.13.0``; a digest says only that something changed."""
+        if DIGEST.fullmatch(str(self.old)) and DIGEST.fullmatch(str(self.new)):
+            return f"{self.field} changed"
         old, new = ("none" if value is None else value for value in (self.old, self.new))
         return f"{self.field} {old} → {new}"
 

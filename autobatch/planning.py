@@ -13,7 +13,7 @@ from autobatch.errors import InputError
 from autobatch.records import LearningRateRule, Plan, Precision
 
 RULE_SOURCES: dict[LearningRateRule, str] = {
-    "none": "the learning rate is kept: reaching the batch that it was tuned for changes nothing",
+    "none": "no rule was asked for; accumulation by itself changes nothing",
     "linear": "Goyal et al. 2017, arXiv:1706.02677 (SGD): learning rate × (batch ÷ base batch)",
     "sqrt": "Malladi et al. 2022, arXiv:2205.10287 (Adam): learning rate × √(batch ÷ base batch)",
 }

@@ -201,6 +201,7 @@ def _single(attempted: Attempt, facts: Facts) -> Probe:
         predicted_micro_batch=None,
         oom_count=0,
         attempts=[attempted],
+        source="asked",
     )
 
 

@@ -83,7 +83,8 @@ class Probe(Record, frozen=True, kw_only=True):
     oom_count: int
     attempts: list[Attempt]
     source: str = "search"
-    """``search``, or ``saved DATE`` where an earlier answer was confirmed by one run."""
+    """``search``; ``saved DATE`` where an earlier answer was confirmed by one run; ``asked`` where only this
+    size was asked about."""
     lengths: list[LengthLimit] = []
     """Where the samples differ in size: the largest micro-batch for each quartile of the sizes."""
     stopped_by: str | None = None

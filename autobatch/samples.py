@@ -87,6 +87,15 @@ class Costliest:
         self._costs = self._read(clock)
         self._order = sorted(self._costs, key=lambda index: (-self._costs[index], index))
 
+    def check_joins(self) -> None:
+        """Join the costliest to the cheapest, as training will, before minutes are spent on a probe.
+
+        Raises:
+            InputError: they cannot be joined.
+        """
+        if self._costs[self._order[0]] != self._costs[self._order[-1]]:
+            join(self._workload, [self._order[0], self._order[-1]])
+
     def up_to(self, cost: float) -> Self:
         """The costliest of the samples that cost no more than this; their sizes are not read again."""
         limited = copy.copy(self)

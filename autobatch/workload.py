@@ -92,6 +92,8 @@ class Workload:
     size_of: Callable[[Any], float] | None = None
     """A sample's cost, its length say; the probe runs the costliest. ``None``: found by a scan."""
     name: str = "workload"
+    """Of the folder of its runs, and of what is remembered; without one, that of the function behind a
+    ``file.py:function``."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without running anything.

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from autobatch.bench import budget_of, build_model, facts_of, open_bench, open_device, precision_of
+from autobatch.bench import (
+    budget_of,
+    build_model,
+    facts_of,
+    find_workload,
+    open_bench,
+    open_device,
+    precision_of,
+)
 from autobatch.config import Options, PlanOptions, ProbeOptions
 from autobatch.demo import MEMORY_BUDGET
 from autobatch.errors import InputError
@@ -29,6 +37,13 @@ def test_devices_by_name(spec: str, kind: str) -> None:
 def test_names_of_no_device(spec: str) -> None:
     with pytest.raises(InputError, match="names no device"):
         open_device(spec, memory_budget=None, environ={})
+
+
+def test_a_function_in_place_of_its_workload_is_said() -> None:
+    with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a function: call it"):
+        find_workload(work)
+    with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a int$"):
+        find_workload(3)
 
 
 def test_a_profile_that_is_not_there_and_a_budget_over_the_card() -> None:

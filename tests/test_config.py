@@ -86,6 +86,28 @@ def test_a_switch_can_be_taken_back(tmp_path: Path) -> None:
     assert parsed(tmp_path, "--json", "--resume", AUTOBATCH_QUIET="false")[1].quiet is False
 
 
+@pytest.mark.parametrize(
+    ("words", "profiles"),
+    [
+        (["--profile", "a", "--profile=b", "--profile", "c", "d", "--json"], ["a", "b", "c", "d"]),
+        (["--profile", "a", "b"], ["a", "b"]),
+        (["--json"], ["saved"]),
+    ],
+)
+def test_an_option_that_takes_several_may_stand_several_times(
+    words: list[str], profiles: list[str], tmp_path: Path
+) -> None:
+    _, options = parse("estimate", words, folder=tmp_path, environ={"AUTOBATCH_PROFILE": "saved"})
+    assert isinstance(options, COMMANDS["estimate"])
+    assert options.profile == profiles  # type: ignore[attr-defined]
+
+
+def test_an_option_that_takes_several_takes_one(tmp_path: Path) -> None:
+    (tmp_path / "autobatch.toml").write_text("profile = 'l4'\n")
+    assert parse("estimate", [], folder=tmp_path, environ={})[1].profile == ["l4"]  # type: ignore[attr-defined]
+    assert options_from(COMMANDS["estimate"], {"profile": "t4"}).profile == ["t4"]  # type: ignore[attr-defined]
+
+
 def test_options_of_other_commands_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("steps = 3\ntarget_batch = 8\n")
     _, options = parse("probe", [], folder=tmp_path, environ={})

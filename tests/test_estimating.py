@@ -75,6 +75,23 @@ def test_several_cards_are_a_table_alone():
     assert "share" not in text.getvalue()
 
 
+def test_a_simulated_device_names_the_card():
+    options = EstimateOptions(device="sim:l4", max_micro_batch=4)
+    found = run_estimate(WORKLOADS["perceptron"](), options, {})
+    assert [one.profile for one in found.estimates] == ["l4"]
+
+
+def test_no_figure_is_cut_off_on_a_narrow_terminal():
+    options = EstimateOptions(profile=["rtx-3060-12gb", "t4"], max_micro_batch=4)
+    found = run_estimate(WORKLOADS["perceptron"](), options, {})
+    wide = {"micro_batch": 12_345_678, "micro_batch_low": 11_345_678, "micro_batch_high": 13_345_678}
+    rows = [msgspec.structs.replace(one, **wide) for one in found.estimates]
+    text = StringIO()
+    Terminal(text).estimated(msgspec.structs.replace(found, estimates=rows))
+    assert "…" not in text.getvalue()
+    assert text.getvalue().count("12,345,678  11,345,678 to 13,345,678") == 2
+
+
 def test_a_card_that_is_too_small_says_what_would_help():
     workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
     options = EstimateOptions(profile=["t4"], memory_budget=f"{18 * MiB}", precision="fp32")

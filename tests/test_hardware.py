@@ -269,6 +269,11 @@ def test_a_stale_fit_names_what_changed(tmp_path):
     assert str(found) == ("saved fit of 2026-11-20 is stale: budget none → 6442450944, torch 2.12.0 → 2.13.0")
 
 
+def test_a_stale_fit_shows_no_digests(tmp_path):
+    remember(a_fit(model="0123456789abcdef"), tmp_path)
+    assert str(recall(a_fit(model="fedcba9876543210").key, tmp_path)).endswith("is stale: model changed")
+
+
 def test_among_equally_near_fits_the_newest_is_told(tmp_path):
     for day, version in (("2026-11-19", "2.10.0"), ("2026-11-21", "2.12.0"), ("2026-11-20", "2.11.0")):
         remember(msgspec.structs.replace(a_fit(torch=version), date=day), tmp_path)

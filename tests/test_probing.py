@@ -290,6 +290,7 @@ def test_what_does_not_fit_names_phase_bytes_and_budget(device: str, budget: str
 def test_one_size_is_answered_alone() -> None:
     result, listener = probed(work(), micro_batch=5)
     assert (result.probe.micro_batch, listener.sizes, result.profile) == (5, [5], None)
+    assert result.probe.source == "asked"
     with pytest.raises(DoesNotFitError, match="micro-batch of 500 does not fit in 80"):
         probed(work(), micro_batch=500)
 

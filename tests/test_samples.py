@@ -176,6 +176,14 @@ def test_samples_that_cannot_be_joined_are_named_in_one_line(samples: list[Any])
     assert "\n" not in str(found.value)
 
 
+def test_samples_of_many_sizes_must_join_before_anything_is_probed() -> None:
+    """The costliest alone are of one size, and join."""
+    data = [torch.zeros(3), torch.zeros(3), torch.zeros(2)]
+    with pytest.raises(InputError, match=r"shapes found: \[\(2,\)\], \[\(3,\)\]; give Workload\(collate"):
+        Costliest(workload(data)).check_joins()
+    Costliest(workload(data, collate=torch.nn.utils.rnn.pad_sequence)).check_joins()
+
+
 def test_a_want_of_memory_while_joining_is_not_blamed_on_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     def starved(_: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")

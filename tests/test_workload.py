@@ -77,6 +77,7 @@ def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine_file.py").write_text(MAKES + "made = make()\n")
     assert isinstance(load_workload("mine_mod:make"), Workload)
+    assert load_workload("mine_mod:make").name == "make"
     assert isinstance(load_workload("sub/mine_file.py:make"), Workload)
     assert load_workload(f"{tmp_path}/sub/mine_file.py:made") is sys.modules["mine_file"].made
     assert str(tmp_path / "sub") in sys.path
@@ -102,7 +103,8 @@ def test_a_file_never_takes_the_name_of_another_module(tmp_path: Path) -> None:
         ("nowhere_mod.sub:make", "there is no module 'nowhere_mod.sub'"),
         ("nowhere.py:make", "there is no file nowhere.py .looked from "),
         (".:make", "'.' names no module"),
-        ("found_mod:mak", r"found_mod has no 'mak'; it has: Workload, make"),
+        ("found_mod:mak", r"found_mod has no 'mak'; did you mean make\?"),
+        ("found_mod:workload", r"found_mod has no 'workload'; it has: make, nothing$"),
         ("found_mod:number", "found_mod:number is a int, not a function or an autobatch.Workload"),
         ("found_mod:nothing", r"found_mod:nothing returned nothing \(None\), not an autobatch.Workload"),
     ],

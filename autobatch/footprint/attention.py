@@ -20,14 +20,6 @@ aten = torch.ops.aten
 _LOW = (torch.float16, torch.bfloat16)
 
 
-def operator_generation(capability: tuple[int, int]) -> tuple[int, int]:
-    """The oldest capability whose cards run the same operators: one trace serves a whole generation.
-
-    Of all that a trace depends on, only attention asks for the card: flash and bf16 came with 8.0.
-    """
-    return (8, 0) if capability >= (8, 0) else (7, 0)
-
-
 def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
     """The operator as it runs on a card of that compute capability."""
 

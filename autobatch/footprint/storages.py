@@ -9,7 +9,7 @@ alike.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,18 +69,8 @@ class StorageBook:
         Raises:
             torch.OutOfMemoryError: it does not fit.
         """
-        flatten = None if type(tensor) is Tensor else getattr(tensor, "__tensor_flatten__", None)
-        if flatten is not None:
-            for name in flatten()[0]:
-                self.count(getattr(tensor, name))
-            return
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            for part in _parts(tensor):
-                self.count(part)
-            return
-        self.count_storage(storage)
+        for storage in storages_of(tensor):
+            self.count_storage(storage)
 
     def count_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, unless it is counted already with its size.
@@ -101,9 +91,13 @@ class StorageBook:
     def check(self, tensor: Tensor) -> None:
         """Book the new size of a storage of ours that was resized; others stay their maker's business.
 
+        An operator that changes a sparse tensor in place gives it new parts, which are counted.
+
         Raises:
             torch.OutOfMemoryError: it does not fit any more.
         """
+        for part in _parts(tensor):
+            self.count(part)
         watch = self.watch_of(tensor)
         if watch is not None:
             size = tensor.untyped_storage().nbytes()
@@ -230,10 +224,28 @@ class StorageBook:
             self.events.append((watch.block, FREE))
 
 
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """What a tensor lives in: those of its parts, where it is sparse or wraps others."""
+    flatten = None if type(tensor) is Tensor else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from storages_of(getattr(tensor, name))
+        return
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        for part in _parts(tensor):
+            yield from storages_of(part)
+        return
+    yield storage
+
+
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """What a tensor without a storage of its own consists of; an opaque one shows nothing."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()

@@ -26,7 +26,7 @@ def rates_figure(found: RateTuning) -> Picture | None:
         axes = plain_axes(figure, xlabel="learning rate", title=f"loss at the end of {found.steps} steps")
         axes.set_xscale("log")
         axes.set_xlim(0.8 * min(*tried, found.default / 4), 1.25 * max(*tried, found.default * 4))
-        axes.axvline(found.default, color=color("muted"), linestyle=(0, (5, 3)), linewidth=1.4)
+        axes.axvline(found.default, color=color("muted"), linestyle=":", linewidth=1.6)
         axes.plot(*_points(sorted(trained)), "-", color=color("soft"), linewidth=2)
         axes.plot(*_points(trained), "o", color=color("accent"), markersize=6)
         axes.plot(

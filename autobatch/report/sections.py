@@ -176,6 +176,10 @@ def _training(data: ReportData) -> Markup:
             (f"Validation {name}", "not finite" if value is None else decimal(value))
             for name, value in training.validation.items()
         ),
+        (
+            "Averaged weights",
+            None if training.ema is None else f"of decay {training.ema:g}, exported besides",
+        ),
         ("Gradient noise scale", training.noise_advice),
         ("Micro-batch at the end", ended),
         ("Resumed from", training.resumed_from),

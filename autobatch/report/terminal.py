@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 PLAIN_LINES = 10
 """Lines that a piped training run writes."""
+WIDEST = 400
+"""Columns that a table of cards may take."""
+LIMITS = {
+    "memory": "memory",
+    "target_batch": "the target batch",
+    "dataset": "the samples that there are",
+    "max_micro_batch": "--max-micro-batch",
+}
+"""What limits a micro-batch, in words."""
 TOP_MODULES = 5
 """Modules with the most activations that an explanation names."""
 
@@ -96,14 +105,17 @@ class Terminal:
 
     def probed(self, probe: Probe) -> None:
         """See `autobatch.progress.Progress`."""
+        if probe.source == "asked":
+            return  # the attempt has said it
         bound = {
             "run": "one more was run and does not fit",
             "replay": "one more does not fit: replayed from runs",
-            "cap": f"capped by {probe.limited_by}",
-            None: f"search ended by {probe.stopped_by}",
+            "cap": f"capped by {LIMITS[probe.limited_by]}",
+            None: f"the search was ended by the {probe.stopped_by}: more may fit",
         }[probe.upper_bound_by]
         source = "" if probe.source == "search" else f", {probe.source}, confirmed"
-        self._say(f"largest micro-batch {probe.micro_batch:,} ({bound}{source})", style="bold")
+        largest = "micro-batch" if probe.stopped_by is not None else "largest micro-batch"
+        self._say(f"{largest} {probe.micro_batch:,} ({bound}{source})", style="bold")
 
     def planned(self, plan: Plan) -> None:
         """See `autobatch.progress.Progress`."""
@@ -177,7 +189,7 @@ class Terminal:
         table = Table(box=None, pad_edge=False)
         for name, side in (("card", "left"), ("budget", "right"), ("micro-batch", "right")):
             table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-        for name in ("expected", "reserved", "precision", "steps"):
+        for name in ("largest", "reserved", "precision", "steps"):
             table.add_column(name, justify="right", no_wrap=True)
         for one in estimates.estimates:
             table.add_row(
@@ -189,15 +201,21 @@ class Terminal:
                 one.precision,
                 "" if one.plan is None else f"{one.plan.accumulation_steps:,}",
             )
-        self._console.print(table)
+        # Rather wider than the terminal than with figures cut off.
+        needed = self._console.measure(table, options=self._console.options.update(max_width=WIDEST)).maximum
+        wide = Console(file=self._console.file, width=max(self._console.width, needed), highlight=False)
+        wide.print(table)
         if len(estimates.estimates) == 1:
             self._explain(estimates.estimates[0])
 
     def _explain(self, one: Estimate) -> None:
         """Say where the memory goes on one card, and what would help."""
         total = sum(one.memory.values())
-        parts = [(kind, size) for kind, size in one.memory.items() if size]
-        parts += [(f"  {name}", size) for name, size in list(one.modules.items())[:TOP_MODULES] if size]
+        modules = [(f"  {name}", size) for name, size in list(one.modules.items())[:TOP_MODULES] if size]
+        parts: list[tuple[str, int]] = []
+        for kind, size in one.memory.items():
+            parts += [(kind, size)] if size else []
+            parts += modules if kind == "activations" else []
         at = f"memory of tensors at the peak of {max(1, one.micro_batch):,}, in the {one.phase}"
         table = Table(box=None, pad_edge=False)
         table.add_column(at, overflow="fold")
@@ -226,6 +244,16 @@ class Terminal:
     def _idle(self) -> None:
         if self._status is not None:
             self._status.stop()
+
+
+def describe_probe(probe: Probe) -> tuple[str, str]:
+    """What fits: a label, and the size."""
+    size = f"micro-batch {probe.micro_batch:,}"
+    if probe.source == "asked":
+        return "fits", size
+    if probe.stopped_by is not None:
+        return "fits", f"{size}; more may: the search was ended by the {probe.stopped_by}"
+    return "largest", f"{size}, by {LIMITS[probe.limited_by]}"
 
 
 def describe_plan(plan: Plan) -> str:
@@ -294,7 +322,7 @@ def summary(result: Result) -> list[tuple[str, str]]:
     """The final lines: label and text; the last is the command that repeats the call."""
     lines: list[tuple[str, str]] = []
     if result.probe is not None:
-        lines.append(("largest", f"micro-batch {result.probe.micro_batch:,}, by {result.probe.limited_by}"))
+        lines.append(describe_probe(result.probe))
     if result.plan is not None:
         lines.append(("plan", describe_plan(result.plan)))
     if result.tuning is not None:

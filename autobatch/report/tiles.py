@@ -24,7 +24,10 @@ def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
     if data.plan is not None:
         steps = many(data.plan.accumulation_steps, "accumulation step")
         yield "Batch", count(data.plan.effective_batch), f"exactly, in {steps}"
-        limit = f"largest that fits: {count(data.probe.micro_batch)}" if data.probe else ""
+        limit = ""
+        if data.probe is not None:
+            known = "largest that fits" if data.probe.stopped_by is None else "known to fit"
+            limit = f"{known}: {count(data.probe.micro_batch)}"
         yield "Micro-batch", count(data.plan.micro_batch), limit
     elif data.probe is not None:
         yield (

@@ -17,11 +17,14 @@ TABLE_ROWS = 200
 
 
 def trials_figure(trials: Sequence[Trial]) -> Picture | None:
-    """Draw the throughput of each trial and the best so far; ``None`` where nothing was tried."""
+    """Draw the throughput of each trial and the best so far; ``None`` where nothing was tried.
+
+    Trials count from 1 here, as they do on the terminal; their record counts from 0, as Optuna does.
+    """
     if not trials:
         return None
-    measured = [(t.number, t.samples_per_s) for t in trials if t.feasible and t.samples_per_s is not None]
-    refused = [trial.number for trial in trials if not trial.feasible]
+    measured = [(t.number + 1, t.samples_per_s) for t in trials if t.feasible and t.samples_per_s is not None]
+    refused = [trial.number + 1 for trial in trials if not trial.feasible]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = plain_axes(figure, xlabel="trial", title="samples/s")
@@ -94,7 +97,7 @@ def _trials_table(trials: Sequence[Trial]) -> Table:
     chosen = every(len(trials), TABLE_ROWS)
     rows = [
         [
-            str(trial.number),
+            str(trial.number + 1),
             decimal(trial.samples_per_s) if trial.samples_per_s is not None else "",
             "yes" if trial.feasible else "no",
             *(str(trial.parameters.get(knob, "")) for knob in knobs),

@@ -35,8 +35,10 @@ def verdict(data: ReportData) -> str:
             f"{split_in_words(data.plan)}."
         )
     if data.probe is not None:
-        largest = "the largest micro-batch" if data.probe.limited_by == "memory" else "the micro-batch"
-        return f"{count(data.probe.micro_batch)} is {largest} that fits in {place}."
+        size = count(data.probe.micro_batch)
+        if data.probe.limited_by == "memory" and data.probe.stopped_by is None:
+            return f"{size} is the largest micro-batch that fits in {place}."
+        return f"A micro-batch of {size} fits in {place}."
     return f"There is a budget of {place}."
 
 
@@ -63,7 +65,7 @@ def split_in_words(plan: Plan) -> str:
 def fits_in_words(probe: Probe) -> str:
     """Say how the limit is known."""
     size = count(probe.micro_batch)
-    saved = "" if probe.source == "search" else f", a {probe.source} answer that was confirmed"
+    saved = f", a {probe.source} answer that was confirmed" if probe.source.startswith("saved") else ""
     attempts = many(len(probe.attempts), "size was", "sizes were")
     ooms = f"{count(probe.oom_count)} of them ran" if probe.oom_count else "none ran"
     return f"{size} ran and fits{saved}; {_above(probe)}. {attempts} run, {ooms} out of memory."

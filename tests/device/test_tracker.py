@@ -209,6 +209,36 @@ def test_what_is_sure_not_to_fit_is_refused_before_it_takes_the_memory(make):
     assert meter.stats().peak_allocated_bytes <= 200 * MiB
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")  # beta, says torch
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_sparse_tensors_are_counted_near_the_limit(layout):
+    """There the guess from the arguments is looked at: sparse ones have no bytes of their own to tell."""
+    dense = torch.zeros(100, 100)
+    dense[0, :10] = 1
+    with tracker(2 * KiB) as meter:
+        sparse = getattr(dense, layout)()
+        assert 10 * (8 + F32) <= held(meter) <= 2 * KiB
+        twice = sparse * 2
+        assert 20 * F32 <= held(meter) <= 2 * KiB
+        del sparse, twice
+        with pytest.raises(torch.OutOfMemoryError):
+            getattr(torch.ones(100, 100), layout)()
+        assert held(meter) == 0
+
+
+def test_an_embedding_with_sparse_gradients_steps_near_the_limit():
+    table = nn.Embedding(1000, 8, sparse=True)
+    rows = torch.arange(20)
+    weight = 1000 * 8 * F32
+    with tracker(weight + 8 * KiB) as meter:
+        meter.adopt([*table.parameters(), rows])
+        for _ in range(2):
+            table(rows).square().sum().backward()
+        torch.optim.SGD(table.parameters(), lr=1.0).step()
+        gradient = 2 * 20 * (8 + 8 * F32)
+        assert held(meter) == weight + rows.nbytes + gradient
+
+
 def test_gradients_that_add_up_are_counted_as_in_place():
     """Without a mode autograd adds into ``.grad``; the tracker must not see a third copy."""
     model = nn.Linear(1000, 100, bias=False)

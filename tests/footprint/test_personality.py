@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.footprint import personality
-from autobatch.footprint.attention import backward_scratch_bytes, operator_generation
+from autobatch.footprint.attention import backward_scratch_bytes
 from autobatch.footprint.personality import cuda_personality, prefer_foreach
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -140,11 +140,6 @@ def test_attention_takes_the_kernel_that_the_card_would(capability, dtype, mask,
         assert (found == []) if kernel is None else (kernel in found[0])
         out.sum().backward()
         assert q.grad.shape == q.shape
-
-
-def test_cards_of_a_generation_share_a_trace():
-    assert {operator_generation(c) for c in ((8, 0), (8, 9), (9, 0), (12, 0))} == {(8, 0)}
-    assert {operator_generation(c) for c in ((7, 0), (7, 5))} == {(7, 0)}
 
 
 def test_a_choice_of_the_users_is_heeded():

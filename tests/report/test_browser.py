@@ -36,6 +36,8 @@ onload = () => {
     smallest: Math.min(...[...page.querySelectorAll("svg text")].filter(shows)
       .map((text) => parseFloat(getComputedStyle(text).fontSize)
         * text.closest("svg").getBoundingClientRect().width / text.closest("svg").viewBox.baseVal.width)),
+    cut: [...page.querySelectorAll("section > .scroll")].filter((box) => box.scrollWidth > box.clientWidth)
+      .map((box) => box.getAttribute("aria-label")),
     paper: colour(page.body, "backgroundColor"),
     accent: colour(line, "stroke"),
   })
@@ -77,6 +79,7 @@ def test_a_page_at_a_width_in_a_theme(tmp_path, width, theme):
     assert seen["overflow"] == 0, "the page scrolls sideways"
     assert (seen["wide"], seen["narrow"]) == ((0, 7) if width == 360 else (7, 0))
     assert seen["escaping"] == [], "words run out of their picture"
+    assert seen["cut"] == [], "columns of a table are out of sight"
     assert seen["smallest"] >= 10, "too small to read"
     assert seen["tallest"] < 900
     assert seen["paper"] == ("rgb(251, 251, 249)" if theme == "light" else "rgb(20, 24, 26)")

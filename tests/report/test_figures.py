@@ -180,7 +180,7 @@ def test_one_step_is_drawn_as_a_point():
 def test_trials_without_a_figure_are_refused_or_left_blank():
     refused = Trial(number=0, samples_per_s=None, feasible=False, note="no")
     picture = trials_figure([refused])
-    assert picture.table.rows == [["0", "", "no", "no"]]
+    assert picture.table.rows == [["1", "", "no", "no"]]
     assert picture.note == "0 trials measured, 1 not feasible."
     assert len(trials_figure(some_trials() * 40).table.rows) == 200
 

@@ -1,3 +1,4 @@
+import io
 import subprocess
 import sys
 
@@ -6,9 +7,10 @@ import pytest
 
 from autobatch.planning import make_plan
 from autobatch.records import MemoryHolder
+from autobatch.report.data import ReportData
 from autobatch.report.markup import Markup, element
 from autobatch.report.page import render, write_report
-from autobatch.report.terminal import describe_training
+from autobatch.report.terminal import Terminal, describe_probe, describe_training
 from autobatch.report.verdict import (
     decimal,
     fits_in_words,
@@ -155,6 +157,28 @@ def test_sentences():
 
 
 @pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, ("largest", "micro-batch 93, by memory")),
+        ({"limited_by": "max_micro_batch"}, ("largest", "micro-batch 93, by --max-micro-batch")),
+        (
+            {"upper_bound_by": None, "stopped_by": "time limit"},
+            ("fits", "micro-batch 93; more may: the search was ended by the time limit"),
+        ),
+        ({"source": "asked", "limited_by": "max_micro_batch"}, ("fits", "micro-batch 93")),
+    ],
+)
+def test_only_what_is_the_largest_is_called_so(changes, line):
+    probe = msgspec.structs.replace(a_probe(), **changes)
+    assert describe_probe(probe) == line
+    stream = io.StringIO()
+    Terminal(stream).probed(probe)
+    assert ("largest" in stream.getvalue()) == (line[0] == "largest")
+    sentence = verdict(ReportData(device=a_device(), probe=probe))
+    assert ("is the largest" in sentence) == line[1].endswith("by memory")
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"upper_bound_by": "replay"}, "94 does not fit by the replay"),
@@ -168,8 +192,6 @@ def test_sentences():
     ],
 )
 def test_how_the_limit_is_known(changes, words):
-    import msgspec
-
     assert words in fits_in_words(msgspec.structs.replace(a_probe(), **changes))
 
 
