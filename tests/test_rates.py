@@ -520,7 +520,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_what_was_found(
     options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
     options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
     first = autobatch.fit(workload(learning_rate=0.01), **options).plan
-    monkeypatch.setattr(fitting, "_same_hardware", lambda *_: False)
+    monkeypatch.setattr(fitting, "differences", lambda *_: ["device"])
     again = autobatch.fit(workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
     assert first is not None
     assert again is not None

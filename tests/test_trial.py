@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch import fitting, rating, stages
+from autobatch import rating, stages
 from autobatch.attempt import Bench, attempt
 from autobatch.bench import with_knobs
 from autobatch.config import FitOptions, TuneOptions, options_from
@@ -20,6 +20,7 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.knobs import Configuration
 from autobatch.samples import Costliest
 from autobatch.state import capture_random_state
+from autobatch.training import opening
 from autobatch.tuning import lab as labs_module
 from autobatch.tuning.lab import Lab, Task, micro_batch_of
 from autobatch.tuning.labs import IsolatedTrials, open_trials
@@ -351,10 +352,10 @@ def test_what_was_chosen_is_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return Tuned(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
 
     seen = []
-    assemble = fitting.assemble
+    assemble = opening.assemble
     monkeypatch.setattr(stages, "tune", chosen)
     monkeypatch.setattr(
-        fitting, "assemble", lambda *given, **more: seen.append(assemble(*given, **more)) or seen[-1]
+        opening, "assemble", lambda *given, **more: seen.append(assemble(*given, **more)) or seen[-1]
     )
     result = autobatch.fit(
         workload(),
