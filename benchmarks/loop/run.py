@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import statistics
+import tempfile
 import threading
 import time
 import warnings
@@ -36,6 +37,7 @@ from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.device.host import cpu_name
 from autobatch.step import assemble
 from autobatch.training.loop import Loop
+from autobatch.training.sinks import JsonLines
 from autobatch.training.windows import Course
 
 ACCUMULATION = 4
@@ -144,7 +146,9 @@ def by_autobatch(case: dict[str, Any], precision: str) -> Callable[[], None]:
         micro_batch=case["micro_batch"],
     )
     run = loop.run()
-    return lambda: next(run) and None
+    # What a run writes of every step is part of what it costs.
+    lines = JsonLines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
+    return lambda: lines.step(next(run))
 
 
 def by_accelerate(case: dict[str, Any], precision: str) -> Callable[[], None]:
