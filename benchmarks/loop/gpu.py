@@ -1,0 +1,165 @@
+"""The training loop on a card: its cost over a loop written by hand, and that nothing waits inside a window.
+
+    python -m benchmarks.loop.gpu [--rounds 40] [--share 0.8]
+
+A decoder in bf16, four micro-batches a step of the size that a probe finds in that share of the card; both
+loops in turn, each step timed until the card has done it. Then a window of ours runs with torch told to raise
+wherever the host would wait for the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import autobatch
+from autobatch import Workload
+from autobatch.batches import feed
+from autobatch.bench import open_device
+from autobatch.device.base import Device, Meter
+from autobatch.samples import join
+from autobatch.step import accumulate, assemble, finish
+from autobatch.training.loop import Loop
+from autobatch.training.windows import Course
+from benchmarks.report import save, surroundings
+from benchmarks.tune.gpu import VOCABULARY, Decoder
+
+ACCUMULATION = 4
+CLIP = 1.0
+LENGTH = 1024
+SAMPLES = 4096
+WARM = 3
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    ids, labels = batch
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+
+def workload() -> Workload:
+    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    return Workload(
+        name="decoder",
+        model=Decoder,
+        train_data=TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
+        loss=loss_of,
+        optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr),
+        learning_rate=1e-4,
+    )
+
+
+def by_hand(given: Workload, size: int) -> Callable[[], None]:
+    card = torch.device("cuda", 0)
+    model = Decoder().to(card)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    order = iter(range(10**9))
+
+    def step() -> None:
+        total = torch.zeros((), device=card)
+        for _ in range(ACCUMULATION):
+            first = next(order) * size
+            batch = join(given, [(first + i) % SAMPLES for i in range(size)])
+            ids, labels = (tensor.to(card, non_blocking=True) for tensor in batch)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = loss_of(model, (ids, labels)) / ACCUMULATION
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        total.item()
+
+    return step
+
+
+def by_autobatch(given: Workload, size: int, device: Device, meter: Meter) -> Loop:
+    model = Decoder().to(device.torch_device)
+    trainee = assemble(
+        given, model, device.torch_device, precision="bf16", learning_rate=1e-4, max_grad_norm=CLIP
+    )
+    course = Course(samples=SAMPLES, target_batch=ACCUMULATION * size, seed=0, steps=10**9)
+    return Loop(workload=given, trainee=trainee, course=course, device=device, meter=meter, micro_batch=size)
+
+
+def waits_inside(loop: Loop, size: int) -> str | None:
+    """Where the host waits for the card in the micro-batches of a window; ``None``: nowhere."""
+    batches = [(join(loop.workload, range(size)), size) for _ in range(ACCUMULATION)]
+    placed = feed(batches, loop.trainee.device, loop.meter, twice=False)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tally = accumulate(loop.trainee, placed, ACCUMULATION * size, loop.meter.mark)
+    except RuntimeError as error:
+        loop.trainee.gradients.discard()
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    finish(loop.trainee, tally, mark=loop.meter.mark)
+    return None
+
+
+def in_turn(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step, each contender first in every other round."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(-WARM, rounds):
+        for name in list(steps)[:: 1 if number % 2 else -1]:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            steps[name]()
+            torch.cuda.synchronize()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--share", type=float, default=0.8)
+    options = parser.parse_args()
+    given = workload()
+    with tempfile.TemporaryDirectory() as home:
+        # Nothing that fitted before on this machine may answer.
+        os.environ["AUTOBATCH_HOME"] = home
+        # Two models are there at a time here.
+        budget = f"{options.share / 2:.0%}"
+        found = autobatch.probe(given, device="cuda:0", memory_budget=budget, max_grad_norm=CLIP)
+    size = found.probe.micro_batch
+    device = open_device("cuda:0", memory_budget=f"{options.share:.0%}", environ={})
+    with device.training() as meter:
+        loop = by_autobatch(given, size, device, meter)
+        run = loop.run()
+        seconds = in_turn({"hand": by_hand(given, size), "autobatch": lambda: next(run)}, options.rounds)
+        waits = waits_inside(loop, size)
+    ratios = [a / b for a, b in zip(seconds["autobatch"], seconds["hand"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    content = surroundings() | {
+        "command": "python -m benchmarks.loop.gpu",
+        "micro_batch": size,
+        "accumulation": ACCUMULATION,
+        "seconds_a_step": {name: statistics.median(own) for name, own in seconds.items()},
+        "ratio": middle,
+        "quartiles": [low, high],
+        "waits_inside_a_window": waits,
+    }
+    content["hardware"]["gpu"] = torch.cuda.get_device_name(0)
+    table = (
+        f"The loop on {content['hardware']['gpu']}, decoder of 50 M parameters, {LENGTH} tokens, bf16, "
+        f"{ACCUMULATION} micro-batches of {size}: {middle:.3f} ({low:.3f} to {high:.3f}) of a loop by hand; "
+        f"waits for the card inside a window: {waits or 'none'}\n"
+    )
+    print(table)
+    print(save("loop-gpu", content, table))
+
+
+if __name__ == "__main__":
+    main()

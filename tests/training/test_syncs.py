@@ -1,0 +1,79 @@
+"""Nothing inside a window waits for the device: no value is asked for before the last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autobatch.step import Trainee, accumulate, assemble, finish
+from autobatch.workload import Loss
+from tests.training.helpers import make_workload
+
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that leave the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in READS
+        return func(*args, **(kwargs or {}))
+
+
+def mean(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def counted(model: nn.Module, batch: Any) -> Loss:
+    return Loss(nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), (batch[1] > -9).sum())
+
+
+def trainee_of(loss: Callable[..., Any], device: torch.device, precision: Any) -> Trainee:
+    torch.manual_seed(0)
+    workload = make_workload(loss=loss)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device)
+    return assemble(
+        workload, model, device, precision=precision, learning_rate=0.01, max_grad_norm=1.0, ema=0.9
+    )
+
+
+def batches(device: torch.device, count: int = 3) -> list[tuple[Any, int]]:
+    return [((torch.randn(4, 3, device=device), torch.randn(4, 1, device=device)), 4) for _ in range(count)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("loss", [mean, counted])
+def test_no_value_is_asked_for_while_a_window_accumulates(loss, precision) -> None:
+    device = torch.device("cpu")
+    trainee = trainee_of(loss, device, precision)
+    for window in range(3):
+        with Reads() as reads:
+            tally = accumulate(trainee, batches(device), 12, lambda _: None, measure_first=window == 1)
+        # What a Loss counts is asked for once in a run, to choose a divisor.
+        assert reads.count == (window == 0 and loss is counted)
+        assert finish(trainee, tally, mark=lambda _: None).count == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("loss", [mean, counted])
+def test_on_a_card_torch_itself_sees_nothing_wait(loss, precision) -> None:
+    device = torch.device("cuda", 0)
+    trainee = trainee_of(loss, device, precision)
+    given = batches(device)
+    finish(trainee, accumulate(trainee, given, 12, lambda _: None), mark=lambda _: None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tally = accumulate(trainee, given, 12, lambda _: None, measure_first=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert finish(trainee, tally, mark=lambda _: None).count == 12
