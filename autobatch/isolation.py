@@ -34,6 +34,7 @@ from autobatch.workload import portable
 PRIOR = "prior"
 OTHER_ORDER = "other order"
 TRACED = "traced peak"
+OTHERS = "others"
 """Asks the child for a prediction instead of an attempt."""
 REMEDIES = "remedies"
 """Asks it for what would help."""
@@ -140,6 +141,16 @@ class ProbeChild:
             found: Program | None = self.ask(OTHER_ORDER, "predicting the footprint")
         except ChildLost:
             self.restart()
+            return None
+        return found
+
+    def others_bytes(self) -> int | None:
+        """What other processes hold on the card now; ``None`` where that cannot be read."""
+        if self.facts.device.other_processes_bytes is None:
+            return None
+        try:
+            found: int | None = self.ask(OTHERS, "reading the card")
+        except AutobatchError:
             return None
         return found
 
@@ -259,6 +270,8 @@ def probe_answers(bench: Bench, _: Options) -> Callable[[Any], Any]:
             return step
         if asked == OTHER_ORDER:
             return other_order(bench)
+        if asked == OTHERS:
+            return bench.device.describe().other_processes_bytes
         if asked == REMEDIES:
             return remedies_of(bench, step)
         what, size = asked

@@ -69,6 +69,9 @@ class Prober(Protocol):
     def other_order(self) -> Program | None:
         """What is predicted of the second look that an attempt takes near the limit, where it can be."""
 
+    def others_bytes(self) -> int | None:
+        """What other processes hold on the card now; ``None`` where that cannot be read."""
+
     def traced_peak(self, micro_batch: int) -> int | None:
         """Peak reserved as a trace alone predicts it, where the device is a card that runs have measured."""
 
@@ -95,6 +98,10 @@ class LocalProber:
     def other_order(self) -> Program | None:
         """See `autobatch.prior.other_order`."""
         return other_order(self.bench)
+
+    def others_bytes(self) -> int | None:
+        """See `Prober`."""
+        return self.bench.device.describe().other_processes_bytes
 
     def traced_peak(self, micro_batch: int) -> int | None:
         """See `autobatch.prior.traced_peak`."""

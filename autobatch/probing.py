@@ -27,13 +27,15 @@ from autobatch.probers import Prober, SpillGuard
 from autobatch.progress import Progress, Silent
 from autobatch.records import Attempt, LengthLimit, LimitedBy, Plan, Probe
 from autobatch.search import search
-from autobatch.units import format_bytes
+from autobatch.units import MiB, format_bytes
 from autobatch.workload import describe
 
 ASKED_FOR = {
     "budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm", "ema", "window",
 }  # fmt: skip
 """What a user changes by asking for it; an answer to another question is not stale."""
+NOTABLE_GROWTH = 64 * MiB
+"""Of what other processes hold while a probe runs: less is noise of drivers and desktops."""
 CLOSE_BUDGETS = 0.05
 """Budgets that were not asked for by number follow what is free; within this share they count as the same."""
 
@@ -85,6 +87,7 @@ def run_probe(
     saved = _saved(facts, options, home, progress)
     confirmed = _confirm(run, saved, caps, progress) if saved else None
     result = confirmed or _search(run, prober, caps, _expiry(options, clock))
+    result = _with_others(result, prober, progress)
     progress.probed(result)
     if saved is not None and confirmed is not None:
         return result, fit_path(saved.key, home)
@@ -262,6 +265,18 @@ def _remember(result: Probe, prober: Prober, cap: int, home: Path, progress: Pro
     except InputError as error:
         progress.note(f"what fitted is not remembered: {error}")
         return None
+
+
+def _with_others(result: Probe, prober: Prober, progress: Progress) -> Probe:
+    """The answer with what others hold by now; says so where that has become more."""
+    before, after = prober.facts.device.other_processes_bytes, prober.others_bytes()
+    if before is not None and after is not None and after - before >= NOTABLE_GROWTH:
+        progress.note(
+            f"other processes held {format_bytes(before)} of the card before the probe and hold "
+            f"{format_bytes(after)} now: what fitted may not fit beside them; probe again, or give "
+            "--memory-budget"
+        )
+    return msgspec.structs.replace(result, other_processes_bytes=after)
 
 
 def _peak_of(result: Probe) -> int | None:

@@ -89,6 +89,8 @@ class Probe(Record, frozen=True, kw_only=True):
     """Where the samples differ in size: the largest micro-batch for each quartile of the sizes."""
     stopped_by: str | None = None
     """``time limit`` or ``interrupt``, where the best certified size so far is the answer."""
+    other_processes_bytes: int | None = None
+    """Held by others on the card when it was over; the device's own figure is from before."""
 
 
 class Plan(Record, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from autobatch.footprint.allocator import CachingAllocator
 from autobatch.prior import pictures, remedies_of, traced_peak
 from autobatch.probers import LocalProber
 from autobatch.probing import run_probe
+from autobatch.progress import Silent
 from autobatch.stages import Environment, run_plan_command
 from autobatch.units import KiB, MiB
 from tests.footprint.test_recorder import bench
@@ -99,6 +100,33 @@ def test_the_answer_on_a_card_is_remembered_with_both_figures(monkeypatch, tmp_p
     saved = msgspec.json.decode(path.read_bytes(), type=SavedFit)
     assert saved.traced_bytes == traced_peak(here, found.micro_batch)
     assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes
+
+
+class Shared(CpuDevice):
+    """Memory that others use as well."""
+
+    others = 100 * MiB
+
+    def describe(self):
+        return msgspec.structs.replace(super().describe(), other_processes_bytes=self.others)
+
+
+class Notes(Silent):
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize(("grown", "told"), [(63 * MiB, False), (64 * MiB, True)])
+def test_others_that_took_more_meanwhile_are_told(grown, told, tmp_path):
+    here = replace(bench(WORKLOADS["perceptron"]()), device=Shared(memory_budget=64 * MiB))
+    prober, notes = LocalProber(here, facts_of(here)), Notes()
+    here.device.others += grown
+    found, _ = run_probe(prober, ProbeOptions(max_micro_batch=3), home=tmp_path, progress=notes)
+    assert found.other_processes_bytes == 100 * MiB + grown
+    assert any("held 100 MiB of the card before" in line for line in notes.lines) == told
 
 
 def test_remedies_come_from_the_bench_as_it_is():
