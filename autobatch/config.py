@@ -129,8 +129,8 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Checkpoints to keep."""
     workers: AtLeastZero | None = None
     """Processes that fetch and join micro-batches; without it: 0, or what the tuner finds fastest."""
-    prefetch: AtLeastOne = 2
-    """Micro-batches that each of the workers is ahead by."""
+    prefetch: AtLeastOne | None = None
+    """Micro-batches that each of the workers is ahead by; without it: 2, or what the tuner finds fastest."""
     sample_seeds: bool = False
     """Augment each sample by a seed of its own, whatever the micro-batch; always so with workers."""
     resume: bool = False

@@ -24,6 +24,8 @@ COMPILE = "compile"
 CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
 LOADER_WORKERS = "loader_workers"
+PREFETCH = "prefetch"
+PIN_MEMORY = "pin_memory"
 EXPANDABLE = "expandable_segments"
 MOST_HALVINGS = 3
 """How often the micro-batch may be halved."""
@@ -88,9 +90,11 @@ class Axis(NamedTuple):
     choices: tuple[Value, ...]
 
 
-def _worker_counts(cores: int) -> tuple[int, ...]:
-    """0 and the powers of two from 2 on that there are cores for."""
-    return (0, *(1 << power for power in range(1, MOST_WORKERS.bit_length()) if 1 << power <= cores))
+def _loader_counts(here: Situation) -> tuple[int, ...]:
+    """0 and the powers of two from 2 on that there are cores for; nothing where workers cannot serve."""
+    if here.loader is not None:
+        return ()
+    return (0, *(1 << power for power in range(1, MOST_WORKERS.bit_length()) if 1 << power <= here.cores))
 
 
 KNOBS = (
@@ -146,12 +150,32 @@ KNOBS = (
     Knob(
         LOADER_WORKERS,
         "processes that fetch and join the next micro-batches while this one trains",
-        lambda here: _worker_counts(here.cores) if here.loader is None else (),
+        _loader_counts,
         lambda here: here.loader or "this process may use a single core",
         changes_memory=False,
         # Of what data draw at random other draws are made, as by another seed; the loss is the same function.
         changes_numbers=False,
         by_itself=lambda here: here.fetch_share >= NOTICEABLE,
+    ),
+    Knob(
+        PREFETCH,
+        "micro-batches that each loader worker is ahead by: evens out samples that take unlike times",
+        lambda here: (2, 4, 8) if len(_loader_counts(here)) > 1 else (),
+        lambda here: here.loader or "this process may use a single core",
+        changes_memory=False,
+        changes_numbers=False,
+        # It makes no worker faster, and its worth shows over more windows than a trial runs.
+        by_itself=lambda _: False,
+    ),
+    Knob(
+        PIN_MEMORY,
+        "has what workers joined copied to where a card reads it by itself, while it computes",
+        lambda here: (True, False) if here.device_kind == "cuda" and len(_loader_counts(here)) > 1 else (),
+        lambda here: here.loader or "it serves cards, and workers that feed them",
+        changes_memory=False,
+        changes_numbers=False,
+        # On is right wherever the host has memory to lock.
+        by_itself=lambda _: False,
     ),
     Knob(
         EXPANDABLE,
@@ -163,8 +187,6 @@ KNOBS = (
     ),
 )
 LEFT_OUT = {
-    "pin_memory": "it is always on where loader workers feed a card, and of no use elsewhere",
-    "prefetch": "it evens out samples that take unlike times, and makes no worker faster: --prefetch sets it",
     "learning_rate": "throughput does not depend on it: --tune-lr has a study of its own",
 }
 """What people look for here and do not find, and why."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from autobatch.knobs import (
 )
 from autobatch.state import seed_everything
 from autobatch.step import Trainee, assemble, run_window
+from autobatch.training.feed import card_of
 from autobatch.workload import Workload
 from tests.training.helpers import Rows, make_workload, mean_loss
 
@@ -111,7 +113,7 @@ def states(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_every_knob_says_what_it_does_and_what_its_default_is() -> None:
-    axes, notes = applicable(CARD)
+    axes, notes = applicable(CARD, [knob.name for knob in KNOBS])
     assert [axis.name for axis in axes] == [knob.name for knob in KNOBS]
     assert not notes
     assert all(knob.effect and knob.why_not(BARE) for knob in KNOBS)
@@ -123,6 +125,8 @@ def test_every_knob_says_what_it_does_and_what_its_default_is() -> None:
         "channels_last": False,
         "optimizer": "default",
         "loader_workers": 0,
+        "prefetch": 2,
+        "pin_memory": True,
         "expandable_segments": False,
     }
 
@@ -175,6 +179,29 @@ def test_workers_are_tuned_unasked_where_fetching_takes_its_time_and_never_where
     assert notes == ["loader_workers is not tuned: its samples cannot be sent"]
 
 
+def test_how_workers_feed_is_tuned_where_there_are_workers_and_only_by_name() -> None:
+    names = ["prefetch", "pin_memory"]
+    assert not set(names) & {axis.name for axis in applicable(CARD)[0]}
+    axes, _ = applicable(CARD, names)
+    assert {axis.name: axis.choices for axis in axes} == {"prefetch": (2, 4, 8), "pin_memory": (True, False)}
+    assert [axis.name for axis in applicable(CARD._replace(device_kind="cpu"), names)[0]] == ["prefetch"]
+    assert applicable(BARE, names)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "is_card"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"pin_memory": True}, True),
+        ("cuda", {"pin_memory": False}, False),
+        ("cpu", {}, False),
+    ],
+)
+def test_what_workers_joined_is_copied_for_a_card_unless_the_knob_says_no(kind, knobs, is_card) -> None:
+    device = SimpleNamespace(kind=kind, torch_device=torch.device("cuda", 1))
+    assert card_of(device, knobs) == (device.torch_device if is_card else None)
+
+
 def test_names_are_read_as_people_write_them() -> None:
     assert parse_knobs("precision, channels-last,precision") == ["precision", "channels_last"]
 
@@ -184,8 +211,6 @@ def test_names_are_read_as_people_write_them() -> None:
     [
         ("precison", "there is no knob 'precison'; did you mean precision"),
         ("", "there is no knob ''; there are: micro_batch_shift, precision"),
-        ("pin-memory", "pin_memory is not tuned: it is always on"),
-        ("prefetch", "--prefetch sets it"),
     ],
 )
 def test_names_that_are_none_are_told(text: str, said: str) -> None:

@@ -26,12 +26,13 @@ from autobatch.knobs import LOADER_WORKERS, applicable
 from autobatch.planning import micro_batches
 from autobatch.samples import Costliest
 from autobatch.state import capture_random_state
+from autobatch.tuning import lab as lab_module
 from autobatch.tuning.lab import Lab, Task
 from autobatch.tuning.labs import open_trials
 from autobatch.tuning.measurement import Measurement
 from autobatch.tuning.shortrun import RunTask, short_run
 from autobatch.tuning.situation import usable_cores
-from autobatch.tuning.timing import fetch_share
+from autobatch.tuning.timing import Timing, fetch_share
 from autobatch.tuning.tuner import Tuned
 from tests.commandline import SMALL
 from tests.training.helpers import make_workload, mean_loss, points
@@ -101,6 +102,24 @@ def test_a_number_of_workers_that_was_asked_for_feeds_every_trial_and_is_not_tun
     assert lab.situation().loader == "a number of workers was asked for"
     _, notes = applicable(lab.situation(), [LOADER_WORKERS])
     assert notes == ["loader_workers is not tuned: a number of workers was asked for"]
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "ahead"),
+    [({}, {}, 2), ({}, {"prefetch": 8}, 8), ({"prefetch": 3}, {"prefetch": 8}, 3)],
+)
+def test_a_trial_is_fed_as_far_ahead_as_the_knob_says(options, values, ahead, monkeypatch) -> None:
+    """… unless it was asked for: then so by what was asked."""
+    seen: list[int] = []
+
+    def noted(*_: object, prefetch: int, **more: object) -> Timing:
+        seen.append(prefetch)
+        return Timing(1.0, 1.0, 0.0)
+
+    monkeypatch.setattr(lab_module, "time_steps", noted)
+    fit = options_from(FitOptions, {"target_batch": 16, **options})
+    opened(signed(set()), options=fit).measure({**DEFAULTS, "loader_workers": 2, **values})
+    assert seen == [ahead]
 
 
 def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from autobatch.device.base import Device
+from autobatch.knobs import PIN_MEMORY, Configuration
 from autobatch.planning import micro_batches
 from autobatch.samples import fetch, join_samples
 from autobatch.state import capture_random_state, restore_random_state
@@ -31,7 +32,7 @@ from autobatch.workload import Batch, Workload
 
 JOINING = -1
 """Stands for the number of a sample while a micro-batch is joined."""
-PREFETCH = 2
+AHEAD = 2
 """Micro-batches that a worker fetches ahead, as torch's own loader does."""
 
 
@@ -119,9 +120,9 @@ def seed_generators(seed: int, window: int, place: int, sample: int) -> None:
         numpy.random.seed([int.from_bytes(digest[at : at + 4], "little") for at in (16, 20)])
 
 
-def card_of(device: Device) -> torch.device | None:
-    """The card that a device is, for `open_feed`; ``None`` where it is none."""
-    return device.torch_device if device.kind == "cuda" else None
+def card_of(device: Device, knobs: Configuration) -> torch.device | None:
+    """The card that `open_feed` is to copy for; ``None`` where the device is none, or the knobs say no."""
+    return device.torch_device if device.kind == "cuda" and knobs.get(PIN_MEMORY, True) else None
 
 
 @contextmanager
@@ -131,7 +132,7 @@ def open_feed(
     *,
     seed: int,
     workers: int = 0,
-    prefetch: int = PREFETCH,
+    prefetch: int = AHEAD,
     sample_seeds: bool = False,
     card: torch.device | None = None,
 ) -> Iterator[Feed | None]:

@@ -13,13 +13,13 @@ from autobatch.config import FitOptions
 from autobatch.device.base import Meter
 from autobatch.errors import InputError
 from autobatch.gradients import Optimizers
-from autobatch.knobs import LOADER_WORKERS
+from autobatch.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.records import Plan
 from autobatch.state import seed_everything
 from autobatch.step import assemble
 from autobatch.training.advice import batch_norms
 from autobatch.training.evaluation import rehearse
-from autobatch.training.feed import card_of, open_feed
+from autobatch.training.feed import AHEAD, card_of, open_feed
 from autobatch.training.loop import Loop
 from autobatch.training.windows import Course
 from autobatch.workload import Workload, kind_of, user_code
@@ -73,7 +73,9 @@ def opened(
     feeding = _feeding(planned, options, seeded_before, note)
     with (
         bench.device.training() as meter,
-        open_feed(bench.workload, course.windows, card=card_of(bench.device), **feeding) as feed,
+        open_feed(
+            bench.workload, course.windows, card=card_of(bench.device, planned.knobs), **feeding
+        ) as feed,
     ):
         loop = _open_loop(bench, planned, options, course, meter)
         loop.feed = feed
@@ -141,4 +143,5 @@ def _feeding(
             "random, the rest is not what the run would have been; --workers 0 goes on as before"
         )
     seeded = seeded or bool(seeded_before)
-    return {"seed": options.seed, "workers": workers, "prefetch": options.prefetch, "sample_seeds": seeded}
+    prefetch = options.prefetch or int(planned.knobs.get(PREFETCH) or AHEAD)
+    return {"seed": options.seed, "workers": workers, "prefetch": prefetch, "sample_seeds": seeded}

@@ -22,6 +22,7 @@ from autobatch.knobs import (
     COMPILE,
     EXPANDABLE,
     LOADER_WORKERS,
+    PREFETCH,
     SPLIT,
     Configuration,
     Situation,
@@ -32,7 +33,7 @@ from autobatch.knobs import (
 from autobatch.planning import micro_batches
 from autobatch.prior import prior_footprint
 from autobatch.search import search
-from autobatch.training.feed import PREFETCH
+from autobatch.training.feed import AHEAD
 from autobatch.tuning.losscheck import LossCheck
 from autobatch.tuning.measurement import LOSS, MEMORY, RUNS, Measurement, refused
 from autobatch.tuning.situation import situation_of
@@ -137,7 +138,7 @@ class Lab:
             return refused(LOSS, reason, over=over, micro_batch=size)
         sizes = micro_batches(self.task.samples, size)
         fed = {LOADER_WORKERS: self._workers} | dict(values)
-        prefetch = getattr(self.options, "prefetch", PREFETCH)
+        prefetch = getattr(self.options, "prefetch", None) or int(values.get(PREFETCH) or AHEAD)
         timing = time_steps(with_knobs(self.bench, fed), sizes, self.task.seconds, prefetch=prefetch)
         # Compiled code is found again when a configuration is measured once more.
         setup = self._setups.setdefault(key_of(values), timing.setup)

@@ -19,7 +19,7 @@ from autobatch.knobs import COMPILE, LOADER_WORKERS
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
 from autobatch.step import Trainee, accumulate, finish
-from autobatch.training.feed import PREFETCH, Feed, card_of, open_feed
+from autobatch.training.feed import AHEAD, Feed, card_of, open_feed
 from autobatch.training.windows import Window
 from autobatch.workload import Batch
 
@@ -53,7 +53,7 @@ class Timing(NamedTuple):
         return self.micro * micro_batches + self.step + self.setup / planned_steps
 
 
-def time_steps(bench: Bench, sizes: list[int], seconds: float, *, prefetch: int = PREFETCH) -> Timing:
+def time_steps(bench: Bench, sizes: list[int], seconds: float, *, prefetch: int = AHEAD) -> Timing:
     """Time a configuration on lent tensors: its micro-batches and its optimizer step apart.
 
     Args:
@@ -133,7 +133,7 @@ def _time_fed(
     count = min(FED, len(sizes))
     samples = len(bench.workload.train_data)  # type: ignore[arg-type]
     windows = partial(_random_windows, samples, sizes[0] * count)
-    card = card_of(bench.device)
+    card = card_of(bench.device, bench.knobs)
     with open_feed(bench.workload, windows, seed=0, workers=workers, prefetch=prefetch, card=card) as feed:
         assert feed is not None
         course = windows(0)
