@@ -119,6 +119,8 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Validate every this many optimizer steps, besides the end."""
     validation_micro_batch: AtLeastOne | None = None
     """Samples at a time in validation; without it: the training's, and more while they fit."""
+    warmup_samples: AtLeastOne | None = None
+    """Let the learning rate grow in proportion over the first so many samples."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """Stop at a loss or gradient that is not finite, or skip up to 3 such windows in a row (fp16 does)."""
     split_check: Literal["error", "note", "off"] = "error"

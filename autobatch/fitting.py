@@ -126,6 +126,7 @@ def _facts(bench: Bench, planned: Plan, options: FitOptions, course: Course) -> 
         "plan": msgspec.to_builtins(planned),
         "key": facts_of(bench).key,
         "seed": options.seed,
+        "warmup_samples": options.warmup_samples,
         **course_facts(course),
         "versions": versions(),
     }

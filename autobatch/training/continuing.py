@@ -58,6 +58,12 @@ def stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
             f"--seed {options.seed} does not match the run in {resumed.path}, which has seed "
             f"{resumed.facts.get('seed')}: the order of the data would change"
         )
+    warmup = resumed.facts.get("warmup_samples")
+    if warmup != options.warmup_samples:
+        raise InputError(
+            f"--warmup-samples {options.warmup_samples} does not match the run in {resumed.path}, which has "
+            f"{warmup}: give the same, or start without --resume"
+        )
     return planned
 
 

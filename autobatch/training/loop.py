@@ -30,6 +30,7 @@ from autobatch.training.culprits import describe_samples
 from autobatch.training.feed import Feed
 from autobatch.training.noise import NoiseScale
 from autobatch.training.resume import capture_loop, restore_loop
+from autobatch.training.warmup import warmed_up, warmup_factor
 from autobatch.training.windows import Course, Window
 from autobatch.workload import Batch, WholeBatchLoss, Workload, user_code
 
@@ -61,6 +62,8 @@ class Loop:
     rescaled_norms: list[_BatchNorm] = field(default_factory=list)
     """BatchNorms whose momentum follows the number of micro-batches, so that a window weighs what it would
     as one batch."""
+    warmup_samples: int | None = None
+    """Samples over which the learning rate grows to what it is; ``None``: none."""
     windows_seen: int = 0
     steps_applied: int = 0
     skipped_in_a_row: int = 0
@@ -92,8 +95,10 @@ class Loop:
             window = next(windows, None)
             if window is None:
                 return
-            learning_rate = float(self.trainee.optimizers[0].param_groups[0]["lr"])
-            result, sizes, trouble = self._train_window(window)
+            factor = warmup_factor(self.course.seen(window.index + 1), self.warmup_samples)
+            with warmed_up(self.trainee.optimizers, factor):
+                learning_rate = float(self.trainee.optimizers[0].param_groups[0]["lr"])
+                result, sizes, trouble = self._train_window(window)
             self._check(window, sizes, result)
             self._advance(window, result)
             since = window.index - started

@@ -108,6 +108,7 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, course: Course,
         micro_batch=planned.micro_batch,
         schedules=_schedules(workload, trainee.optimizers, course),
         on_nonfinite=options.on_nonfinite,
+        warmup_samples=options.warmup_samples,
         rescaled_norms=batch_norms(trainee.model) if options.bn_momentum == "auto" else [],
     )
 
