@@ -196,7 +196,7 @@ def sleeps():
     ("number", "code", "said"),
     [
         (signal.SIGTERM, 143, "terminated; nothing was trained"),
-        (signal.SIGUSR1, 143, "terminated; nothing was trained"),
+        pytest.param(signal.SIGUSR1, 143, "terminated; nothing was trained", marks=SLOW),
         pytest.param(signal.SIGINT, 130, "interrupted; nothing was trained", marks=SLOW),
     ],
 )

@@ -17,7 +17,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps", "seed"),
     [
-        pytest.param(name, 200 if seed else 30, seed, marks=[SLOW] if seed or name != "conv" else [])
+        pytest.param(name, 200 if seed else 10, seed, marks=[SLOW] if seed or name != "conv" else [])
         for name in CASES
         for seed in range(6)
     ],
