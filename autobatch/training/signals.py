@@ -11,7 +11,7 @@ from types import FrameType
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
-ECHO_SECONDS = 0.5
+ECHO_SECONDS = 0.1
 """The same signal again within this time is the same request: a terminal or ``timeout`` tells the whole group
 of processes, and whatever started this one passes it on besides."""
 

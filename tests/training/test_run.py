@@ -102,14 +102,14 @@ def test_the_same_signal_passed_on_is_the_same_request() -> None:
         try:
             from autobatch.training.signals import stop_on_signals
 
-            with stop_on_signals(clock=iter((0.0, 0.01, 0.4, 5.0)).__next__):
+            with stop_on_signals(clock=iter((0.0, 0.01, 0.09, 0.2)).__next__):
                 for _ in range(4):
                     os.kill(os.getpid(), signal.SIGTERM)
                     os.write(write, b"x")
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
-    assert os.read(read, 10) == b"xxx", "the fourth, seconds later, is meant"
+    assert os.read(read, 10) == b"xxx", "the fourth, a moment later, is meant"
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
