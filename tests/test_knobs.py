@@ -26,7 +26,7 @@ from autobatch.knobs import (
 )
 from autobatch.state import seed_everything
 from autobatch.step import Trainee, assemble, run_window
-from autobatch.training.feed import card_of
+from autobatch.training.feeding import card_of
 from autobatch.workload import Workload
 from tests.training.helpers import Rows, make_workload, mean_loss
 

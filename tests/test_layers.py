@@ -31,7 +31,7 @@ FLOORS = [
     {"footprint.watching"},
     {"device.base", "device.host", "device.nvml", "device.oom"},
     # What joins micro-batches, for the trials as for the training.
-    {"training.feed", "training.workers"},
+    {"training.feed", "training.workers", "training.feeding"},
     {"device.history", "device.tracker"},
     {"device.cpu", "device.cuda", "device.simulated"},
     {"attempt"},

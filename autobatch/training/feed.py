@@ -16,19 +16,16 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autobatch.device.base import Device
-from autobatch.knobs import PIN_MEMORY, Configuration
 from autobatch.planning import micro_batches
 from autobatch.samples import fetch, join_samples
 from autobatch.state import capture_random_state, restore_random_state
 from autobatch.training.windows import Window
-from autobatch.workload import Batch, Workload
+from autobatch.workload import Batch
 
 JOINING = -1
 """Stands for the number of a sample while a micro-batch is joined."""
@@ -118,46 +115,3 @@ def seed_generators(seed: int, window: int, place: int, sample: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed([int.from_bytes(digest[at : at + 4], "little") for at in (16, 20)])
-
-
-def card_of(device: Device, knobs: Configuration) -> torch.device | None:
-    """The card that `open_feed` is to copy for; ``None`` where the device is none, or the knobs say no."""
-    return device.torch_device if device.kind == "cuda" and knobs.get(PIN_MEMORY, True) else None
-
-
-@contextmanager
-def open_feed(
-    workload: Workload,
-    windows: Callable[[int], Iterator[Window]],
-    *,
-    seed: int,
-    workers: int = 0,
-    prefetch: int = AHEAD,
-    sample_seeds: bool = False,
-    card: torch.device | None = None,
-) -> Iterator[Feed | None]:
-    """Open what feeds a loop; its workers are gone afterwards.
-
-    Args:
-        workload: has the data and the collate.
-        windows: the windows of the run from a number on.
-        seed: of the run.
-        workers: processes that fetch and join; 0: the loop does.
-        prefetch: micro-batches that each is ahead by.
-        sample_seeds: seed every sample by itself; with workers that is always so.
-        card: copy what workers have joined to where this card can read it by itself, while it computes.
-
-    Yields:
-        ``None`` where the loop joins its own micro-batches, from the run's own generators.
-    """
-    join = SeededJoin(data=workload.train_data, collate=workload.collate, seed=seed)
-    if not workers:
-        yield SeededFeed(join) if sample_seeds else None
-        return
-    from autobatch.training.workers import WorkerFeed
-
-    feed = WorkerFeed(join, windows, workers=workers, prefetch=prefetch, card=card)
-    try:
-        yield feed
-    finally:
-        feed.close()

@@ -19,7 +19,8 @@ from autobatch.state import seed_everything
 from autobatch.step import assemble
 from autobatch.training.advice import batch_norms
 from autobatch.training.evaluation import rehearse
-from autobatch.training.feed import AHEAD, card_of, open_feed
+from autobatch.training.feed import AHEAD
+from autobatch.training.feeding import card_of, open_feed
 from autobatch.training.loop import Loop
 from autobatch.training.windows import Course
 from autobatch.workload import Workload, kind_of, user_code

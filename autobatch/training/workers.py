@@ -54,7 +54,7 @@ class WorkerLost(AutobatchError, RuntimeError):  # noqa: N818 - what became of i
 
 
 class WorkerFeed:
-    """Micro-batches out of loader workers; see `autobatch.training.feed.open_feed`.
+    """Micro-batches out of loader workers; see `autobatch.training.feeding.open_feed`.
 
     Args:
         join: fetches and joins one, in a worker.

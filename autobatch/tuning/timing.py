@@ -19,7 +19,8 @@ from autobatch.knobs import COMPILE, LOADER_WORKERS
 from autobatch.samples import join
 from autobatch.state import lent, preserved_random_state
 from autobatch.step import Trainee, accumulate, finish
-from autobatch.training.feed import AHEAD, Feed, card_of, open_feed
+from autobatch.training.feed import AHEAD, Feed
+from autobatch.training.feeding import card_of, open_feed
 from autobatch.training.windows import Window
 from autobatch.workload import Batch
 

@@ -23,7 +23,7 @@ import torch
 
 from autobatch.progress import Silent
 from autobatch.training.checkpoint import clean_leftovers, load_newest
-from autobatch.training.feed import open_feed
+from autobatch.training.feeding import open_feed
 from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
 from tests.training.helpers import fingerprint, make_loop
 from tests.training.kinds import RUNS

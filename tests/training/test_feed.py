@@ -26,7 +26,8 @@ from autobatch.failures import complaint_of
 from autobatch.progress import Silent
 from autobatch.state import capture_random_state
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.feed import SeededFeed, SeededJoin, open_feed, seed_generators
+from autobatch.training.feed import SeededFeed, SeededJoin, seed_generators
+from autobatch.training.feeding import open_feed
 from autobatch.training.run import RunSettings, train
 from autobatch.training.signals import stop_on_signals
 from autobatch.training.windows import Course, Window
