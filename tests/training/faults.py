@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.device.base import MemoryStats
-from autobatch.device.cpu import CpuDevice
+from autobatch.device.base import Device, MemoryStats, Meter
+from autobatch.device.cpu import CpuDevice, SilentMeter
 from tests.training.helpers import INFO_NCE, Rows, make_loop, make_workload, points
 
 WINDOW = 1
@@ -39,27 +39,28 @@ class Fault(TorchDispatchMode):
 
 
 class Watching:
-    """A meter that tells a fault what the step is doing."""
+    """A meter that tells a fault what the step is doing; it measures what another one does."""
 
-    def __init__(self, fault: Fault | None) -> None:
+    def __init__(self, fault: Fault | None, inner: Meter | None = None) -> None:
         self._fault = fault
+        self._inner = inner or SilentMeter()
 
     def adopt(self, tensors) -> None:
-        for _ in tensors:
-            pass
+        self._inner.adopt(tensors)
 
     def aside(self):
-        return nullcontext()
+        return self._inner.aside()
 
     def mark(self, phase: str) -> None:
+        self._inner.mark(phase)
         if self._fault is not None:
             self._fault.phase = phase
 
     def stats(self) -> MemoryStats:
-        return MemoryStats(None, None, None, None, None)
+        return self._inner.stats()
 
     def trace(self):
-        return None
+        return self._inner.trace()
 
 
 class Quick(CpuDevice):
@@ -111,15 +112,21 @@ def stateful_contrastive(dtype: torch.dtype = torch.float64):
     return stateful(dtype, loss=INFO_NCE)
 
 
-def train(workload, fault: Fault | None, *, shrink_to: int | None = None, steps: int = 3, precision="fp32"):
+def train(workload, fault: Fault | None, *, device: Device | None = None, **settings):
     """Train; the fault strikes in its window. ``shrink_to``: go on smaller from there by plan instead."""
+    device = device or Quick(memory_budget="1GiB")
+    with device.training() as meter:
+        return _train(workload, fault, device, Watching(fault, meter), **settings)
+
+
+def _train(workload, fault, device, meter, *, shrink_to: int | None = None, steps: int = 3, precision="fp32"):
     loop = make_loop(
         workload,
         target_batch=8,
         micro_batch=4,
         steps=steps,
-        meter=Watching(fault),
-        device=Quick(memory_budget="1GiB"),
+        meter=meter,
+        device=device,
         precision=precision,
     )
     for optimizer in loop.trainee.optimizers:
