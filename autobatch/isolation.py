@@ -136,41 +136,37 @@ class ProbeChild:
         return self.step
 
     def other_order(self) -> Program | None:
-        """What is predicted of the second look of an attempt; nothing from a child that is gone."""
-        try:
-            found: Program | None = self.ask(OTHER_ORDER, "predicting the footprint")
-        except ChildLost:
-            self.restart()
-            return None
+        """What is predicted of the second look of an attempt; see `autobatch.prior.other_order`."""
+        found: Program | None = self._ask_or_none(OTHER_ORDER, "predicting the footprint")
         return found
 
     def others_bytes(self) -> int | None:
         """What other processes hold on the card now; ``None`` where that cannot be read."""
         if self.facts.device.other_processes_bytes is None:
             return None
-        try:
-            found: int | None = self.ask(OTHERS, "reading the card")
-        except AutobatchError:
-            return None
+        found: int | None = self._ask_or_none(OTHERS, "reading the card")
         return found
 
     def traced_peak(self, micro_batch: int) -> int | None:
         """What a trace alone predicts on a card; see `autobatch.prior.traced_peak`."""
         if self.facts.device.kind != "cuda":
             return None
-        try:
-            found: int | None = self.ask((TRACED, micro_batch), "predicting the footprint")
-        except AutobatchError:
-            return None
+        found: int | None = self._ask_or_none((TRACED, micro_batch), "predicting the footprint")
         return found
 
     def remedies(self) -> list[Remedy]:
-        """What would let a micro-batch fit that does not, as predicted; nothing from a child that is gone."""
+        """What would let a micro-batch fit that does not, as predicted."""
+        return self._ask_or_none(REMEDIES, "looking for what would help") or []
+
+    def _ask_or_none(self, message: Any, what: str) -> Any:
+        """An answer that can be done without; a child that was lost over it is replaced."""
         try:
-            found: list[Remedy] = self.ask(REMEDIES, "looking for what would help")
+            return self.ask(message, what)
+        except ChildLost:
+            self.restart()
         except AutobatchError:
-            return []
-        return found
+            pass
+        return None
 
     def ask(self, message: Any, what: str) -> Any:
         """Have the child answer a message.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,14 @@ def crashed():
 def exits():
     return dying(lambda: os._exit(7))
 """
+
+
+@SLOW
+def test_a_child_that_is_lost_over_what_can_be_done_without_is_replaced(train: Path) -> None:
+    with child(train, "workload", "") as probe:
+        os.kill(probe._process.pid, signal.SIGKILL)
+        assert probe.remedies() == []
+        assert probe.run(2).attempt.fits
 
 
 @SLOW
