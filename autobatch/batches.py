@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autobatch.workload import Batch
+from autobatch.workload import Batch, kind_of
 
 if TYPE_CHECKING:
     from autobatch.device.base import Meter
@@ -64,6 +64,11 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
         for value in vars(batch).values():
             if isinstance(value, Tensor | Mapping | list | tuple):
                 yield from tensors_of(value)
+
+
+def form_of(value: object) -> str:
+    """What a value is where a 0-d tensor was expected, for a message: ``a tensor of shape (3,)``."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
 
 
 def feed(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autobatch.batches import map_tensors, tensors_of
+from autobatch.batches import form_of, map_tensors, tensors_of
 from autobatch.errors import InputError
 from autobatch.state import RandomState, capture_random_state, restore_random_state
 from autobatch.workload import Batch, WholeBatchLoss, kind_of, user_code
@@ -180,8 +180,7 @@ def _backward(value: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
 def _checked(value: Any) -> Tensor:
     if isinstance(value, Tensor) and value.dim() == 0:
         return value
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-    raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {found}")
+    raise InputError(f"WholeBatchLoss(loss=…) must return a 0-d tensor, found {form_of(value)}")
 
 
 def _parts(found: Any, size: int) -> list[Tensor]:

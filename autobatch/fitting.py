@@ -144,9 +144,8 @@ def _start(named: Workload | str | None, options: FitOptions, environment: Envir
     earlier = set_aside(out)
     if earlier is not None:
         environment.progress.note(f"an earlier run of {out} was moved to {earlier}")
-    in_child = environment.isolated and not isinstance(named, Workload)
     # A child that runs trials needs the memory that a bench here would hold.
-    bench = None if in_child else _bench(named, options, environment)
+    bench = None if environment.isolates(named) else _bench(named, options, environment)
     since = environment.clock()
     if options.trials:
         result = tuned(result, facts, named, options, environment, bench=bench)

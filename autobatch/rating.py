@@ -7,11 +7,19 @@ import hashlib
 import msgspec
 
 from autobatch.attempt import Bench
-from autobatch.bench import Facts, find_workload, open_bench
+from autobatch.bench import Facts
 from autobatch.config import FitOptions, TuneOptions
 from autobatch.records import Plan, RateTuning, Tuning
 from autobatch.results import Result
-from autobatch.stages import Environment, check_storage, plan_only, purpose_of, storage_of, tuned
+from autobatch.stages import (
+    Environment,
+    bench_opener,
+    check_storage,
+    plan_only,
+    purpose_of,
+    storage_of,
+    tuned,
+)
 from autobatch.tuning.rates import tune_rate
 from autobatch.tuning.runs import open_runs
 from autobatch.tuning.shortrun import RunTask
@@ -77,19 +85,13 @@ def rate_tuned(
         skips=isinstance(options, FitOptions) and options.on_nonfinite == "skip",
     )
     named = None if isinstance(workload, Workload) else workload
-    isolated = environment.isolated and not isinstance(workload, Workload)
-
-    def open_it() -> Bench:
-        return bench or open_bench(find_workload(workload), options, demo=workload is None)
-
+    isolated = environment.isolates(workload)
+    open_it = bench_opener(workload, options, bench)
     with open_runs(named, options, task, bench=open_it, isolated=isolated) as runs:
         found = tune_rate(
             runs,
             task,
-            budget=Budget(
-                options.lr_trials,
-                lambda: options.timeout is not None and environment.clock() - since > options.timeout,
-            ),
+            budget=Budget(options.lr_trials, environment.has_passed(options.timeout, since)),
             seed=options.seed,
             place=_place(facts, options, task, environment),
             progress=lambda number, rate, loss, failure: progress.tried_rate(

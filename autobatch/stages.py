@@ -55,6 +55,14 @@ class Environment:
         """Where autobatch keeps what it learned."""
         return data_home(self.environ)
 
+    def isolates(self, workload: Workload | str | None) -> bool:
+        """Whether what is tried of a workload runs in a child: one that is no reference cannot."""
+        return self.isolated and not isinstance(workload, Workload)
+
+    def has_passed(self, seconds: float | None, since: float) -> Callable[[], bool]:
+        """Whether so many seconds have passed, asked later; never, for ``None``."""
+        return lambda: seconds is not None and self.clock() - since > seconds
+
 
 def run_probe_command(
     workload: Workload | str | None, options: ProbeOptions, environment: Environment
@@ -146,11 +154,8 @@ def tuned(
         seconds=TRIAL_SECONDS,
     )
     named = None if isinstance(workload, Workload) else workload
-    isolated = environment.isolated and not isinstance(workload, Workload)
-
-    def open_it() -> Bench:
-        return bench or open_bench(find_workload(workload), options, demo=workload is None)
-
+    isolated = environment.isolates(workload)
+    open_it = bench_opener(workload, options, bench)
     with open_trials(named, options, task, bench=open_it, isolated=isolated) as trials:
         asked = None if options.knobs is None else parse_knobs(options.knobs)
         axes, notes = applicable(trials.situation(), asked)
@@ -160,10 +165,7 @@ def tuned(
         found = tune(
             trials.measure,
             axes,
-            budget=Budget(
-                options.trials,
-                lambda: options.timeout is not None and environment.clock() - start > options.timeout,
-            ),
+            budget=Budget(options.trials, environment.has_passed(options.timeout, start)),
             seed=options.seed,
             place=_place(facts, options, task, axes, environment),
             certify=trials.certify,
@@ -178,6 +180,13 @@ def tuned(
     if planned != plan:
         progress.planned(planned)
     return msgspec.structs.replace(result, tuning=found.tuning, plan=planned)
+
+
+def bench_opener(
+    workload: Workload | str | None, options: TuneOptions, bench: Bench | None
+) -> Callable[[], Bench]:
+    """Opens what trials in this process run on: the bench that is there, else one of the workload."""
+    return lambda: bench or open_bench(find_workload(workload), options, demo=workload is None)
 
 
 def with_choice(planned: Plan, found: Tuned, axes: Sequence[Axis]) -> Plan:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autobatch.batches import tensors_of, to_device
+from autobatch.batches import form_of, tensors_of, to_device
 from autobatch.caching import backward_of_window
 from autobatch.errors import AutobatchError, InputError
 from autobatch.gradients import LOW_PRECISION, norm_of
@@ -249,9 +249,9 @@ def share_of(trainee: Trainee, tally: Tally, loss: Tensor | Loss, size: int) -> 
     if isinstance(loss, Loss):
         total, count = loss
         if not isinstance(total, Tensor) or total.dim() != 0:
-            raise InputError(f"the total of a Loss must be a 0-d tensor, found {_shape(total)}")
+            raise InputError(f"the total of a Loss must be a 0-d tensor, found {form_of(total)}")
         if isinstance(count, Tensor) and count.dim() != 0:
-            raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {_shape(count)}")
+            raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {form_of(count)}")
         if tally.count is None:
             tally.count = 0.0
             tally.divisor = _power_of_two(_items_per_sample(trainee, count, size) * tally.samples)
@@ -262,7 +262,7 @@ def share_of(trainee: Trainee, tally: Tally, loss: Tensor | Loss, size: int) -> 
             low = loss.dtype in LOW_PRECISION
             tally.divisor = _power_of_two(tally.samples) if low else float(tally.samples)
         return _at_least_32_bits(loss) * (size / tally.divisor)
-    raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {_shape(loss)}")
+    raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
 
 
 def _at_least_32_bits(value: Tensor) -> Tensor:
@@ -323,9 +323,3 @@ def _take_steps(trainee: Trainee, has_gradient: list[bool], *, moved: bool) -> N
     if trainee.average is not None and moved:
         trainee.average.update()
     trainee.stepping = False
-
-
-def _shape(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from autobatch.batches import form_of
 from autobatch.errors import InputError, NonFiniteError
 from autobatch.gradients import LOW_PRECISION, Gradients
 from autobatch.state import BufferKeeper
@@ -76,10 +77,9 @@ class Window:
                 "each, inside `for micro in window:`; add several losses up first"
             )
         if not isinstance(loss, Loss) and not (isinstance(loss, Tensor) and loss.dim() == 0):
-            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
             raise InputError(
                 "window.backward() takes the mean over the samples of the micro-batch, a 0-d tensor, or "
-                f"autobatch.Loss(total, count); found {shape}"
+                f"autobatch.Loss(total, count); found {form_of(loss)}"
             )
         gradients = self._trainee.gradients
         if not self._tally.micro_batches:

@@ -158,5 +158,10 @@ class Kept:
             )
 
 
+def values_of(trial: FrozenTrial) -> dict[str, Any]:
+    """What a trial tries; of one that waits, what it was put in line with."""
+    return trial.params or trial.system_attrs.get("fixed_params", {})
+
+
 def _shown(values: Mapping[str, Any], name: str) -> str:
     return repr(values[name]) if name in values else "missing"

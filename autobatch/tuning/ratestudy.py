@@ -15,7 +15,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.pruners import MedianPruner
 from optuna.trial import TrialState
 
-from autobatch.tuning.keeping import Kept
+from autobatch.tuning.keeping import Kept, values_of
 from autobatch.tuning.sampler import NumberedSampler
 from autobatch.tuning.shortrun import PARTS, REACH, Tried
 
@@ -72,7 +72,7 @@ class RateStudy:
         )
         with self._kept.guarded("opened"):
             open_or_done = self._kept.of(TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE)
-            known = [one.params or one.system_attrs.get("fixed_params", {}) for one in open_or_done]
+            known = [values_of(one) for one in open_or_done]
             for factor in FIRST_LOOK:
                 if {RATE: default * factor} not in known:
                     self._kept.study.enqueue_trial({RATE: default * factor})

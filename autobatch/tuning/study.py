@@ -21,7 +21,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from autobatch.knobs import Axis, Value, defaults
-from autobatch.tuning.keeping import WORKER, Kept
+from autobatch.tuning.keeping import WORKER, Kept, values_of
 from autobatch.tuning.measurement import CONSTRAINTS, Measurement
 from autobatch.tuning.sampler import NumberedSampler
 from autobatch.tuning.space import Key, key_of, nearest_unseen, size_of
@@ -182,7 +182,7 @@ class Study:
         """Trials by their configuration, the first of each."""
         found: dict[Key, FrozenTrial] = {}
         for trial in self._kept.of(*states):
-            values = trial.params or trial.system_attrs.get("fixed_params", {})
+            values = values_of(trial)
             if len(values) == len(self._axes):
                 found.setdefault(key_of(values), trial)
         return found
