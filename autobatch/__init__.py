@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch.errors import AutobatchError, DoesNotFitError, InputError
-    from autobatch.integrations.windows import windows
-    from autobatch.pipeline import estimate, fit, plan, probe, tune
-    from autobatch.records import Plan, Probe
-    from autobatch.results import Result
-    from autobatch.workload import Loss, WholeBatchLoss, Workload
+    from autobatch.api import estimate, fit, plan, probe, tune
+    from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
+    from autobatch.core.records import Plan, Probe
+    from autobatch.integrations.custom_loop import windows
+    from autobatch.report.result import Result
+    from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
 
 _HOMES = {
-    "AutobatchError": "errors",
-    "DoesNotFitError": "errors",
-    "InputError": "errors",
-    "Loss": "workload",
-    "Plan": "records",
-    "Probe": "records",
-    "Result": "results",
-    "WholeBatchLoss": "workload",
-    "Workload": "workload",
-    "estimate": "pipeline",
-    "fit": "pipeline",
-    "plan": "pipeline",
-    "probe": "pipeline",
-    "tune": "pipeline",
-    "windows": "integrations.windows",
+    "AutobatchError": "core.errors",
+    "DoesNotFitError": "core.errors",
+    "InputError": "core.errors",
+    "Loss": "workload.contract",
+    "Plan": "core.records",
+    "Probe": "core.records",
+    "Result": "report.result",
+    "WholeBatchLoss": "workload.contract",
+    "Workload": "workload.contract",
+    "estimate": "api",
+    "fit": "api",
+    "plan": "api",
+    "probe": "api",
+    "tune": "api",
+    "windows": "integrations.custom_loop",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
 """``python -m autobatch``."""
 
-from autobatch.cli import main
+from autobatch.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -10,10 +10,10 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from autobatch import Workload
-from autobatch.config import ProbeOptions, options_from
-from autobatch.progress import Silent
-from autobatch.results import Result
-from autobatch.stages import Environment, run_probe_command
+from autobatch.api import Environment, run_probe_command
+from autobatch.core.options import ProbeOptions, options_from
+from autobatch.core.progress import Silent
+from autobatch.report.result import Result
 
 WIDTH = 16
 

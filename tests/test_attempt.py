@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 
 import autobatch
 from autobatch import Loss, Workload
-from autobatch.attempt import Bench, attempt
-from autobatch.bench import open_bench
-from autobatch.config import ProbeOptions
-from autobatch.errors import DoesNotFitError, InputError
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.options import ProbeOptions
+from autobatch.probing.attempt import Bench, attempt
+from autobatch.probing.setup import open_bench
 from tests.untouched import fingerprint, live_tensors, with_gradients
 
 

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.attempt import WINDOWS, Bench, attempt
-from autobatch.averaging import WeightAverage
+from autobatch.core.errors import RestartSmallerError
+from autobatch.core.units import GiB
+from autobatch.device.allocator.trace import FREE
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
-from autobatch.errors import RestartSmallerError
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.recorder import Setting, record
-from autobatch.footprint.trace import FREE
-from autobatch.samples import Costliest
-from autobatch.units import GiB
+from autobatch.footprint.trace_step import Setting, record
+from autobatch.probing.attempt import WINDOWS, Bench, attempt
+from autobatch.step.ema import WeightAverage
+from autobatch.workload.data import Costliest
 from tests.footprint.workloads import WORKLOADS
 from tests.training.helpers import Rows, apart, make_loop, make_workload, network, points, weights
 from tests.training.overflow import flagged

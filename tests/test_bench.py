@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from autobatch.bench import (
+from autobatch.core.errors import InputError
+from autobatch.core.options import Options, PlanOptions, ProbeOptions
+from autobatch.probing.setup import (
     budget_of,
     build_model,
     facts_of,
@@ -18,9 +20,7 @@ from autobatch.bench import (
     open_device,
     precision_of,
 )
-from autobatch.config import Options, PlanOptions, ProbeOptions
-from autobatch.demo import MEMORY_BUDGET
-from autobatch.errors import InputError
+from autobatch.workload.demo import MEMORY_BUDGET
 from tests.probes import WIDTH, amsgrad, classify, mlp, vectors, work
 from tests.test_attempt import Vectors
 from tests.untouched import fingerprint, with_gradients

@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from autobatch import Workload
-from autobatch.batches import Twice, feed
+from autobatch.core.errors import InputError
 from autobatch.device.cpu import SilentMeter
-from autobatch.errors import InputError
-from autobatch.state import seed_everything
-from autobatch.step import Trainee, run_window
-from autobatch.workload import WholeBatchLoss
+from autobatch.step.train_state import Trainee
+from autobatch.step.train_step import run_window
+from autobatch.workload.contract import WholeBatchLoss
+from autobatch.workload.nested import Twice, feed
+from autobatch.workload.rng import seed_everything
 from tests.training.helpers import (
     INFO_NCE,
     features,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from autobatch import cli
-from autobatch.arguments import parse
-from autobatch.config import COMMANDS
-from autobatch.errors import InputError
-from autobatch.failures import RunLog, Terminated, complaint_of
+from autobatch.cli import main as cli
+from autobatch.cli.failures import RunLog, Terminated, complaint_of
+from autobatch.cli.parser import parse
+from autobatch.core.errors import InputError
+from autobatch.core.options import COMMANDS
 from tests.commandline import SMALL, environment
 
 FIT = ("fit", "--target-batch", "8")
@@ -130,7 +130,7 @@ def test_the_help_says_where_a_value_comes_from(tmp_path: Path, capsys: pytest.C
 def test_help_and_refusals_load_nothing_heavy(tmp_path: Path) -> None:
     code = """
 import sys
-from autobatch import cli
+from autobatch.cli import main as cli
 for words in (["--help"], ["--version"], ["pla"], *([name, "--help"] for name in cli.RUNNING + cli.OTHER)):
     cli.run(words)
 cli.run(["fit", "--target-batch", "0"])

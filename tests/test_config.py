@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.arguments import parse
-from autobatch.config import COMMANDS, FitOptions, Options, PlanOptions, options_from
-from autobatch.errors import InputError
-from autobatch.sources import Given, configured, environment_values, layered
+from autobatch.cli.config_files import Given, configured, environment_values, layered
+from autobatch.cli.parser import parse
+from autobatch.core.errors import InputError
+from autobatch.core.options import COMMANDS, FitOptions, Options, PlanOptions, options_from
 
 PLACES = ("config.toml", "pyproject.toml", "autobatch.toml", "variable", "command line")
 """Earliest first: later ones win."""

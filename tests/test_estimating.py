@@ -7,12 +7,12 @@ from io import StringIO
 import msgspec
 import pytest
 
-from autobatch.config import EstimateOptions
-from autobatch.errors import DoesNotFitError
-from autobatch.estimating import run_estimate
-from autobatch.fits import SavedFit, remember
-from autobatch.report.terminal import Terminal
-from autobatch.units import MiB
+from autobatch.cli.terminal import Terminal
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.options import EstimateOptions
+from autobatch.core.units import MiB
+from autobatch.probing.cache import SavedFit, remember
+from autobatch.probing.estimate import run_estimate
 from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 
 

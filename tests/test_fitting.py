@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import autobatch
-from autobatch.errors import InputError, NonFiniteError
+from autobatch.core.errors import InputError, NonFiniteError
 from tests.training.helpers import apart, make_workload, points, weights
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 512, "trials": 0}

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from autobatch.attempt import Outcome
-from autobatch.footprint.budget import Ledger
+from autobatch.core.records import Attempt
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Program
-from autobatch.footprint.trace import FREE, Trace
-from autobatch.forecast import ReplayForecast, peak_bytes
-from autobatch.records import Attempt
-from autobatch.search import search
+from autobatch.probing.attempt import Outcome
+from autobatch.probing.limits import ReplayForecast, peak_bytes
+from autobatch.probing.search import search
 from tests.test_search import BUDGET, Machine, outcome_of
 
 Rule = Callable[[int], int]

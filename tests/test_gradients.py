@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autobatch.errors import InputError
+from autobatch.core.errors import InputError
 from autobatch.planning import micro_batches
-from autobatch.step import accumulate, finish, run_window
-from autobatch.workload import Loss
+from autobatch.step.train_step import accumulate, finish, run_window
+from autobatch.workload.contract import Loss
 from tests.test_step import KINDS, whole_tokens
 from tests.training.helpers import (
     Rows,

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch.errors import InputError
-from autobatch.files import write_atomic
-from autobatch.fits import SavedFit, Stale, recall, remember
-from autobatch.hardware import (
+from autobatch.core.errors import InputError
+from autobatch.core.files import write_atomic
+from autobatch.core.units import GiB, MiB
+from autobatch.device.profiles import (
     Figure,
     HardwareProfile,
     data_home,
@@ -23,7 +23,7 @@ from autobatch.hardware import (
     read_profile,
     save_profile,
 )
-from autobatch.units import GiB, MiB
+from autobatch.probing.cache import SavedFit, Stale, recall, remember
 
 REPOSITORY = Path(__file__).parents[1]
 SHIPPED = sorted((REPOSITORY / "profiles").glob("*.toml"))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.config import ProbeOptions, options_from
-from autobatch.errors import AutobatchError, InputError, UserCodeError
-from autobatch.isolation import ProbeChild, count_oom_kills
-from autobatch.workload import portable
+from autobatch.core.errors import AutobatchError, InputError, UserCodeError
+from autobatch.core.options import ProbeOptions, options_from
+from autobatch.probing.child import ProbeChild, count_oom_kills
+from autobatch.workload.user_code import portable
 from tests.commandline import SMALL
 
 SLOW = pytest.mark.slow

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.applying import apply_forward, find_blocks
-from autobatch.config import TuneOptions, options_from
-from autobatch.errors import InputError
-from autobatch.knobs import (
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import (
     KNOBS,
     LEFT_OUT,
     Situation,
@@ -24,10 +22,13 @@ from autobatch.knobs import (
     numeric_signature,
     parse_knobs,
 )
-from autobatch.state import seed_everything
-from autobatch.step import Trainee, assemble, run_window
-from autobatch.training.feeding import card_of
-from autobatch.workload import Workload
+from autobatch.core.options import TuneOptions, options_from
+from autobatch.step.apply_knobs import apply_forward, find_blocks
+from autobatch.step.train_state import Trainee, assemble
+from autobatch.step.train_step import run_window
+from autobatch.workload.contract import Workload
+from autobatch.workload.loader import card_of
+from autobatch.workload.rng import seed_everything
 from tests.training.helpers import Rows, make_workload, mean_loss
 
 CARD = Situation(

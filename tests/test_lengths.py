@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.attempt import attempt_at
-from autobatch.bench import facts_of, open_bench
-from autobatch.config import ProbeOptions
-from autobatch.probers import LocalProber
-from autobatch.probing import run_lengths, run_probe
-from autobatch.progress import Silent
-from autobatch.workload import Workload
+from autobatch.core.options import ProbeOptions
+from autobatch.core.progress import Silent
+from autobatch.probing.attempt import attempt_at
+from autobatch.probing.child import LocalProber
+from autobatch.probing.find_limit import run_lengths, run_probe
+from autobatch.probing.setup import facts_of, open_bench
+from autobatch.workload.contract import Workload
 
 LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.errors import InputError
+from autobatch.core.errors import InputError
 from autobatch.planning import learning_rate_factor, make_plan, micro_batches, rank_share, split_evenly
 
 

@@ -10,21 +10,21 @@ import msgspec
 import pytest
 import torch
 
-from autobatch import hardware
-from autobatch.attempt import attempt
-from autobatch.bench import facts_of
-from autobatch.config import EstimateOptions, PlanOptions, ProbeOptions
+from autobatch.api import Environment, run_plan_command
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions
+from autobatch.core.progress import Silent
+from autobatch.core.units import KiB, MiB
+from autobatch.device import profiles as hardware
+from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.cpu import CpuDevice
-from autobatch.errors import DoesNotFitError
-from autobatch.estimating import run_estimate
-from autobatch.fits import SavedFit
-from autobatch.footprint.allocator import CachingAllocator
-from autobatch.prior import pictures, remedies_of, traced_peak
-from autobatch.probers import LocalProber
-from autobatch.probing import run_probe
-from autobatch.progress import Silent
-from autobatch.stages import Environment, run_plan_command
-from autobatch.units import KiB, MiB
+from autobatch.probing.attempt import attempt
+from autobatch.probing.cache import SavedFit
+from autobatch.probing.child import LocalProber
+from autobatch.probing.estimate import run_estimate
+from autobatch.probing.find_limit import run_probe
+from autobatch.probing.limits import pictures, remedies_of, traced_peak
+from autobatch.probing.setup import facts_of
 from tests.footprint.test_recorder import bench
 from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 

@@ -10,15 +10,15 @@ from torch.utils.data import Dataset
 
 import autobatch
 from autobatch import Workload
-from autobatch import attempt as attempts
-from autobatch.attempt import Bench, Outcome, attempt
-from autobatch.bench import open_bench
-from autobatch.config import PlanOptions, ProbeOptions
-from autobatch.errors import DoesNotFitError, InputError
-from autobatch.probers import SpillGuard, open_prober
-from autobatch.probing import run_probe
-from autobatch.records import Attempt
-from autobatch.stages import Environment, run_plan_command
+from autobatch.api import Environment, run_plan_command
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.options import PlanOptions, ProbeOptions
+from autobatch.core.records import Attempt
+from autobatch.probing import attempt as attempts
+from autobatch.probing.attempt import Bench, Outcome, attempt
+from autobatch.probing.child import SpillGuard, open_prober
+from autobatch.probing.find_limit import run_probe
+from autobatch.probing.setup import open_bench
 from benchmarks.workloads import WORKLOADS
 from tests.probes import WIDTH, amsgrad, mlp, probed, vectors, work
 

@@ -20,22 +20,32 @@ from optuna.trial import TrialState
 from torch import nn
 
 import autobatch
-from autobatch import fitting, rating
-from autobatch.attempt import Bench
-from autobatch.config import TuneOptions, options_from
+from autobatch import api as fitting
+from autobatch import api as rating
+from autobatch.api import Environment
+from autobatch.cli.failures import Terminated
+from autobatch.core.errors import InputError
+from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.progress import Silent
+from autobatch.core.records import RatePair, RateTuning
 from autobatch.device.cpu import CpuDevice
-from autobatch.errors import InputError
-from autobatch.failures import Terminated
 from autobatch.planning import make_plan
-from autobatch.progress import Silent
-from autobatch.records import RatePair, RateTuning
-from autobatch.samples import Costliest
-from autobatch.stages import Environment
-from autobatch.tuning.rates import MINIMUM_GAIN, decide, gain_over, tune_rate
-from autobatch.tuning.runs import LocalRuns, open_runs
-from autobatch.tuning.shortrun import PARTS, REACH, RunTask, Seen, Tried, parts_of, short_run
-from autobatch.tuning.tuner import Budget, Place
-from autobatch.workload import WholeBatchLoss, Workload
+from autobatch.probing.attempt import Bench
+from autobatch.tuning.find_fastest import Budget, Place
+from autobatch.tuning.find_learning_rate import MINIMUM_GAIN, decide, gain_over, tune_rate
+from autobatch.tuning.lr_trial import (
+    PARTS,
+    REACH,
+    LocalRuns,
+    RunTask,
+    Seen,
+    Tried,
+    open_runs,
+    parts_of,
+    short_run,
+)
+from autobatch.workload.contract import WholeBatchLoss, Workload
+from autobatch.workload.data import Costliest
 from tests.commandline import SMALL, environment
 from tests.training.helpers import Rows, make_workload
 from tests.untouched import fingerprint, with_gradients
@@ -364,9 +374,9 @@ def test_no_trial_starts_when_the_time_is_over() -> None:
 
 KILLED = """
 import os, signal, sys
-from autobatch.tuning.rates import tune_rate
-from autobatch.tuning.shortrun import RunTask, Seen
-from autobatch.tuning.tuner import Budget, Place
+from autobatch.tuning.find_learning_rate import tune_rate
+from autobatch.tuning.lr_trial import RunTask, Seen
+from autobatch.tuning.find_fastest import Budget, Place
 
 begun = 0
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from autobatch.fits import SavedFit
+from autobatch.probing.cache import SavedFit
 from tests.probes import WIDTH, amsgrad, mlp, probed, work
 
 

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autobatch.errors import InputError
-from autobatch.samples import FIRST_LOOK, LONG_SCAN_SECONDS, SCAN_SECONDS, Costliest, elements, join
-from autobatch.workload import Workload, blamed_part
+from autobatch.core.errors import InputError
+from autobatch.workload.contract import Workload
+from autobatch.workload.data import FIRST_LOOK, LONG_SCAN_SECONDS, SCAN_SECONDS, Costliest, elements, join
+from autobatch.workload.user_code import blamed_part
 
 
 def workload(data: Any, **fields: Any) -> Workload:
@@ -188,7 +189,7 @@ def test_a_want_of_memory_while_joining_is_not_blamed_on_the_shapes(monkeypatch:
     def starved(_: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr("autobatch.samples.default_collate", starved)
+    monkeypatch.setattr("autobatch.workload.data.default_collate", starved)
     with pytest.raises(torch.OutOfMemoryError):
         join(workload([torch.zeros(2), torch.zeros(2)]), [0, 1])
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autobatch.attempt import Outcome
-from autobatch.failures import Terminated
-from autobatch.footprint.budget import Ledger
-from autobatch.footprint.trace import FREE, Trace
-from autobatch.forecast import ReplayForecast
-from autobatch.records import Attempt
-from autobatch.search import search
+from autobatch.cli.failures import Terminated
+from autobatch.core.records import Attempt
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.probing.attempt import Outcome
+from autobatch.probing.limits import ReplayForecast
+from autobatch.probing.search import search
 
 BUDGET = 10_000
 

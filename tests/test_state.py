@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.attempt import Bench, attempt
+from autobatch.core.errors import InputError
 from autobatch.device.cpu import CpuDevice
-from autobatch.errors import InputError
-from autobatch.samples import Costliest
-from autobatch.state import capture_random_state, lent, preserved_random_state, restore_random_state
+from autobatch.probing.attempt import Bench, attempt
+from autobatch.step.restore import lent
+from autobatch.workload.data import Costliest
+from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 from tests.training.helpers import fingerprint, make_workload, points
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.planning import micro_batches
-from autobatch.step import run_window
-from autobatch.workload import Loss
+from autobatch.step.train_step import run_window
+from autobatch.workload.contract import Loss
 from tests.training.helpers import (
     IGNORED,
     language_model,

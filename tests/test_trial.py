@@ -12,23 +12,23 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch import rating, stages
-from autobatch.attempt import Bench, attempt
-from autobatch.bench import with_knobs
-from autobatch.config import FitOptions, TuneOptions, options_from
+from autobatch import api as rating
+from autobatch import api as stages
+from autobatch.core.knobs import Configuration
+from autobatch.core.options import FitOptions, TuneOptions, options_from
 from autobatch.device.cpu import CpuDevice
-from autobatch.knobs import Configuration
-from autobatch.samples import Costliest
-from autobatch.state import capture_random_state
-from autobatch.training import opening
-from autobatch.tuning import lab as labs_module
-from autobatch.tuning.lab import Lab, Task, micro_batch_of
-from autobatch.tuning.labs import IsolatedTrials, open_trials
-from autobatch.tuning.losscheck import LossCheck
-from autobatch.tuning.measurement import LOSS, MEMORY, RUNS, Measurement
+from autobatch.probing.attempt import Bench, attempt
+from autobatch.probing.setup import with_knobs
+from autobatch.training import build as opening
+from autobatch.tuning import trial as labs_module
+from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Measurement
+from autobatch.tuning.find_fastest import Tuned
+from autobatch.tuning.loss_check import LossCheck
 from autobatch.tuning.timing import Timing, time_steps
-from autobatch.tuning.tuner import Tuned
-from autobatch.workload import Workload
+from autobatch.tuning.trial import IsolatedTrials, Lab, Task, micro_batch_of, open_trials
+from autobatch.workload.contract import Workload
+from autobatch.workload.data import Costliest
+from autobatch.workload.rng import capture_random_state
 from tests.commandline import SMALL
 from tests.training.helpers import Rows, make_workload, mean_loss
 
@@ -343,7 +343,7 @@ def test_tuning_puts_the_choice_into_the_plan(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_was_chosen_is_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     best = {"micro_batch_shift": 1, "checkpointing": "full", "optimizer": "fused"}
-    real = stages.tune
+    real = stages.find_fastest
 
     def chosen(*given: Any, **more: Any) -> Tuned:
         found = real(*given, **more)
@@ -353,7 +353,7 @@ def test_what_was_chosen_is_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     seen = []
     assemble = opening.assemble
-    monkeypatch.setattr(stages, "tune", chosen)
+    monkeypatch.setattr(stages, "find_fastest", chosen)
     monkeypatch.setattr(
         opening, "assemble", lambda *given, **more: seen.append(assemble(*given, **more)) or seen[-1]
     )
@@ -370,7 +370,7 @@ def test_what_was_chosen_is_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert result.plan.micro_batches == [4, 4, 4]
     assert result.plan.knobs == {"checkpointing": "full", "optimizer": "fused"}
     group = seen[0].optimizers[0].param_groups[0]
-    assert (group["fused"], seen[0].loss.__module__) == (True, "autobatch.applying")
+    assert (group["fused"], seen[0].loss.__module__) == (True, "autobatch.step.apply_knobs")
     assert result.training is not None
     assert result.training.optimizer_steps == 2
 

@@ -15,25 +15,24 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch import stages
-from autobatch.attempt import Bench, attempt
-from autobatch.config import FitOptions, TuneOptions, options_from
+from autobatch import api as stages
+from autobatch.core.knobs import LOADER_WORKERS, applicable
+from autobatch.core.options import FitOptions, TuneOptions, options_from
+from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.cpu import CpuDevice
+from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.footprint.allocator import CachingAllocator
-from autobatch.hardware import load_profile
-from autobatch.knobs import LOADER_WORKERS, applicable
 from autobatch.planning import micro_batches
-from autobatch.samples import Costliest
-from autobatch.state import capture_random_state
-from autobatch.tuning import lab as lab_module
-from autobatch.tuning.lab import Lab, Task
-from autobatch.tuning.labs import open_trials
-from autobatch.tuning.measurement import Measurement
-from autobatch.tuning.shortrun import RunTask, short_run
-from autobatch.tuning.situation import usable_cores
+from autobatch.probing.attempt import Bench, attempt
+from autobatch.tuning import trial as lab_module
+from autobatch.tuning.configuration import Measurement
+from autobatch.tuning.context import usable_cores
+from autobatch.tuning.find_fastest import Tuned
+from autobatch.tuning.lr_trial import RunTask, short_run
 from autobatch.tuning.timing import Timing, fetch_share
-from autobatch.tuning.tuner import Tuned
+from autobatch.tuning.trial import Lab, Task, open_trials
+from autobatch.workload.data import Costliest
+from autobatch.workload.rng import capture_random_state
 from tests.commandline import SMALL
 from tests.training.helpers import make_workload, mean_loss, points
 from tests.training.kinds import Augmented
@@ -265,13 +264,13 @@ def choosing(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None
     """Let the tuner choose what it is told to."""
 
     def choose(best: dict[str, Any]) -> None:
-        real = stages.tune
+        real = stages.find_fastest
 
         def chosen(*given: Any, **more: Any) -> Tuned:
             found = real(*given, **more)
             return Tuned(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
 
-        monkeypatch.setattr(stages, "tune", chosen)
+        monkeypatch.setattr(stages, "find_fastest", chosen)
 
     return choose
 
@@ -279,7 +278,7 @@ def choosing(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None
 def test_what_was_chosen_trains_and_goes_on_when_the_run_is_resumed(
     choosing: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autobatch.tuning.situation.usable_cores", lambda: 4)
+    monkeypatch.setattr("autobatch.tuning.context.usable_cores", lambda: 4)
     best = {"loader_workers": 2, "expandable_segments": True}
     choosing(best)
     seen: set[int] = set()

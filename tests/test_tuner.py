@@ -17,18 +17,16 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autobatch.errors import InputError
-from autobatch.knobs import Axis, Configuration, defaults
-from autobatch.records import Tuning
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import Axis, Configuration, defaults
+from autobatch.core.records import Tuning
 from autobatch.tuning import sampler as samplers
 from autobatch.tuning import storage as storages
-from autobatch.tuning.choosing import MINIMUM_GAIN, compare
-from autobatch.tuning.keeping import check_storage
-from autobatch.tuning.measurement import LOSS, MEMORY, Measurement, refused
-from autobatch.tuning.space import every, key_of, size_of
-from autobatch.tuning.study import Study
-from autobatch.tuning.tuner import Budget, Place, Tuned, tune
-from autobatch.tuning.worker import this_worker
+from autobatch.tuning.compare import MINIMUM_GAIN, compare
+from autobatch.tuning.configuration import LOSS, MEMORY, Measurement, every, key_of, refused, size_of
+from autobatch.tuning.find_fastest import Budget, Place, Tuned, tune
+from autobatch.tuning.storage import this_worker
+from autobatch.tuning.study import Study, check_storage
 
 AXES = [
     Axis("micro_batch_shift", (0, 1, 2, 3)),

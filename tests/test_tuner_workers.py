@@ -21,9 +21,9 @@ TRIALS = 14
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
-from autobatch.knobs import Axis
-from autobatch.tuning.measurement import Measurement
-from autobatch.tuning.tuner import Budget, Place, tune
+from autobatch.core.knobs import Axis
+from autobatch.tuning.configuration import Measurement
+from autobatch.tuning.find_fastest import Budget, Place, tune
 
 name, storage, trials = sys.argv[1], sys.argv[2], int(sys.argv[3])
 axes = [Axis("a", (0, 1, 2, 3)), Axis("b", ("x", "y")), Axis("c", (False, True)), Axis("d", ("m", "n"))]

@@ -13,21 +13,22 @@ from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
 from autobatch import WholeBatchLoss, Workload
-from autobatch.attempt import WINDOWS, attempt
-from autobatch.batches import feed
-from autobatch.bench import facts_of, open_bench
-from autobatch.config import EstimateOptions, PlanOptions, options_from
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING
+from autobatch.core.options import EstimateOptions, PlanOptions, options_from
+from autobatch.core.units import KiB
 from autobatch.device.cpu import SilentMeter
-from autobatch.errors import DoesNotFitError
-from autobatch.estimating import run_estimate
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.recorder import record
-from autobatch.knobs import CHANNELS_LAST, CHECKPOINTING
-from autobatch.step import assemble, run_window
-from autobatch.tuning.losscheck import MICRO_BATCHES, LossCheck
-from autobatch.tuning.losscheck import SAMPLES as COMPARED
+from autobatch.footprint.trace_step import record
+from autobatch.probing.attempt import WINDOWS, attempt
+from autobatch.probing.estimate import run_estimate
+from autobatch.probing.setup import facts_of, open_bench
+from autobatch.step.train_state import assemble
+from autobatch.step.train_step import run_window
+from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck
+from autobatch.tuning.loss_check import SAMPLES as COMPARED
 from autobatch.tuning.timing import Timing, time_steps
-from autobatch.units import KiB
+from autobatch.workload.nested import feed
 from tests.footprint.test_recorder import bench, setting
 from tests.footprint.workloads import WORKLOADS
 from tests.probes import WIDTH, probed, vectors, work

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from autobatch.errors import InputError
-from autobatch.finding import load_workload
-from autobatch.workload import Workload, blame, blamed_part, describe, remarks_on, user_code, user_frame
+from autobatch.core.errors import InputError
+from autobatch.workload.contract import Workload
+from autobatch.workload.reference import load_workload
+from autobatch.workload.user_code import blame, blamed_part, describe, remarks_on, user_code, user_frame
 
 FIELDS: dict[str, Any] = {
     "model": lambda: None,

@@ -9,27 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from autobatch.device.allocator.ledger import MemoryStats
 
 if TYPE_CHECKING:
     import torch
 
-    from autobatch.footprint.budget import Allocator
-    from autobatch.footprint.program import Trace
-    from autobatch.records import DeviceRecord
-
-
-class MemoryStats(NamedTuple):
-    """Readings of the allocator, in bytes; ``None`` where the device cannot give the figure."""
-
-    allocated_bytes: int | None
-    """Held by live tensors now."""
-    reserved_bytes: int | None
-    """Held by the allocator now, cached blocks included."""
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    retries: int | None
-    """Allocations that succeeded only after cached segments were given back."""
+    from autobatch.core.records import DeviceRecord
+    from autobatch.device.allocator.ledger import Allocator
+    from autobatch.device.allocator.trace import Trace
 
 
 class Meter(Protocol):
@@ -46,7 +35,7 @@ class Meter(Protocol):
         """Inside, nothing is counted: for what a card would never see, such as a batch being joined."""
 
     def mark(self, phase: str) -> None:
-        """Say what comes next; see `autobatch.step.Mark`."""
+        """Say what comes next; see `autobatch.step.train_step.Mark`."""
 
     def stats(self) -> MemoryStats:
         """Read the allocator; in a probe, waits for the device to finish what it was given."""

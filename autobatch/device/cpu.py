@@ -12,16 +12,18 @@ from contextlib import contextmanager
 
 import torch
 
-from autobatch.device.base import MemoryStats, Meter
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.records import DeviceRecord
+from autobatch.core.units import MiB, format_bytes, parse_budget
+from autobatch.device.allocator.ledger import Ledger, MemoryStats, OutOfBudget
+from autobatch.device.allocator.trace import Trace
+from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.base import Meter
 from autobatch.device.host import HostMemory, cpu_name, host_memory
-from autobatch.device.tracker import StorageTracker
-from autobatch.errors import DoesNotFitError, InputError
-from autobatch.footprint.budget import Ledger, OutOfBudget
-from autobatch.footprint.trace import Trace
-from autobatch.records import DeviceRecord
-from autobatch.units import MiB, format_bytes, parse_budget
 
 HEADROOM_SHARE = 0.1
+
+
 HEADROOM_LEAST_BYTES = 512 * MiB
 """Left free where no budget is given: the larger of a share of the total and this, for the interpreter, the
 workers that load data, and what operators use besides tensors."""

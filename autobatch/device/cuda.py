@@ -18,21 +18,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.records import DeviceRecord, MemoryHolder, Record
+from autobatch.core.units import MiB, format_bytes, parse_budget
 from autobatch.device import nvml
-from autobatch.device.base import MemoryStats
-from autobatch.device.history import History, recorded
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.cuda_history import History, recorded
 from autobatch.device.host import host_memory
-from autobatch.errors import DoesNotFitError, InputError
-from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
-from autobatch.records import DeviceRecord, MemoryHolder, Record
-from autobatch.units import MiB, format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from autobatch.footprint.program import Trace
+    from autobatch.device.allocator.trace import Trace
+
 
 _HEADROOM_SHARE = 0.05
+
+
 _HEADROOM_LEAST_BYTES = 512 * MiB
 
 
@@ -73,7 +76,7 @@ class CudaMeter:
         return contextlib.nullcontext()
 
     def mark(self, phase: str) -> None:
-        """Say what comes next; see `autobatch.step.Mark`."""
+        """Say what comes next; see `autobatch.step.train_step.Mark`."""
         self.phase = phase
 
     def stats(self) -> MemoryStats:

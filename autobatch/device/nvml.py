@@ -14,12 +14,14 @@ import importlib.metadata
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autobatch.records import MemoryHolder, Record
+from autobatch.core.records import MemoryHolder, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+
 T = TypeVar("T")
+
 
 _REASONS = {  # by NVML's error number
     3: "the card does not offer this reading (unified memory, or a virtual card)",
@@ -34,7 +36,11 @@ _REASONS = {  # by NVML's error number
     18: "the driver and its library are of different versions: restart after a driver update",
     999: "unknown error 999: a container may have lost its cards, restart it",
 }
+
+
 _REINSTALL = "pip uninstall pynvml, then pip install --force-reinstall nvidia-ml-py"
+
+
 _ORDINAL = re.compile(r"[+-]?[0-9]+")
 
 

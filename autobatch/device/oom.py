@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from autobatch.errors import AutobatchError
+from autobatch.core.errors import AutobatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,15 +88,24 @@ _PATTERNS = (
     _Pattern(Verdict.SUSPECT, r"\bDataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Bus error)"),
 )
 
+
 # After these the context answers nothing any more, whatever else stands in the chain.
 _DEAD_CONTEXT = re.compile(
     r"\b(?:CUDA|HIP)(?: driver)? error: (?:an illegal memory access|device-side assert|misaligned address"
     r"|unspecified launch failure|an illegal instruction)"
 )
+
+
 # Of several verdicts in a chain the first of these counts.
 _BY_WEIGHT = (Verdict.FATAL, Verdict.DEVICE, Verdict.HOST, Verdict.SUSPECT)
+
+
 _COMPILED = tuple((row.verdict, re.compile(row.text)) for row in _PATTERNS)
+
+
 _WINDOWS_COMMIT_LIMIT = 1455  # ERROR_COMMITMENT_LIMIT: "The paging file is too small"
+
+
 _LINE_WIDTH = 240
 
 

@@ -17,16 +17,21 @@ from typing import Protocol
 
 import torch
 
-from autobatch.device.base import MemoryStats, Meter
-from autobatch.device.tracker import StorageTracker
-from autobatch.errors import DoesNotFitError, InputError
-from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator, OutOfBudget, cuda_oom_text
-from autobatch.records import DeviceRecord
-from autobatch.units import MiB, format_bytes, parse_budget
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.records import DeviceRecord
+from autobatch.core.units import MiB, format_bytes, parse_budget
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import MemoryStats, OutOfBudget, cuda_oom_text
+from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.base import Meter
 
 HEADROOM_SHARE = 0.05
+
+
 HEADROOM_LEAST_BYTES = 512 * MiB
 """Left free where no budget is given, as on a card that is here: the larger of a share of it, and this."""
+
+
 USUAL_CONTEXT_BYTES = 512 * MiB
 """For a card whose context was never seen: between 0.1 and 0.7 GiB in CUDA's out-of-memory texts."""
 

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 aten = torch.ops.aten
 
+
 _LOW = (torch.float16, torch.bfloat16)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
-from autobatch.footprint.budget import Ledger
+from autobatch.core.records import MemoryCurve, PredictedPoint
+from autobatch.core.units import format_bytes
+from autobatch.device.allocator.ledger import Allocator, Ledger
+from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Polynomial, replay
-from autobatch.footprint.trace import FREE
-from autobatch.units import format_bytes
+from autobatch.footprint.program import Polynomial, Untraceable
 
 MODULES = 3
 """How many modules a line for people names."""
@@ -82,3 +84,128 @@ def explain(step: Footprint, micro_batch: int, *, depth: int = 2) -> Explanation
 
 def _cut(module: str, depth: int) -> str:
     return ".".join(module.split(".")[:depth]) or "(the model itself)"
+
+
+POINTS = 24
+"""Micro-batches whose peaks are predicted for a picture."""
+
+
+MOST_POSITIONS = 500
+"""Events of a step that a picture keeps."""
+
+
+KINDS = (
+    "parameters",
+    "averaged weights",
+    "optimizer state",
+    "gradients",
+    "batch",
+    "activations",
+    "temporaries",
+)
+"""From the bottom: what stays longest first."""
+
+
+CACHED = "cached"
+"""Held by the allocator, and by no tensor."""
+
+
+def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> MemoryCurve:
+    """Live memory over the events of the last window: steady state, the optimizer's step included.
+
+    Args:
+        step: what it allocates.
+        micro_batch: at which size.
+        allocator: empty, without a limit. Where it caches, what it holds besides is a category of its own.
+
+    Raises:
+        Untraceable: the step follows no rule at that size.
+    """
+    trace = step.program.at(micro_batch)
+    first = _last_window(trace)
+    live = dict.fromkeys(KINDS, 0)
+    handles: dict[int, tuple[object, int]] = {}
+    rows: list[tuple[int, dict[str, int]]] = []
+    for index, (block, size) in enumerate(trace.events):
+        kind = step.labels[block].kind
+        if size == FREE:
+            handle, held = handles.pop(block)
+            allocator.free(handle)
+            live[kind] -= held
+        else:
+            handles[block] = allocator.malloc(size), size
+            live[kind] += size
+        if index >= first:
+            rows.append((index - first, live | _cached(allocator, sum(live.values()))))
+    rows = _thinned(rows)
+    names = [name for name in rows[-1][1] if any(row[name] for _, row in rows)] if rows else []
+    return MemoryCurve(
+        positions=[float(position) for position, _ in rows],
+        categories={name: [row[name] for _, row in rows] for name in names},
+        phases=_phases(trace, first),
+    )
+
+
+def predicted_points(
+    step: Footprint, micro_batch: int, new_allocator: Callable[[], Allocator], cap: int
+) -> list[PredictedPoint]:
+    """Predicted peaks at micro-batches around an answer, the answer and its successor among them.
+
+    Args:
+        step: what it allocates.
+        micro_batch: the answer.
+        new_allocator: an empty allocator without a limit, for every replay.
+        cap: the largest micro-batch to ask for.
+    """
+    last = min(cap, max(micro_batch + 1, micro_batch * 5 // 4))
+    spread = {1 + (last - 1) * number // (POINTS - 1) for number in range(POINTS)}
+    points = []
+    for size in sorted(spread | {micro_batch, min(micro_batch + 1, last)}):
+        try:
+            outcome = replay(step.program.at(size), new_allocator())
+        except Untraceable:
+            continue
+        peak = outcome.peak_reserved_bytes
+        held = outcome.peak_allocated_bytes if peak is None else peak
+        points.append(PredictedPoint(micro_batch=size, peak_reserved_bytes=held))
+    return points
+
+
+def _last_window(trace: Trace) -> int:
+    """Index of the first event of the last window: behind the optimizer's step of the one before."""
+    starts = [
+        position
+        for (_, before), (position, phase) in pairwise(trace.marks)
+        if phase == "forward" and before == "optimizer"
+    ]
+    return starts[-1] if starts else 0
+
+
+def _phases(trace: Trace, first: int) -> dict[str, float]:
+    """Where the phases of the last window begin; those that come more than once are numbered."""
+    marks = [(position - first, phase) for position, phase in trace.marks if position >= first]
+    names = [phase for _, phase in marks]
+    found: dict[str, float] = {}
+    for number, (position, phase) in enumerate(marks):
+        count = names[: number + 1].count(phase)
+        found[f"{phase} {count}" if names.count(phase) > 1 else phase] = float(position)
+    return found
+
+
+def _cached(allocator: Allocator, live: int) -> dict[str, int]:
+    reserved = allocator.reserved_bytes
+    return {} if reserved is None else {CACHED: max(0, reserved - live)}
+
+
+def _thinned(rows: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[str, int]]]:
+    """Of each stretch of events, the one at which most is held; the first and the last stay."""
+    if len(rows) <= MOST_POSITIONS:
+        return rows
+    inner = rows[1:-1]
+    count = MOST_POSITIONS - 2
+    edges = [len(inner) * number // count for number in range(count + 1)]
+    tops = [
+        max(inner[start:end], key=lambda row: sum(row[1].values()) - row[1].get(CACHED, 0))
+        for start, end in pairwise(edges)
+    ]
+    return [rows[0], *tops, rows[-1]]

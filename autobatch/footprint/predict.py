@@ -20,20 +20,24 @@ from typing import NamedTuple
 
 from torch import nn
 
-from autobatch.errors import AutobatchError, InputError
-from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
-from autobatch.footprint.budget import Ledger
-from autobatch.footprint.personality import missing_parts
-from autobatch.footprint.program import Program, Replay, Untraceable, largest, replay
-from autobatch.footprint.recorder import Setting, record
-from autobatch.footprint.recording import Label, Recording
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import Replay, Trace, replay
+from autobatch.footprint.cuda_policy import missing_parts
+from autobatch.footprint.program import Program, Untraceable, largest
 from autobatch.footprint.selftest import self_test
-from autobatch.footprint.trace import Trace
+from autobatch.footprint.trace_mode import Label, Recording
+from autobatch.footprint.trace_step import Setting, record
 
 SIZES = (2, 3, 5, 8)
 """Micro-batches that are traced: 1 is special to many operators; two tell a line, the third checks it.
 Where it does not hold, three tell a parabola and the fourth checks that."""
+
+
 MARGIN = 0.03
+
+
 CONVOLUTION_MARGIN = 0.1
 """Shares of a budget by which a prediction may be too high; cuDNN's scratch for convolutions is unseen."""
 
@@ -50,7 +54,7 @@ class Footprint:
     labels: tuple[Label, ...]
     """By block number."""
     first_products: tuple[int, ...]
-    """Where libraries take their workspaces; see `autobatch.footprint.recorder.Recording`."""
+    """Where libraries take their workspaces; see `autobatch.footprint.trace_mode.Recording`."""
     margin: float
     """Share of a budget by which its prediction may be too high."""
     notes: tuple[str, ...]

@@ -16,14 +16,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, Self
 
-from autobatch.errors import AutobatchError
-from autobatch.footprint.budget import Allocator
-from autobatch.footprint.trace import FREE, Replay, Trace, replay
+from autobatch.core.errors import AutobatchError
+from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator.trace import FREE, Replay, Trace, replay
 
 __all__ = ["FREE", "Polynomial", "Program", "Replay", "Trace", "Untraceable", "largest", "replay"]
 
+
 _ROUNDS = 8
 """How often `largest` goes on from such a size: near the limit what is reserved can be all jumps."""
+
+
 _NEIGHBOURS = 16
 """How far behind the answer `largest` looks for a micro-batch that fits all the same, by default."""
 

@@ -1,7 +1,7 @@
 """What would let a larger micro-batch fit, and how large: every change is traced, none is a rule of thumb.
 
 The change is made to the twin of the model that is traced, the way that training would make it
-(`autobatch.applying`), and the new program is searched under the same budget.
+(`autobatch.step.apply_knobs`), and the new program is searched under the same budget.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autobatch.applying import find_blocks
-from autobatch.errors import AutobatchError
-from autobatch.footprint.budget import Allocator
+from autobatch.core.errors import AutobatchError
+from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
+from autobatch.core.records import Remedy
+from autobatch.core.units import format_bytes
+from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator.trace import replay
 from autobatch.footprint.predict import Footprint, footprint, with_workspaces
-from autobatch.footprint.program import Program, Untraceable, largest, replay
-from autobatch.footprint.recorder import Setting
-from autobatch.knobs import CHECKPOINTING, OPTIMIZER
-from autobatch.records import Remedy
-from autobatch.units import format_bytes
+from autobatch.footprint.program import Program, Untraceable, largest
+from autobatch.footprint.trace_step import Setting
+from autobatch.step.apply_knobs import find_blocks
 
 NATIVE_BF16 = (8, 0)
 """Compute capability from which cards have matrix units for bf16 (NVIDIA Ampere)."""
+
+
 TRACING_SECONDS = 20.0
 """No further change is traced that would take longer than this in all, by what the last one took."""
+
+
 LEAST_CHANGE = 0.01
 """Where no larger micro-batch is gained, a peak must fall by this share to be worth a line."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autobatch.footprint.recorder import Setting, record
-from autobatch.footprint.recording import Recording
-from autobatch.footprint.trace import FREE
-from autobatch.workload import Workload
+from autobatch.device.allocator.trace import FREE
+from autobatch.footprint.trace_mode import Recording
+from autobatch.footprint.trace_step import Setting, record
+from autobatch.workload.contract import Workload
 
 _SAMPLES = 10
+
+
 _WIDTH = 64
 
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autobatch.integrations.even import even_split
-from autobatch.records import Plan
+from autobatch.core.records import Plan
+from autobatch.planning import even_split
 
 
 def arguments(plan: Plan) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autobatch.integrations.even import even_split
-from autobatch.records import Plan, Precision
+from autobatch.core.records import Plan, Precision
+from autobatch.planning import even_split
 
 _PRECISIONS: dict[Precision, str] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from autobatch.errors import InputError
-from autobatch.records import DeviceRecord, Plan, Probe, StepRecord
-from autobatch.report.curves import training_figure
-from autobatch.report.data import ReportData, load_run
-from autobatch.report.figures import memory_figure
-from autobatch.report.markup import Markup, element, join
-from autobatch.report.palette import EITHER
-from autobatch.report.picture import Mark, Picture, Table
-from autobatch.report.rates import rates_figure
-from autobatch.report.split import plan_figure
-from autobatch.report.trials import trials_figure
-from autobatch.report.verdict import (
+from autobatch.core.records import DeviceRecord, Estimate, Plan, Probe, RunRecord, StepRecord
+from autobatch.core.units import format_bytes
+from autobatch.report.charts.curves import training_figure
+from autobatch.report.charts.drawing import Mark, Picture, Table
+from autobatch.report.charts.memory import memory_figure
+from autobatch.report.charts.split import plan_figure
+from autobatch.report.charts.trials import rates_figure, trials_figure
+from autobatch.report.html import Markup, element, join
+from autobatch.report.sentences import (
     count,
     decimal,
     fits_in_words,
@@ -35,24 +32,25 @@ from autobatch.report.verdict import (
     tuning_in_words,
     verdict,
 )
-from autobatch.units import format_bytes
-
-if TYPE_CHECKING:
-    from autobatch.estimating import Estimate, Estimates
-    from autobatch.results import Result
+from autobatch.report.theme import EITHER
 
 WIDEST = "max-width:720px"
+
+
 _LEFT = "text-align:left"
+
+
 _GLYPHS = {
     "line": "—", "dash": "┄", "dot": "●", "ring": "○", "cross": "✕", "block": "■", "triangle": "▲",
 }  # fmt: skip
+
 
 Facts = Iterable[tuple[str, str | None]]
 
 
 def probe_html(probe: Probe, device: DeviceRecord) -> str:
     """Show the largest micro-batch that fits, and how it was found."""
-    data = ReportData(device=device, probe=probe)
+    data = RunRecord(device=device, probe=probe)
     return _fragment(
         verdict(data), [*_device_facts(device), *_probe_facts(probe)], [memory_figure(device, probe)]
     )
@@ -60,16 +58,21 @@ def probe_html(probe: Probe, device: DeviceRecord) -> str:
 
 def plan_html(plan: Plan, device: DeviceRecord, probe: Probe | None = None) -> str:
     """Show how the target batch is made."""
-    data = ReportData(device=device, probe=probe, plan=plan)
+    data = RunRecord(device=device, probe=probe, plan=plan)
     rows = [*_device_facts(device), *_probe_facts(probe), *_plan_facts(plan)]
     return _fragment(
         verdict(data), rows, [plan_figure(plan), None if probe is None else memory_figure(device, probe)]
     )
 
 
-def result_html(result: Result) -> str:
-    """Show all that ran; the curves of training come out of the run's folder, as long as it is there."""
-    data = ReportData(device=result.device, probe=result.probe, plan=result.plan, training=result.training)
+def run_html(result: RunRecord, *, metrics: list[StepRecord], report: Path | None) -> str:
+    """Show all that ran.
+
+    Args:
+        result: the records of the run.
+        metrics: one for each window, for the curves of training.
+        report: the page of the run.
+    """
     rows: list[tuple[str, str | None]] = [*_device_facts(result.device), *_probe_facts(result.probe)]
     pictures: list[Picture | None] = []
     if result.plan is not None:
@@ -90,21 +93,19 @@ def result_html(result: Result) -> str:
             for name, value in result.training.validation.items()
         ]
         rows.append(("Checkpoint", result.training.checkpoint))
-        pictures.insert(0, training_figure(_metrics(result), result.checkpoints))
-    rows.append(("Report", None if result.report is None else str(result.report)))
-    return _fragment(verdict(data), rows, pictures)
+        pictures.insert(0, training_figure(metrics, result.checkpoints))
+    rows.append(("Report", None if report is None else str(report)))
+    return _fragment(verdict(result), rows, pictures)
 
 
-def estimates_html(estimates: Estimates) -> str:
+def estimates_html(estimates: Sequence[Estimate], notes: Iterable[str]) -> str:
     """Show what is predicted to fit, a card a row."""
-    fitting = [one for one in estimates.estimates if one.fits]
-    words = (
-        f"Predicted to fit on {len(fitting)} of {many(len(estimates.estimates), 'card')}; none was touched."
-    )
+    fitting = [one for one in estimates if one.fits]
+    words = f"Predicted to fit on {len(fitting)} of {many(len(estimates), 'card')}; none was touched."
     head = ["Card", "Budget", "Precision", "Micro-batch", "Peak reserved", "One optimizer step"]
-    table = Table(caption=words, head=head, rows=[_estimate_row(one) for one in estimates.estimates])
-    notes = [element("p", note) for note in estimates.notes]
-    return _named(element("div", element("p", element("strong", words)), _table(table), notes))
+    table = Table(caption=words, head=head, rows=[_estimate_row(one) for one in estimates])
+    lines = [element("p", note) for note in notes]
+    return _named(element("div", element("p", element("strong", words)), _table(table), lines))
 
 
 def _estimate_row(one: Estimate) -> list[str]:
@@ -136,17 +137,6 @@ def _plan_facts(plan: Plan) -> Facts:
         ("Precision", plan.precision),
         ("Chosen besides", ", ".join(f"{name} = {value}" for name, value in plan.knobs.items()) or None),
     ]
-
-
-def _metrics(result: Result) -> list[StepRecord]:
-    """The run's own records; none where its folder is gone or holds another run by now."""
-    if result.out is None:
-        return []
-    try:
-        stored = load_run(result.out)
-    except InputError:
-        return []
-    return stored.metrics if stored.created == (result.created or "") else []
 
 
 def _fragment(words: str, rows: Facts, pictures: Sequence[Picture | None]) -> str:

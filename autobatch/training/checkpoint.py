@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch.errors import CheckpointError
+from autobatch.core.errors import CheckpointError
 from autobatch.training.manifest import (
     MANIFEST,
     STATE,
@@ -34,6 +34,8 @@ from autobatch.training.manifest import (
 )
 
 _NAME = re.compile(r"step-(\d+)")
+
+
 _LEFTOVER = re.compile(r"step-\d+\.(?:tmp|trash)-\d+")
 
 

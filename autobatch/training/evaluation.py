@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from autobatch.caching import Rows
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.errors import DoesNotFitError, InputError
-from autobatch.samples import join
-from autobatch.state import preserved_random_state
-from autobatch.step import Trainee, precision_context, tensors_of, to_device
-from autobatch.workload import Batch, Loss, WholeBatchLoss, Workload, kind_of, user_code
+from autobatch.step.train_state import Trainee, precision_context
+from autobatch.step.whole_batch import Rows
+from autobatch.workload.contract import Batch, Loss, WholeBatchLoss, Workload, kind_of
+from autobatch.workload.data import join
+from autobatch.workload.nested import tensors_of, to_device
+from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.user_code import user_code
 
 REHEARSED = 2
 """Validation samples that loss and metrics are tried on before training."""

@@ -10,43 +10,74 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.batches import feed
-from autobatch.device.base import Device, MemoryStats, Meter
+from autobatch.core.errors import DoesNotFitError, NonFiniteError, RestartSmallerError
+from autobatch.core.records import StepRecord
+from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.errors import DoesNotFitError, NonFiniteError, RestartSmallerError
 from autobatch.planning import micro_batches
-from autobatch.records import StepRecord
-from autobatch.samples import join
-from autobatch.state import capture_random_state, restore_random_state
-from autobatch.step import Trainee, WindowResult, accumulate, finish
-from autobatch.training.advice import matched_momentum
-from autobatch.training.culprits import describe_samples
-from autobatch.training.feed import Feed
-from autobatch.training.noise import NoiseScale
-from autobatch.training.resume import capture_loop, restore_loop
-from autobatch.training.warmup import warmed_up, warmup_factor
-from autobatch.training.windows import Course, Window
-from autobatch.workload import Batch, WholeBatchLoss, Workload, user_code
+from autobatch.step.gradients import Optimizers
+from autobatch.step.train_state import Trainee
+from autobatch.step.train_step import WindowResult, accumulate, finish
+from autobatch.training.batchnorm import matched_momentum
+from autobatch.training.noise_scale import NoiseScale
+from autobatch.training.nonfinite import describe_samples
+from autobatch.workload.contract import Batch, WholeBatchLoss, Workload
+from autobatch.workload.data import join
+from autobatch.workload.feed import Feed
+from autobatch.workload.nested import feed
+from autobatch.workload.order import Course, Window
+from autobatch.workload.rng import capture_random_state, restore_random_state
+from autobatch.workload.user_code import user_code
+
+
+def warmup_factor(samples_seen: int, warmup_samples: int | None) -> float:
+    """Share of the learning rate for the window that ends after so many samples: it grows in proportion."""
+    return 1.0 if warmup_samples is None else min(1.0, samples_seen / warmup_samples)
+
+
+@contextmanager
+def warmed_up(optimizers: Optimizers, factor: float) -> Iterator[None]:
+    """Inside, all learning rates are ``factor`` times what they are; schedules never see it."""
+    if factor == 1.0:
+        yield
+        return
+    kept = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    try:
+        for group, rate in kept:
+            group["lr"] = rate * factor
+        yield
+    finally:
+        for group, rate in kept:
+            group["lr"] = rate
+
 
 REPLAYS_IN_A_ROW = 2
 """A window that runs out of memory more often than this ends the run: memory is going elsewhere."""
+
+
 LEAST_LOSS_SCALE = 2.0**-10
 """Gradients that overflow even at this scale are not finite by themselves."""
+
+
 SKIPS_IN_A_ROW = 3
 """Windows in a row that may be skipped for not being finite: more are a run gone wrong."""
+
+
 READINGS_EVERY = 16
 """Windows between two readings of the allocator in the steady state: a reading waits for the device."""
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """A training run between two windows; what `state_dict` returns is all that a resume needs."""
+    """A training run between two windows; `autobatch.training.loop_state` says all that a resume needs."""
 
     workload: Workload
     trainee: Trainee
@@ -123,24 +154,6 @@ class Loop:
                 oom_recoveries=self.oom_recoveries,
                 recovered=trouble,
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, between two windows."""
-        return capture_loop(self)
-
-    def load_state_dict(self, state: dict[str, Any], *, same_hardware: bool) -> None:
-        """Go on where a checkpoint was written.
-
-        Args:
-            state: what `state_dict` returned.
-            same_hardware: also take over the micro-batch and the generators of the card, so that the rest of
-                the run is the same bit for bit; otherwise the windows are the same, and the micro-batch is
-                what was planned here.
-
-        Raises:
-            InputError: it is the state of another model, optimizer or schedule.
-        """
-        restore_loop(self, state, same_hardware=same_hardware)
 
     def _advance(self, window: Window, result: WindowResult) -> None:
         """Count the window; schedules follow only the optimizers that stepped."""

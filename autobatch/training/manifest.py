@@ -11,12 +11,20 @@ from typing import IO, Any
 
 import torch
 
-from autobatch.errors import CheckpointError
+from autobatch.core.errors import CheckpointError
 
 SCHEMA = 1
+
+
 MANIFEST = "manifest.json"
+
+
 STATE = "state.pt"
+
+
 _SEAL = b'{"sha256": "'
+
+
 _SEALED = len(_SEAL) + 64 + 2
 """Where what the manifest's own sum covers begins."""
 

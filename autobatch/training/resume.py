@@ -1,182 +1,130 @@
-"""All that the rest of a run depends on, as plain values and tensors, and back.
-
-What goes into a checkpoint is read again by ``torch.load(weights_only=True)``, which refuses NumPy's scalars
-and arrays: they become plain numbers and tensors here.
-"""
+"""What a resumed run must have in common with the run that it goes on with."""
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+import msgspec
 
-from autobatch.averaging import load_average
-from autobatch.errors import InputError
-from autobatch.state import capture_random_state, restore_random_state
+from autobatch.core.errors import InputError
+from autobatch.core.options import FitOptions
+from autobatch.core.records import Plan
+from autobatch.training.checkpoint import Loaded, clean_leftovers, load_newest
+from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.workload.order import Course
 
-if TYPE_CHECKING:
-    from autobatch.training.loop import Loop
+_SAME = {
+    "device": "device",
+    "device_kind": "kind of device",
+    "total_bytes": "size of its memory",
+    "torch": "torch",
+    "precision": "--precision",
+}
+"""What a run depends on bit for bit, by its name in the key of what fits."""
 
 
-def capture_loop(loop: Loop) -> dict[str, Any]:
-    """The state of a loop between two windows."""
-    trainee = loop.trainee
-    random_state = capture_random_state()
-    numpy = random_state.numpy
+def load_run_state(out: Path) -> Loaded:
+    """The newest checkpoint of a run.
+
+    Raises:
+        InputError: there is none.
+    """
+    clean_leftovers(out / CHECKPOINTS)
+    loaded = load_newest(out / CHECKPOINTS)
+    if loaded is None:
+        raise InputError(f"--resume found no checkpoint in {out / CHECKPOINTS}: start without --resume")
+    return loaded
+
+
+def stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
+    """The plan that the run was started with.
+
+    Raises:
+        InputError: it cannot be read, or the options ask for another batch or another seed.
+    """
+    try:
+        planned = msgspec.convert(resumed.facts["plan"], Plan)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise InputError(f"{resumed.path} holds no plan that can be read: {error}") from None
+    if planned.target_batch != options.target_batch:
+        raise InputError(
+            f"--target-batch {options.target_batch} does not match the run in {resumed.path}, which has a "
+            f"target batch of {planned.target_batch}: give that, or start without --resume"
+        )
+    if resumed.facts.get("seed") != options.seed:
+        raise InputError(
+            f"--seed {options.seed} does not match the run in {resumed.path}, which has seed "
+            f"{resumed.facts.get('seed')}: the order of the data would change"
+        )
+    warmup = resumed.facts.get("warmup_samples")
+    if warmup != options.warmup_samples:
+        raise InputError(
+            f"--warmup-samples {options.warmup_samples} does not match the run in {resumed.path}, which has "
+            f"{warmup}: give the same, or start without --resume"
+        )
+    return planned
+
+
+def course_facts(course: Course) -> dict[str, Any]:
+    """What a checkpoint keeps of the run's windows."""
     return {
-        "model": trainee.model.state_dict(),
-        "buffers": _unsaved_buffers(trainee.model),
-        "optimizers": [plain(optimizer.state_dict()) for optimizer in trainee.optimizers],
-        "schedules": [plain(schedule.state_dict()) for schedule in loop.schedules],
-        "scaler": None if trainee.scaler is None else trainee.scaler.state_dict(),
-        "average": None if trainee.average is None else trainee.average.state_dict(),
-        "items_per_sample": trainee.items_per_sample,
-        "noise": loop.noise.state_dict(),
-        "random": {
-            "python": random_state.python,
-            "numpy": None if numpy is None else (numpy[0], torch.from_numpy(numpy[1].copy()), *numpy[2:]),
-            "torch": random_state.torch,
-            "cuda": random_state.cuda,
-        },
-        "counters": {
-            "windows_seen": loop.windows_seen,
-            "steps_applied": loop.steps_applied,
-            "oom_recoveries": loop.oom_recoveries,
-            "skipped_in_a_row": loop.skipped_in_a_row,
-            "micro_batch": loop.micro_batch,
-        },
+        "windows": course.total,
+        "samples": course.samples,
+        "last_window": course.last_window,
+        "samples_taken": course.seen(course.total),
     }
 
 
-def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
-    """Put a loop into a state that `capture_loop` returned; see `Loop.load_state_dict`.
+def refuse_another_course(resumed: Loaded, course: Course, *, scheduled: bool) -> None:
+    """Make sure that the windows that are left are those that the run would have gone on with.
+
+    Args:
+        resumed: the checkpoint.
+        course: the windows that are asked for now.
+        scheduled: the workload has a schedule, which is made for so many steps and cannot go on for others.
 
     Raises:
-        InputError: it is the state of another model, optimizer or schedule.
+        InputError: they are not; says what differs.
     """
-    trainee = loop.trainee
-    try:
-        trainee.model.load_state_dict(state["model"])
-        _load_buffers(trainee.model, state["buffers"], trainee.device)
-        for optimizer, saved in zip(trainee.optimizers, state["optimizers"], strict=True):
-            _load_optimizer(optimizer, saved)
-        for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
-            schedule.load_state_dict(saved)
-        load_average(trainee.average, state.get("average"))
-    except InputError:
-        raise
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        text = (str(error).splitlines() or [""])[0]
+    facts, run = resumed.facts, f"the run in {resumed.path}"
+    samples = facts.get("samples", course.samples)
+    if samples != course.samples:
         raise InputError(
-            f"the checkpoint is of another model, optimizer or schedule ({type(error).__name__}: {text}): "
-            "give the workload that it was written with, or start without --resume"
-        ) from error
-    if trainee.scaler is not None and state["scaler"]:
-        trainee.scaler.load_state_dict(state["scaler"])
-    trainee.items_per_sample = state["items_per_sample"]
-    if "noise" in state:
-        loop.noise.load_state_dict(state["noise"])
-    counters = state["counters"]
-    loop.windows_seen = counters["windows_seen"]
-    loop.steps_applied = counters["steps_applied"]
-    loop.oom_recoveries = counters["oom_recoveries"]
-    loop.skipped_in_a_row = counters.get("skipped_in_a_row", 0)
-    if same_hardware:
-        loop.micro_batch = counters["micro_batch"]
-    _restore_random(state["random"], with_cuda=same_hardware)
-
-
-def check_storable(state: Mapping[str, Any]) -> None:
-    """Make sure that a state can be read back, before a run is built on it; tensors are not written.
-
-    Raises:
-        InputError: it holds objects that a checkpoint cannot hold; says where.
-    """
-    for part, value in state.items():
-        file = io.BytesIO()
-        try:
-            torch.save(_skeleton(value), file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception as error:
-            lines = [
-                line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line
-            ]
-            found = lines[0] if lines else f"{type(error).__name__}"
-            raise InputError(
-                f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
-                f"executing anything: {found}; keep only numbers, text, tensors and containers of them"
-            ) from None
-
-
-def plain(value: Any) -> Any:
-    """The same value with NumPy's scalars as Python's, exactly; containers without any are kept."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
-    if isinstance(value, dict):
-        changed = {plain(key): plain(one) for key, one in value.items()}
-        same = all(a is b for a, b in zip(changed.values(), value.values(), strict=True))
-        return value if same and all(a is b for a, b in zip(changed, value, strict=True)) else changed
-    if type(value) in (list, tuple):
-        items = [plain(one) for one in value]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-    return value
-
-
-def _skeleton(value: Any) -> Any:
-    """The same structure with every tensor empty."""
-    if isinstance(value, Tensor):
-        return torch.empty(0)
-    if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):
-        if isinstance(value, dict):
-            return {key: _skeleton(one) for key, one in value.items()}
-        return type(value)(_skeleton(one) for one in value)
-    return value
-
-
-def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a state dict leaves out: a forward pass may change them all the same."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
-
-
-def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
-    for name, value in saved.items():
-        path, _, own = name.rpartition(".")
-        module = model.get_submodule(path)
-        known = module._buffers.get(own)
-        if known is not None and known.shape == value.shape and known.dtype == value.dtype:
-            known.copy_(value)
-        else:
-            module._buffers[own] = value.to(device)
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load the state as it was: torch would round float32 state of 16-bit parameters to 16 bits."""
-    optimizer.load_state_dict(saved)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for name, value in saved["state"].get(number, {}).items():
-            loaded = optimizer.state[parameter][name]
-            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][name] = value.to(loaded.device, copy=True)
-
-
-def _restore_random(state: Mapping[str, Any], *, with_cuda: bool) -> None:
-    numpy = state["numpy"]
-    current = capture_random_state()
-    cuda: list[Tensor] = state["cuda"] if with_cuda and len(state["cuda"]) == len(current.cuda) else []
-    restore_random_state(
-        current._replace(
-            python=state["python"],
-            numpy=None if numpy is None else (numpy[0], numpy[1].numpy(), *numpy[2:]),
-            torch=state["torch"],
-            cuda=cuda,
+            f"the training data have {course.samples:,} samples, and {run} has {samples:,}: the order of the "
+            "data would change; give the same data, or start without --resume"
         )
-    )
+    last_window = facts.get("last_window", course.last_window)
+    if last_window != course.last_window:
+        raise InputError(
+            f"--last-window {course.last_window} does not match {run}, which has {last_window}: give that, "
+            "or start without --resume"
+        )
+    total = facts.get("windows")
+    if scheduled and total != course.total:
+        raise InputError(
+            f"{run} and its schedule are for {total} optimizer steps, this is for {course.total}: give the "
+            "same --steps or --epochs, or start without --resume"
+        )
+    done = resumed.state["counters"]["windows_seen"]
+    if done > course.total:
+        raise InputError(
+            f"{run} has taken {done} optimizer steps already, and this is for {course.total}: give its own "
+            "--steps or --epochs, or more"
+        )
+    taken = facts.get("samples_taken")
+    if done == total and taken is not None and taken != course.seen(done):
+        raise InputError(
+            f"{run} ended with a short window, where one of {course.target_batch} would have stood: "
+            "it cannot run on; start without --resume"
+        )
+
+
+def differences(resumed: Loaded, key: Mapping[str, Any], planned: Plan, options: FitOptions) -> list[str]:
+    """What forbids to take over what is the same bit for bit only where all else is the same; by name."""
+    stored = resumed.facts.get("key", {})
+    found = [said for name, said in _SAME.items() if stored.get(name) != key.get(name)]
+    if options.max_micro_batch is not None and options.max_micro_batch < planned.micro_batch:
+        found.append("--max-micro-batch")
+    return found

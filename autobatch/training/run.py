@@ -14,22 +14,82 @@ from typing import Any, Literal
 
 import msgspec
 
-from autobatch.errors import AutobatchError, CheckpointError, Interrupted, RestartSmallerError
-from autobatch.files import write_atomic
-from autobatch.progress import Progress
-from autobatch.records import Training
-from autobatch.state import preserved_random_state
+from autobatch.core.errors import AutobatchError, CheckpointError, Interrupted, RestartSmallerError
+from autobatch.core.files import write_atomic
+from autobatch.core.progress import Progress
+from autobatch.core.records import StepRecord, Training
+from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
 from autobatch.training.evaluation import Reach, evaluate
 from autobatch.training.loop import Loop
-from autobatch.training.resume import check_storable
-from autobatch.training.signals import StopRequest, stop_on_signals
-from autobatch.training.sinks import TENSORBOARD, JsonLines, Sink, open_tensorboard
-from autobatch.training.summary import Summary
-from autobatch.training.weights import export_weights
+from autobatch.training.loop_state import capture_loop, check_storable
+from autobatch.training.metrics import TENSORBOARD, JsonLines, Sink, open_tensorboard
+from autobatch.training.run_folder import CHECKPOINTS, METRICS, export_weights
+from autobatch.workload.rng import preserved_random_state
 
-CHECKPOINTS = "checkpoints"
-METRICS = "metrics.jsonl"
+
+class Summary:
+    """Running totals of a run; constant in size."""
+
+    def __init__(self) -> None:
+        self.first_loss: float | None = None
+        self.final_loss: float | None = None
+        self.skipped = 0
+        self.samples = 0
+        self.seconds = 0.0
+        self._before = 0
+        self._count = 0.0
+        """Items of the last window: the target batch in the unit of the noise scale."""
+
+    def recall(self, row: Mapping[str, Any]) -> None:
+        """Take in a window that was trained before the run was resumed."""
+        loss = row.get("loss")
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.final_loss = loss if loss is not None else self.final_loss
+        self.skipped += not row.get("applied", True)
+        self._before = row.get("samples", self._before)
+
+    def add(self, record: StepRecord) -> None:
+        """Take in a window."""
+        self.first_loss = record.loss if self.first_loss is None else self.first_loss
+        self.final_loss = record.loss if record.loss is not None else self.final_loss
+        self.skipped += not record.applied
+        self.samples = record.samples - self._before
+        self.seconds += record.seconds
+        self._count = record.count
+
+    def training(
+        self,
+        loop: Loop,
+        validation: dict[str, float | None],
+        saved: Path | None,
+        resumed: Loaded | None,
+        failed_saves: list[int],
+    ) -> Training:
+        """The summary of a run that came to its end."""
+        average = loop.trainee.average
+        noise = loop.noise.estimate()
+        return Training(
+            optimizer_steps=loop.steps_applied,
+            samples=loop.course.seen(loop.windows_seen),
+            samples_per_s=self.samples / self.seconds if self.seconds else None,
+            first_loss=self.first_loss,
+            final_loss=self.final_loss,
+            oom_recoveries=loop.oom_recoveries,
+            resumed_from=None if resumed is None else str(resumed.path),
+            checkpoint=None if saved is None else str(saved),
+            seconds=self.seconds,
+            skipped_windows=self.skipped,
+            validation=validation,
+            noise_scale=noise.noise_scale,
+            noise_band=(noise.low, noise.high),
+            noise_advice=None if noise.low is None else noise.sentence(round(self._count)),
+            micro_batch=loop.micro_batch,
+            ema=None if average is None else average.decay,
+            failed_checkpoints=failed_saves,
+        )
+
+
 SHRINKING = "oom.json"
 """Left by a run that ended out of memory: the micro-batch to go on with."""
 
@@ -67,7 +127,7 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     """
     settings.out.mkdir(parents=True, exist_ok=True)
     _take_over_shrinking(loop, settings.out, resumed)
-    check_storable(loop.state_dict())
+    check_storable(capture_loop(loop))
     tally = Summary()
     _rewind(settings.out / METRICS, loop.windows_seen, tally)
     run = _Run(loop, settings, resumed)
@@ -215,7 +275,7 @@ class _Run:
             progress.note(f"{error}; the run goes on without it (--on-failed-save continue)")
 
     def _save(self) -> None:
-        state = self._loop.state_dict()
+        state = capture_loop(self._loop)
         check_storable(state)
         self.saved = save_checkpoint(
             self._settings.out / CHECKPOINTS,

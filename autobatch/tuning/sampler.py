@@ -12,6 +12,8 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial
 
 STARTUP_SHARE = 4
+
+
 MOST_STARTUP = 10
 """Trials drawn at random before a model is fitted: one of so many, and at most so many."""
 

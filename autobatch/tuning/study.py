@@ -1,30 +1,321 @@
-"""A study in Optuna's hands: what was tried, and what to try next.
+"""A study of one learning rate in Optuna's hands, on a logarithmic scale around the default.
 
-    WAITING ──► RUNNING ──► COMPLETE    feasible or not; samplers learn nothing from what is failed or pruned
-                   └──────► FAIL        its process ended, or was stopped
-
-Several workers may share a study. What a trial draws depends on the seed and its number alone, so that no two
-draw the same, and a study that goes on does not draw again what it drew before.
+A trial that diverges, or that the pruner ends, is COMPLETE and infeasible: samplers learn nothing from what
+is failed or pruned, and what is infeasible is never the best.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 import random
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Literal, NamedTuple
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
+from optuna.pruners import BasePruner, MedianPruner
+from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from autobatch.knobs import Axis, Value, defaults
-from autobatch.tuning.keeping import WORKER, Kept, values_of
-from autobatch.tuning.measurement import CONSTRAINTS, Measurement
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.knobs import Axis, Value, defaults
+from autobatch.tuning.configuration import CONSTRAINTS, Key, Measurement, key_of, nearest_unseen, size_of
+from autobatch.tuning.lr_trial import PARTS, REACH, Tried
 from autobatch.tuning.sampler import NumberedSampler
-from autobatch.tuning.space import Key, key_of, nearest_unseen, size_of
+from autobatch.tuning.storage import Worker, describe_storage, is_gone, open_storage, reason_of, this_worker
+
+MADE_FOR = "made_for"
+
+
+WORKER = "worker"
+
+
+ORPHAN_SECONDS = 60.0
+"""A trial that runs this long without a word of whose it is has lost its process in its first moment."""
+
+
+@contextmanager
+def guarded(storage: str | None, what: str) -> Iterator[None]:
+    """Inside, whatever a storage raises becomes one line.
+
+    Args:
+        storage: see `Kept`.
+        what: what is done to it: ``opened``, ``read``, ``used`` or ``written``.
+
+    Raises:
+        InputError: the storage is gone, or refuses.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Of interfaces that Optuna calls experimental.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    except AutobatchError:
+        raise
+    except Exception as error:
+        reason = reason_of(error)
+        advice = "give a database URL, grpc://host:port or the path of a journal file"
+        if "locked" in reason:
+            advice = "another process holds it: wait for its end, or give another storage"
+        raise InputError(
+            f"the storage {describe_storage(storage)} of the study cannot be {what}: {reason}; {advice}"
+        ) from error
+
+
+def check_storage(storage: str | None) -> None:
+    """See that a storage can be opened, before minutes are spent on what is to be kept there.
+
+    Raises:
+        InputError: it cannot be opened, or does not answer.
+    """
+    if storage is None:
+        return
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with guarded(storage, "opened"):
+        opened = optuna.storages.get_storage(open_storage(storage))
+        opened.get_all_studies()
+        opened.remove_session()
+
+
+class Kept:
+    """A study and where it is kept.
+
+    Args:
+        name: of the study in its storage.
+        storage: a database URL, ``grpc://host:port``, or the path of a journal file; ``None``: in memory.
+        made_for: what its figures depend on; plain values by name.
+        direction: ``maximize`` or ``minimize``.
+        sampler: draws the trials.
+        pruner: says which trials are not worth their end; ``None``: none is stopped.
+
+    Raises:
+        InputError: the storage cannot be opened or is locked, or the study was made for something else.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        storage: str | None,
+        *,
+        made_for: Mapping[str, Any],
+        direction: Literal["maximize", "minimize"],
+        sampler: BaseSampler,
+        pruner: BasePruner | None = None,
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._storage = storage
+        self._me = this_worker()
+        with self.guarded("opened"):
+            self.study = optuna.create_study(
+                study_name=name,
+                storage=open_storage(storage),
+                direction=direction,
+                load_if_exists=True,
+                sampler=sampler,
+                pruner=pruner or optuna.pruners.NopPruner(),
+            )
+            self._check_purpose(dict(made_for))
+            self.close_orphans()
+
+    def of(self, *states: TrialState) -> list[FrozenTrial]:
+        """Trials in these states, in order."""
+        return self.study.get_trials(deepcopy=False, states=states)
+
+    def ask(self) -> optuna.Trial:
+        """A trial that is known to be this process's."""
+        trial = self.study.ask()
+        trial.set_user_attr(WORKER, list(self._me))
+        return trial
+
+    def abandon(self, trial: optuna.Trial) -> None:
+        """Close a trial that is not going to end; whatever fails here is not worth another error."""
+        with suppress(Exception):
+            self.study.tell(trial, state=TrialState.FAIL)
+
+    def close_orphans(self) -> None:
+        """Close the trials of processes that have ended."""
+        now = datetime.datetime.now(tz=datetime.UTC)
+        for trial in self.of(TrialState.RUNNING):
+            owner = trial.user_attrs.get(WORKER)
+            if owner is not None:
+                gone = is_gone(Worker(*owner), self._me)
+            else:
+                begun = trial.datetime_start or now
+                gone = (now - begun.astimezone(datetime.UTC)).total_seconds() > ORPHAN_SECONDS
+            if gone:
+                with suppress(UpdateFinishedTrialError):
+                    self.study.tell(trial.number, state=TrialState.FAIL)
+
+    def guarded(self, what: str) -> AbstractContextManager[None]:
+        """See `guarded`."""
+        return guarded(self._storage, what)
+
+    def _check_purpose(self, made_for: dict[str, Any]) -> None:
+        known = self.study.user_attrs.get(MADE_FOR)
+        if known is None and not self.study.get_trials(deepcopy=False):
+            self.study.set_user_attr(MADE_FOR, made_for)
+            return
+        known = known or {}
+        differing = [
+            f"{name} is {_shown(made_for, name)} here and {_shown(known, name)} there"
+            for name in sorted({*made_for, *known})
+            if made_for.get(name) != known.get(name)
+        ]
+        if differing:
+            raise InputError(
+                f"the study {self.study.study_name!r} in {describe_storage(self._storage)} was made for "
+                f"something else: {'; '.join(differing)}: choose another --study"
+            )
+
+
+def values_of(trial: FrozenTrial) -> dict[str, Any]:
+    """What a trial tries; of one that waits, what it was put in line with."""
+    return trial.params or trial.system_attrs.get("fixed_params", {})
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "missing"
+
+
+RATE = "learning_rate"
+
+
+FIRST_LOOK = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
+"""The first trials, in shares of the default: the whole range, before a model has its say."""
+
+
+TRAINS = "does_not_train"
+"""Constraint: it diverged, was ended, or raised an error."""
+
+
+STARTUP = 4
+"""Trials that are run to their end before any is ended early."""
+
+
+WARM_PARTS = PARTS // 2
+"""Parts of a run before which none is ended: a small learning rate is slow at first."""
+
+
+class AskedRate(NamedTuple):
+    """A learning rate to try."""
+
+    trial: optuna.Trial
+    rate: float
+    known: Tried | None
+    """What it came to, where it was tried before: samplers repeat points by design."""
+
+
+class RateStudy:
+    """Learning rates that were tried, and the next one.
+
+    Args:
+        default: the learning rate of the plan; the first trial.
+        name: of the study in its storage.
+        storage: a database URL, ``grpc://host:port``, or the path of a journal file; ``None``: in memory.
+        made_for: what its figures depend on; plain values by name.
+        seed: same seed, same figures, same questions.
+        trials: how many are planned.
+
+    Raises:
+        InputError: the storage cannot be opened or is locked, or the study was made for something else.
+    """
+
+    def __init__(
+        self,
+        default: float,
+        *,
+        name: str,
+        storage: str | None,
+        made_for: Mapping[str, Any],
+        seed: int,
+        trials: int,
+    ) -> None:
+        self._default = default
+        self._sampler = NumberedSampler(seed, trials, parzen=True)
+        pruner = MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=WARM_PARTS)
+        self._kept = Kept(
+            name, storage, made_for=made_for, direction="minimize", sampler=self._sampler, pruner=pruner
+        )
+        with self._kept.guarded("opened"):
+            open_or_done = self._kept.of(TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE)
+            known = [values_of(one) for one in open_or_done]
+            for factor in FIRST_LOOK:
+                if {RATE: default * factor} not in known:
+                    self._kept.study.enqueue_trial({RATE: default * factor})
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._kept.study.study_name
+
+    @property
+    def sampler(self) -> str:
+        """Who asks the questions, for people."""
+        return self._sampler.kind
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know of how trials were chosen, a line each."""
+        return self._sampler.notes
+
+    def taken(self) -> int:
+        """Learning rates that were tried, or are being tried by a process that lives."""
+        with self._kept.guarded("read"):
+            self._kept.close_orphans()
+            return len(self._kept.of(TrialState.RUNNING, TrialState.COMPLETE))
+
+    def ask(self) -> AskedRate:
+        """A learning rate to try; the first is the default."""
+        with self._kept.guarded("used"):
+            trial = self._kept.ask()
+            low, high = self._default / REACH, self._default * REACH
+            rate = trial.suggest_float(RATE, low, high, log=True)
+            return AskedRate(trial, rate, next((one for one in self.finished() if one.rate == rate), None))
+
+    def is_hopeless(self, asked: AskedRate, part: int, loss: float) -> bool:
+        """Keep the loss of a part; whether it is worse than the median of the trials before (Optuna's
+        ``MedianPruner``). The default always runs to its end: all others are held against it.
+        """
+        with self._kept.guarded("written"):
+            asked.trial.report(loss, part)
+            return asked.rate != self._default and asked.trial.should_prune()
+
+    def tell(self, asked: AskedRate, tried: Tried) -> None:
+        """Keep what a trial came to: its loss, and no more than the worst so far where it is infeasible."""
+        with self._kept.guarded("written"), suppress(UpdateFinishedTrialError):
+            for name in ("loss", "first", "failure"):
+                asked.trial.set_user_attr(name, getattr(tried, name))
+            asked.trial.set_constraint(TRAINS, -1.0 if tried.failure is None else 1.0)
+            self._kept.study.tell(asked.trial, self._value(tried))
+
+    def abandon(self, asked: AskedRate) -> None:
+        """Close a trial that is not going to end."""
+        self._kept.abandon(asked.trial)
+
+    def finished(self) -> list[Tried]:
+        """Every learning rate that was tried, in order."""
+        with self._kept.guarded("read"):
+            return [
+                Tried(
+                    trial.params[RATE],
+                    trial.user_attrs.get("loss"),
+                    trial.user_attrs.get("first"),
+                    trial.user_attrs.get("failure", "nothing is known of it"),
+                )
+                for trial in self._kept.of(TrialState.COMPLETE)
+                if RATE in trial.params
+            ]
+
+    def _value(self, tried: Tried) -> float:
+        """A loss that grew beyond all bounds would flatten all differences between the others."""
+        if tried.failure is None and tried.loss is not None:
+            return tried.loss
+        values = [one.value for one in self._kept.of(TrialState.COMPLETE) if one.value is not None]
+        worst = max(values, default=tried.first or 0.0)
+        return worst if tried.loss is None else min(worst, tried.loss)
 
 
 class Asked(NamedTuple):

@@ -11,29 +11,41 @@ from typing import NamedTuple
 
 import torch
 
-from autobatch.attempt import Bench, batches_of, open_trainee
-from autobatch.caching import window_samples
+from autobatch.core.knobs import COMPILE, LOADER_WORKERS
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
-from autobatch.knobs import COMPILE, LOADER_WORKERS
-from autobatch.samples import join
-from autobatch.state import lent, preserved_random_state
-from autobatch.step import Trainee, accumulate, finish
-from autobatch.training.feed import AHEAD, Feed
-from autobatch.training.feeding import card_of, open_feed
-from autobatch.training.windows import Window
-from autobatch.workload import Batch
+from autobatch.probing.attempt import Bench, batches_of, open_trainee
+from autobatch.step.restore import lent
+from autobatch.step.train_state import Trainee
+from autobatch.step.train_step import accumulate, finish
+from autobatch.step.whole_batch import window_samples
+from autobatch.workload.contract import Batch
+from autobatch.workload.data import join
+from autobatch.workload.feed import AHEAD, Feed
+from autobatch.workload.loader import card_of, open_feed
+from autobatch.workload.order import Window
+from autobatch.workload.rng import preserved_random_state
 
 LEAST_WINDOWS = 3
 """Windows that are timed, however long they take."""
+
+
 ACCUMULATED = 2
 """Micro-batches of a timed window: the second adds to gradients that are there, as most of a window does."""
+
+
 FED = 8
 """Micro-batches of a timed window that workers feed: they go on while the optimizer steps, which few would
 share out among themselves."""
+
+
 QUICK_SECONDS = 0.005
 """A micro-batch that is fetched in less gains nothing from workers: handing it over takes a millisecond."""
+
+
 FETCHES = 3
+
+
 COMPILED_WINDOWS = 2
 """Windows of each size before a compiled model runs what it will go on to run: the second size that it meets
 makes it compile once more, for all sizes."""

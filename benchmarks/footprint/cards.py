@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch import Workload
-from autobatch.knobs import CHECKPOINTING
+from autobatch.core.knobs import CHECKPOINTING
 from benchmarks.footprint.decoders import GPT2_SMALL, Decoder, Shape, token_loss
 from benchmarks.workloads import (
     VOCABULARY,

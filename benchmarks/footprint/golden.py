@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
-from autobatch.footprint.trace import FREE, Trace
-from autobatch.units import KiB, MiB
+from autobatch.core.units import KiB, MiB
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.trace import FREE, Trace
 
 KEPT = ("alloc", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
 """Actions of ``torch.cuda.memory._snapshot()["device_traces"]`` that a replay needs."""

@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 
-from autobatch.attempt import WINDOWS, Bench, attempt
+from autobatch.core.errors import AutobatchError
+from autobatch.core.units import GiB
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.trace import replay
 from autobatch.device.cuda import CudaDevice
-from autobatch.errors import AutobatchError
-from autobatch.footprint.allocator import CachingAllocator
 from autobatch.footprint.predict import Footprint, footprint, predict, with_workspaces
-from autobatch.footprint.program import replay
-from autobatch.footprint.recorder import Setting
-from autobatch.forecast import ReplayForecast
-from autobatch.search import search
-from autobatch.units import GiB
+from autobatch.footprint.trace_step import Setting
+from autobatch.probing.attempt import WINDOWS, Bench, attempt
+from autobatch.probing.limits import ReplayForecast
+from autobatch.probing.search import search
 from benchmarks.footprint.cards import CASES, SAMPLES, Made
 from benchmarks.footprint.golden import WORKSPACES, lasting, mismatches, reduced
 from benchmarks.footprint.table import card_summary, card_text

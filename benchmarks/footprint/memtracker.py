@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from autobatch.attempt import WINDOWS, Bench
-from autobatch.state import lent
-from autobatch.step import assemble, run_window
+from autobatch.probing.attempt import WINDOWS, Bench
+from autobatch.step.restore import lent
+from autobatch.step.train_state import assemble
+from autobatch.step.train_step import run_window
 
 
 class Tracked(NamedTuple):

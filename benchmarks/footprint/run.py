@@ -26,18 +26,19 @@ from typing import Any
 
 import torch
 
-from autobatch.attempt import WINDOWS, Bench, attempt
+from autobatch.core.units import GiB
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import cpu_name
+from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.footprint.allocator import CachingAllocator
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import Program, Trace, largest, replay
-from autobatch.footprint.recorder import Setting
-from autobatch.hardware import load_profile
-from autobatch.samples import Costliest
-from autobatch.state import preserved_random_state
-from autobatch.units import GiB
+from autobatch.footprint.program import Program, largest
+from autobatch.footprint.trace_step import Setting
+from autobatch.probing.attempt import WINDOWS, Bench, attempt
+from autobatch.workload.data import Costliest
+from autobatch.workload.rng import preserved_random_state
 from benchmarks.footprint.memtracker import tracked
 from benchmarks.footprint.table import markdown, summary
 from benchmarks.footprint.truth import profiled, train

@@ -14,8 +14,8 @@ import time
 
 import torch
 
-from autobatch.config import EstimateOptions
-from autobatch.estimating import run_estimate
+from autobatch.core.options import EstimateOptions
+from autobatch.probing.estimate import run_estimate
 from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
 
 DECODERS = {"gpt2": (GPT2_SMALL, "GPT-2 small"), "7b": (LLAMA2_7B, "Llama 2 7B")}

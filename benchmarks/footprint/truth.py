@@ -1,7 +1,7 @@
 """What a step really allocates on the CPU: the events of torch's own profiler, with no mode of ours active.
 
 The profiler sees every allocation of the CPU's allocator, scratch space inside of operators included; a trace
-on fakes sees tensors alone. What the two share is `autobatch.step.run_window`, which is what trains.
+on fakes sees tensors alone. Both run `autobatch.step.train_step.run_window`, which is what trains.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from autobatch.attempt import WINDOWS, Bench
-from autobatch.batches import tensors_of, to_device
-from autobatch.footprint.trace import FREE, Trace
-from autobatch.state import lent, preserved_random_state
-from autobatch.step import assemble, run_window
+from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.probing.attempt import WINDOWS, Bench
+from autobatch.step.restore import lent
+from autobatch.step.train_state import assemble
+from autobatch.step.train_step import run_window
+from autobatch.workload.nested import tensors_of, to_device
+from autobatch.workload.rng import preserved_random_state
 
 
 class Prepared:

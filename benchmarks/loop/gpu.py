@@ -23,13 +23,14 @@ from torch.utils.data import TensorDataset
 
 import autobatch
 from autobatch import Workload
-from autobatch.batches import feed
-from autobatch.bench import open_device
 from autobatch.device.base import Device, Meter
-from autobatch.samples import join
-from autobatch.step import accumulate, assemble, finish
+from autobatch.probing.setup import open_device
+from autobatch.step.train_state import assemble
+from autobatch.step.train_step import accumulate, finish
 from autobatch.training.loop import Loop
-from autobatch.training.windows import Course
+from autobatch.workload.data import join
+from autobatch.workload.nested import feed
+from autobatch.workload.order import Course
 from benchmarks.report import save, surroundings
 from benchmarks.tune.gpu import VOCABULARY, Decoder
 

@@ -35,10 +35,10 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from autobatch import Workload
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.device.host import cpu_name
-from autobatch.step import assemble
+from autobatch.step.train_state import assemble
 from autobatch.training.loop import Loop
-from autobatch.training.sinks import JsonLines
-from autobatch.training.windows import Course
+from autobatch.training.metrics import JsonLines
+from autobatch.workload.order import Course
 
 ACCUMULATION = 4
 CLIP = 1.0

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import torch
 
-from autobatch.attempt import WINDOWS, attempt
-from autobatch.bench import facts_of
+from autobatch.core.errors import DoesNotFitError
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.device.base import Device, Meter
-from autobatch.device.tracker import StorageTracker
-from autobatch.errors import DoesNotFitError
-from autobatch.probers import LocalProber
-from autobatch.probing import run_probe
-from autobatch.samples import join
-from autobatch.step import assemble, run_window, tensors_of
-from autobatch.workload import Workload
+from autobatch.probing.attempt import WINDOWS, attempt
+from autobatch.probing.child import LocalProber
+from autobatch.probing.find_limit import run_probe
+from autobatch.probing.setup import facts_of
+from autobatch.step.train_state import assemble
+from autobatch.step.train_step import run_window
+from autobatch.workload.contract import Workload
+from autobatch.workload.data import join
+from autobatch.workload.nested import tensors_of
 from benchmarks.probe.limits import Limit, bisected
 
 

@@ -22,12 +22,12 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from autobatch import Loss, Workload
-from autobatch.attempt import Bench, attempt
-from autobatch.bench import facts_of, open_bench
-from autobatch.config import ProbeOptions
-from autobatch.errors import DoesNotFitError
-from autobatch.probers import LocalProber
-from autobatch.probing import run_probe
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.options import ProbeOptions
+from autobatch.probing.attempt import Bench, attempt
+from autobatch.probing.child import LocalProber
+from autobatch.probing.find_limit import run_probe
+from autobatch.probing.setup import facts_of, open_bench
 from benchmarks.probe.limits import bisected
 from benchmarks.probe.run import RESULTS, environment
 from benchmarks.workloads import Block, adamw, classify, mlp

@@ -15,9 +15,9 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from autobatch.device.base import Meter
-from autobatch.samples import join
-from autobatch.step import tensors_of
-from autobatch.workload import Loss, Workload
+from autobatch.workload.contract import Loss, Workload
+from autobatch.workload.data import join
+from autobatch.workload.nested import tensors_of
 from benchmarks.probe.finders import Answer, meter_of
 from benchmarks.probe.limits import Limit
 

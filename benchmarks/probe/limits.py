@@ -7,14 +7,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import Dataset
 
-from autobatch.attempt import Bench, attempt
-from autobatch.bench import open_bench
-from autobatch.config import ProbeOptions
+from autobatch.core.options import ProbeOptions
 from autobatch.device.oom import is_oom
-from autobatch.samples import join
-from autobatch.state import lent, preserved_random_state
-from autobatch.step import assemble, run_window, tensors_of
-from autobatch.workload import Workload
+from autobatch.probing.attempt import Bench, attempt
+from autobatch.probing.setup import open_bench
+from autobatch.step.restore import lent
+from autobatch.step.train_state import assemble
+from autobatch.step.train_step import run_window
+from autobatch.workload.contract import Workload
+from autobatch.workload.data import join
+from autobatch.workload.nested import tensors_of
+from autobatch.workload.rng import preserved_random_state
 from benchmarks.workloads import WORKLOADS
 
 BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
+from autobatch.core.units import format_bytes
 from autobatch.device.host import cpu_name, host_memory
-from autobatch.units import format_bytes
 from benchmarks.probe.finders import by_autobatch, finders
 from benchmarks.probe.limits import BUDGETS, Limit, workload_of
 from benchmarks.probe.table import markdown

@@ -24,14 +24,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from autobatch import Workload
-from autobatch.attempt import Bench
-from autobatch.bench import facts_of, open_bench
-from autobatch.config import TuneOptions, options_from
-from autobatch.knobs import applicable, defaults, parse_knobs
-from autobatch.probers import LocalProber
-from autobatch.probing import caps_of, plan_from, run_probe
-from autobatch.tuning.lab import Lab, Task
-from autobatch.tuning.tuner import Budget, Place, tune
+from autobatch.core.knobs import applicable, defaults, parse_knobs
+from autobatch.core.options import TuneOptions, options_from
+from autobatch.probing.attempt import Bench
+from autobatch.probing.child import LocalProber
+from autobatch.probing.find_limit import caps_of, plan_from, run_probe
+from autobatch.probing.setup import facts_of, open_bench
+from autobatch.tuning.find_fastest import Budget, Place, tune
+from autobatch.tuning.trial import Lab, Task
 from benchmarks.report import save, surroundings
 from benchmarks.workloads import Block, Residual
 

@@ -16,17 +16,16 @@ import optuna
 from torch.utils.data import Dataset
 
 from autobatch import Workload
-from autobatch.attempt import Bench
-from autobatch.bench import facts_of, open_bench
-from autobatch.config import TuneOptions, options_from
-from autobatch.knobs import Axis, Configuration, applicable, defaults
-from autobatch.probers import LocalProber
-from autobatch.probing import caps_of, plan_from, run_probe
-from autobatch.tuning.choosing import compare
-from autobatch.tuning.lab import Lab, Task
-from autobatch.tuning.measurement import Measure, Measurement
-from autobatch.tuning.space import every, key_of
-from autobatch.tuning.tuner import Budget, Place, tune
+from autobatch.core.knobs import Axis, Configuration, applicable, defaults
+from autobatch.core.options import TuneOptions, options_from
+from autobatch.probing.attempt import Bench
+from autobatch.probing.child import LocalProber
+from autobatch.probing.find_limit import caps_of, plan_from, run_probe
+from autobatch.probing.setup import facts_of, open_bench
+from autobatch.tuning.compare import compare
+from autobatch.tuning.configuration import Measure, Measurement, every, key_of
+from autobatch.tuning.find_fastest import Budget, Place, tune
+from autobatch.tuning.trial import Lab, Task
 
 REFINED = 6
 REFINING_ROUNDS = 8

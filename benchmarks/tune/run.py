@@ -30,9 +30,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import optuna
 import torch
 
-from autobatch.knobs import defaults
-from autobatch.tuning.space import key_of, size_of
-from autobatch.tuning.tuner import Budget, Place, tune
+from autobatch.core.knobs import defaults
+from autobatch.tuning.configuration import key_of, size_of
+from autobatch.tuning.find_fastest import Budget, Place, tune
 from benchmarks.report import save, surroundings
 from benchmarks.tune.grid import (
     LONGEST_TRIAL_SECONDS,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory, cpu_name, host_memory
-from autobatch.errors import DoesNotFitError, InputError
-from autobatch.units import GiB, KiB, MiB
 
 HOST = HostMemory(16 * GiB, 8 * GiB, "a made-up machine")
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.records import MemoryHolder
 from autobatch.device import cuda, nvml
-from autobatch.device.base import MemoryStats
+from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cuda import CudaDevice, memory_fraction, others_bytes, resolve_budget, why_refused
 from autobatch.device.host import HostMemory
 from autobatch.device.nvml import NvmlAbsent, NvmlCard
 from autobatch.device.oom import Verdict, classify
-from autobatch.errors import DoesNotFitError, InputError
-from autobatch.records import MemoryHolder
 
 GIB, MIB = 1 << 30, 1 << 20
 

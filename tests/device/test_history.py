@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autobatch.device.history import History, recorded, trace_of
-from autobatch.footprint.allocator import CachingAllocator
-from autobatch.footprint.program import replay
-from autobatch.footprint.trace import FREE
-from autobatch.units import MiB
+from autobatch.core.units import MiB
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.trace import FREE, replay
+from autobatch.device.cuda_history import History, recorded, trace_of
 
 
 def entry(action: str, address: int, size: int = 0) -> dict[str, object]:

@@ -11,8 +11,7 @@ import numpy
 import pytest
 import torch
 
-from autobatch.device.oom import Verdict, classify, first_line, is_oom
-from autobatch.errors import (
+from autobatch.core.errors import (
     AutobatchError,
     CheckpointError,
     DoesNotFitError,
@@ -21,6 +20,7 @@ from autobatch.errors import (
     NonFiniteError,
     RestartSmallerError,
 )
+from autobatch.device.oom import Verdict, classify, first_line, is_oom
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB of which 1 GiB "

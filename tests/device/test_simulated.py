@@ -7,11 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.units import GiB, MiB
+from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.errors import DoesNotFitError, InputError
-from autobatch.footprint.program import replay
-from autobatch.units import GiB, MiB
 
 
 class Card(NamedTuple):

@@ -10,10 +10,12 @@ import torch._dynamo  # the first optimizer imports it, in frames that then outl
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autobatch.device.tracker import StorageTracker
-from autobatch.footprint.allocator import CachingAllocator, Ledger
-from autobatch.footprint.program import Program, replay
-from autobatch.units import KiB, MiB
+from autobatch.core.units import KiB, MiB
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import replay
+from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.footprint.program import Program
 
 F32 = 4
 

@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autobatch.footprint.allocator import (
-    AllocatorConfig,
-    CachingAllocator,
-    Ledger,
-    OutOfBudget,
-    cuda_oom_text,
-)
-from autobatch.units import GiB, KiB, MiB
+from autobatch.core.units import GiB, KiB, MiB
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import Ledger, OutOfBudget, cuda_oom_text
 
 # What a step asks for: many small tensors, some middling, a few that get a segment of their own.
 SIZES = st.one_of(

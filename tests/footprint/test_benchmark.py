@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 
-from autobatch.attempt import attempt
+from autobatch.core.units import GiB, KiB, MiB
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.footprint.budget import Ledger
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import FREE, Trace, replay
-from autobatch.hardware import load_profile
-from autobatch.units import GiB, KiB, MiB
+from autobatch.probing.attempt import attempt
 from benchmarks.footprint import cards, gpu, table
 from benchmarks.footprint.golden import Mismatch, lasting, mismatches, reduced
 from benchmarks.footprint.truth import profiled

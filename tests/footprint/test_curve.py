@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch.attempt import WINDOWS
-from autobatch.footprint import curve as curves
-from autobatch.footprint.allocator import CachingAllocator
-from autobatch.footprint.budget import Ledger
-from autobatch.footprint.curve import memory_curve, predicted_points
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import replay
+from autobatch.footprint import explain as curves
+from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import replay
+from autobatch.probing.attempt import WINDOWS
 from tests.footprint.test_recorder import bench, setting
 from tests.footprint.workloads import WORKLOADS
 

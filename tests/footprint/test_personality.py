@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autobatch.footprint import personality
+from autobatch.footprint import cuda_policy as personality
 from autobatch.footprint.attention import backward_scratch_bytes
-from autobatch.footprint.personality import cuda_personality, prefer_foreach
+from autobatch.footprint.cuda_policy import cuda_personality, prefer_foreach
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

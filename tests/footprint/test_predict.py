@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autobatch.attempt import WINDOWS, attempt
-from autobatch.errors import InputError
+from autobatch.core.errors import InputError
+from autobatch.core.units import GiB, MiB
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import replay
 from autobatch.footprint import predict as predicting
 from autobatch.footprint import selftest
-from autobatch.footprint.allocator import CachingAllocator
-from autobatch.footprint.budget import Ledger
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Unpredictable, footprint, predict
-from autobatch.footprint.program import largest, replay
-from autobatch.footprint.recorder import record
-from autobatch.units import GiB, MiB
+from autobatch.footprint.program import largest
+from autobatch.footprint.trace_step import record
+from autobatch.probing.attempt import WINDOWS, attempt
 from tests.footprint.test_recorder import bench, setting
 from tests.footprint.workloads import WORKLOADS, make, pair_loss, perceptron
 
@@ -180,12 +181,12 @@ def test_a_torch_whose_parts_have_moved_is_noticed(monkeypatch):
         footprint(one)
     monkeypatch.undo()
     # Dropout that keeps no mask of its own: the self-test counts it.
-    from autobatch.footprint import personality
+    from autobatch.footprint import cuda_policy as personality
 
     monkeypatch.setattr(personality, "_dropout", lambda x, p, train: x * 2)
     assert "allocates in its forward" in selftest.self_test()
     monkeypatch.setattr(personality, "cuda_personality", None)
-    monkeypatch.setattr("autobatch.footprint.recorder.cuda_personality", None)
+    monkeypatch.setattr("autobatch.footprint.trace_step.cuda_personality", None)
     assert "does not run" in selftest.self_test()
 
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autobatch.footprint.allocator import CachingAllocator, Ledger
-from autobatch.footprint.program import FREE, Program, Trace, Untraceable, largest, replay
-from autobatch.units import KiB, MiB
+from autobatch.core.units import KiB, MiB
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.footprint.program import Program, Untraceable, largest
 
 
 @st.composite

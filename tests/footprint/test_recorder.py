@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.attempt import WINDOWS, Bench, attempt
+from autobatch.core.units import GiB
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import FREE, replay
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
-from autobatch.footprint.budget import Ledger
-from autobatch.footprint.fakes import new_mode, twin_batch, twin_model
-from autobatch.footprint.program import replay
-from autobatch.footprint.recorder import Setting, record
-from autobatch.footprint.recording import Recorder
-from autobatch.footprint.trace import FREE
-from autobatch.samples import Costliest
-from autobatch.units import GiB
+from autobatch.footprint.trace_mode import Recorder
+from autobatch.footprint.trace_step import Setting, new_mode, record, twin_batch, twin_model
+from autobatch.probing.attempt import WINDOWS, Bench, attempt
+from autobatch.workload.data import Costliest
 from tests.footprint.workloads import WORKLOADS, Transformer, make, sgd
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autobatch.attempt import attempt
+from autobatch.device.allocator.output_size import PAGE, PARTS, Workspaces
+from autobatch.device.allocator.trace import replay
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import replay
-from autobatch.footprint.recurrent import PAGE, PARTS, Workspaces
-from autobatch.workload import Workload
+from autobatch.probing.attempt import attempt
+from autobatch.workload.contract import Workload
 from tests.footprint.test_recorder import bench, setting
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default

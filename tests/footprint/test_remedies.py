@@ -8,15 +8,16 @@ from functools import partial
 import pytest
 import torch
 
-from autobatch.attempt import WINDOWS, attempt
+from autobatch.core.records import Remedy
+from autobatch.core.units import MiB
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.trace import replay
 from autobatch.footprint import remedies
-from autobatch.footprint.allocator import AllocatorConfig, CachingAllocator
-from autobatch.footprint.budget import Ledger
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import largest, replay
+from autobatch.footprint.program import largest
 from autobatch.footprint.remedies import Spending, find_remedies, in_words
-from autobatch.records import Remedy
-from autobatch.units import MiB
+from autobatch.probing.attempt import WINDOWS, attempt
 from tests.footprint.test_recorder import bench, setting
 from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 

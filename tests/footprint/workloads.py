@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from autobatch.workload import Loss, Workload
+from autobatch.workload.contract import Loss, Workload
 
 
 class Tokens(Dataset):

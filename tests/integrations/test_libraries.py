@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from autobatch.errors import InputError
+from autobatch.core.errors import InputError
 from autobatch.integrations import accelerate, lightning, transformers
-from autobatch.integrations.even import even_split
-from autobatch.planning import make_plan
+from autobatch.planning import even_split, make_plan
 from tests.training.helpers import apart, make_workload, mean_loss, reference, weights
 
 PRECISIONS = ["fp32", "bf16", "fp16"]

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
 import autobatch
-from autobatch.errors import InputError, NonFiniteError
+from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.planning import make_plan
-from autobatch.training.windows import Course
-from autobatch.workload import Loss
+from autobatch.workload.contract import Loss
+from autobatch.workload.order import Course
 from tests.training.helpers import (
     IGNORED,
     Rows,

@@ -2,8 +2,7 @@
 
 import math
 
-from autobatch.planning import make_plan
-from autobatch.records import (
+from autobatch.core.records import (
     Attempt,
     DeviceRecord,
     MemoryCurve,
@@ -13,13 +12,14 @@ from autobatch.records import (
     RatePair,
     RateTrial,
     RateTuning,
+    RunRecord,
     StepRecord,
     Training,
     Trial,
     Tuning,
 )
-from autobatch.report.data import ReportData
-from autobatch.units import GiB, MiB
+from autobatch.core.units import GiB, MiB
+from autobatch.planning import make_plan
 
 FIXED, EACH = 1200 * MiB, 51 * MiB
 
@@ -185,4 +185,4 @@ def a_run(**changes):
         "title": "train.py:workload",
         "created": "2026-11-21 14:05 UTC",
     }
-    return ReportData(**(fields | changes))
+    return RunRecord(**(fields | changes))

@@ -1,10 +1,10 @@
 import msgspec
 import pytest
 
-from autobatch.errors import InputError
-from autobatch.files import write_atomic
-from autobatch.report.curves import training_figure
-from autobatch.report.data import load_run
+from autobatch.core.errors import InputError
+from autobatch.core.files import write_atomic
+from autobatch.report.charts.curves import training_figure
+from autobatch.report.result import load_run
 from tests.report.sample import a_device, a_run, a_step
 
 

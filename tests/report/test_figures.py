@@ -3,17 +3,15 @@ import re
 import msgspec
 import pytest
 
+from autobatch.core.records import Attempt, MemoryCurve, Trial
+from autobatch.core.units import MiB
 from autobatch.planning import make_plan
-from autobatch.records import Attempt, MemoryCurve, Trial
-from autobatch.report.curves import training_figure
-from autobatch.report.figures import memory_figure
-from autobatch.report.palette import DARK, LIGHT, style_sheet
-from autobatch.report.picture import every, telling
-from autobatch.report.rates import rates_figure
-from autobatch.report.split import plan_figure
-from autobatch.report.timeline import memory_curve_figure
-from autobatch.report.trials import importance_figure, trials_figure
-from autobatch.units import MiB
+from autobatch.report.charts.curves import training_figure
+from autobatch.report.charts.drawing import every, telling
+from autobatch.report.charts.memory import memory_curve_figure, memory_figure
+from autobatch.report.charts.split import plan_figure
+from autobatch.report.charts.trials import importance_figure, rates_figure, trials_figure
+from autobatch.report.theme import DARK, LIGHT, style_sheet
 from tests.report.sample import a_device, a_memory_curve, a_probe, a_run, a_step, some_rates, some_trials
 
 

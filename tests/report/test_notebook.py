@@ -9,12 +9,12 @@ import sys
 import msgspec
 import pytest
 
-from autobatch.estimating import Estimate, Estimates
-from autobatch.pipeline import PlanResult, ProbeResult
+from autobatch.api import PlanResult, ProbeResult
+from autobatch.core.records import Estimate
+from autobatch.core.units import GiB
 from autobatch.planning import make_plan
-from autobatch.report.palette import EITHER, LIGHT
-from autobatch.results import Result
-from autobatch.units import GiB
+from autobatch.report.result import Estimates, Result
+from autobatch.report.theme import EITHER, LIGHT
 from tests.report.checker import Page
 from tests.report.sample import a_device, a_probe, a_run
 
@@ -159,8 +159,8 @@ def test_colours_read_on_white_and_on_near_black() -> None:
 def test_records_are_shown_without_torch(tmp_path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from autobatch.records import DeviceRecord\n"
-        "from autobatch.results import Result\n"
+        "from autobatch.core.records import DeviceRecord\n"
+        "from autobatch.report.result import Result\n"
         "device = DeviceRecord(kind='cpu', name='a', total_bytes=1, budget_bytes=1, budget_source='')\n"
         "assert '<table>' in Result(device=device)._repr_html_()\n"
     )

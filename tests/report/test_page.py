@@ -5,13 +5,12 @@ import sys
 import msgspec
 import pytest
 
+from autobatch.cli.terminal import Terminal, describe_probe, describe_training
+from autobatch.core.records import MemoryHolder, RunRecord
 from autobatch.planning import make_plan
-from autobatch.records import MemoryHolder
-from autobatch.report.data import ReportData
-from autobatch.report.markup import Markup, element
+from autobatch.report.html import Markup, element
 from autobatch.report.page import render, write_report
-from autobatch.report.terminal import Terminal, describe_probe, describe_training
-from autobatch.report.verdict import (
+from autobatch.report.sentences import (
     decimal,
     fits_in_words,
     rate_in_words,
@@ -116,7 +115,8 @@ def test_it_is_written_whole(tmp_path, full):
 def test_a_report_needs_no_torch(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import autobatch.report.page, autobatch.report.data, autobatch.hardware, autobatch.fits\n"
+        "import autobatch.report.page, autobatch.report.result\n"
+        "import autobatch.device.profiles, autobatch.probing.cache\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run(
@@ -174,7 +174,7 @@ def test_only_what_is_the_largest_is_called_so(changes, line):
     stream = io.StringIO()
     Terminal(stream).probed(probe)
     assert ("largest" in stream.getvalue()) == (line[0] == "largest")
-    sentence = verdict(ReportData(device=a_device(), probe=probe))
+    sentence = verdict(RunRecord(device=a_device(), probe=probe))
     assert ("is the largest" in sentence) == line[1].endswith("by memory")
 
 

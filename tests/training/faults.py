@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.device.base import Device, MemoryStats, Meter
+from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from tests.training.helpers import INFO_NCE, Rows, make_loop, make_workload, points
 

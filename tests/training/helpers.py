@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
+from autobatch.core.records import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
-from autobatch.records import Precision
-from autobatch.state import seed_everything
-from autobatch.step import assemble
+from autobatch.step.train_state import assemble
 from autobatch.training.loop import Loop
-from autobatch.training.windows import Course
-from autobatch.workload import Batch, Loss, WholeBatchLoss, Workload
+from autobatch.workload.contract import Batch, Loss, WholeBatchLoss, Workload
+from autobatch.workload.order import Course
+from autobatch.workload.rng import seed_everything
 
 IGNORED = -100
 

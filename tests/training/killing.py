@@ -21,10 +21,12 @@ from pathlib import Path
 
 import torch
 
-from autobatch.progress import Silent
+from autobatch.core.progress import Silent
 from autobatch.training.checkpoint import clean_leftovers, load_newest
-from autobatch.training.feeding import open_feed
-from autobatch.training.run import CHECKPOINTS, METRICS, RunSettings, train
+from autobatch.training.loop_state import restore_loop
+from autobatch.training.run import RunSettings, train
+from autobatch.training.run_folder import CHECKPOINTS, METRICS
+from autobatch.workload.loader import open_feed
 from tests.training.helpers import fingerprint, make_loop
 from tests.training.kinds import RUNS
 
@@ -48,7 +50,7 @@ def child(folder: Path, workers: int | None) -> None:
     clean_leftovers(folder / CHECKPOINTS)
     resumed = load_newest(folder / CHECKPOINTS)
     if resumed is not None:
-        loop.load_state_dict(resumed.state, same_hardware=True)
+        restore_loop(loop, resumed.state, same_hardware=True)
     settings = RunSettings(out=folder, checkpoint_every=1, keep_last=2, facts={}, resume_hint="")
     with open_feed(
         workload, loop.course.windows, seed=0, workers=workers or 0, sample_seeds=workers is not None

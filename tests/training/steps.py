@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autobatch.step import Trainee, assemble
-from autobatch.workload import Workload
+from autobatch.step.train_state import Trainee, assemble
+from autobatch.workload.contract import Workload
 from tests.training.helpers import apart, weights
 
 SAMPLES = 24

@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.errors import CheckpointError
-from autobatch.training.checkpoint import (
-    is_valid,
-    load_newest,
-    save_checkpoint,
-    verify,
-)
+from autobatch.core.errors import CheckpointError
+from autobatch.training.checkpoint import is_valid, load_newest, save_checkpoint, verify
 
 MANIFEST, STATE = "manifest.json", "state.pt"
 

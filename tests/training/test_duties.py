@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autobatch.errors import CheckpointError
-from autobatch.progress import Silent
+from autobatch.core.errors import CheckpointError
+from autobatch.core.progress import Silent
 from autobatch.training.checkpoint import is_valid, list_checkpoints
 from autobatch.training.run import train
 from tests.training.helpers import fingerprint, make_workload, mean_loss, points

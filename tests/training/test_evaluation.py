@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import autobatch
+from autobatch.cli.failures import complaint_of
+from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerError
 from autobatch.device.cpu import SilentMeter
+from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.errors import DoesNotFitError, InputError, RestartSmallerError
-from autobatch.failures import complaint_of
-from autobatch.hardware import load_profile
 from autobatch.training.evaluation import Reach, evaluate, rehearse
-from autobatch.workload import Loss, WholeBatchLoss
+from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.training.helpers import (
     IGNORED,
     INFO_NCE,

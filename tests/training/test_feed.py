@@ -20,18 +20,18 @@ import pytest
 import torch
 
 from autobatch import fit
-from autobatch.device.base import MemoryStats
-from autobatch.errors import DoesNotFitError, InputError, UserCodeError
-from autobatch.failures import complaint_of
-from autobatch.progress import Silent
-from autobatch.state import capture_random_state
+from autobatch.cli.failures import complaint_of
+from autobatch.core.errors import DoesNotFitError, InputError, UserCodeError
+from autobatch.core.progress import Silent
+from autobatch.core.signals import stop_on_signals
+from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.feed import SeededFeed, SeededJoin, seed_generators
-from autobatch.training.feeding import open_feed
+from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import RunSettings, train
-from autobatch.training.signals import stop_on_signals
-from autobatch.training.windows import Course, Window
-from autobatch.training.workers import WorkerFeed, WorkerLost, why_not_sent
+from autobatch.workload.feed import SeededFeed, SeededJoin
+from autobatch.workload.loader import WorkerFeed, WorkerLost, open_feed, why_not_sent
+from autobatch.workload.order import Course, Window
+from autobatch.workload.rng import capture_random_state, seed_generators
 from tests.commandline import SMALL, autobatch, command, environment
 from tests.training.faults import Fault, Quick, Watching
 from tests.training.helpers import Rows, fingerprint, make_loop, make_workload, network, points
@@ -273,7 +273,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, first: int, then:
     resumed = load_newest(tmp_path / "checkpoints")
     assert resumed.state["counters"]["windows_seen"] == 4
     with looping(augmented(), workers=then, sample_seeds=True) as loop:
-        loop.load_state_dict(resumed.state, same_hardware=True)
+        restore_loop(loop, resumed.state, same_hardware=True)
         train(loop, settings, Silent(), resumed)
         assert fingerprint(loop.trainee.model) == expected
 
@@ -426,7 +426,7 @@ def test_what_workers_cannot_be_sent_is_known_before(monkeypatch: pytest.MonkeyP
     assert "on a card" in (why_not_sent(join, torch.empty(1, device="meta")) or "")
     local = SeededJoin(data=points(), collate=lambda samples: samples, seed=0)
     assert why_not_sent(local, batch) is None or sys.platform != "linux"
-    monkeypatch.setattr("autobatch.training.workers.start_method", lambda: None)
+    monkeypatch.setattr("autobatch.workload.loader.start_method", lambda: None)
     assert "cannot be sent" in (why_not_sent(local, batch) or "")
 
 

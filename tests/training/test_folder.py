@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.errors import InputError
-from autobatch.training.folder import claimed, folder_of
+from autobatch.core.errors import InputError
+from autobatch.training.run_folder import claimed, folder_of
 
 
 def hold(out: Path, talk: Connection) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.errors import NonFiniteError
-from autobatch.workload import Loss
+from autobatch.core.errors import NonFiniteError
+from autobatch.workload.contract import Loss
 from tests.training.helpers import (
     INFO_NCE,
     Rows,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.training.advice import batch_norms, matched_momentum
+from autobatch.training.batchnorm import batch_norms, matched_momentum
 from tests.training.faults import Fault, Quick, Watching
 from tests.training.helpers import apart, make_loop, make_workload, network, points
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from autobatch.training.noise import KEPT_WINDOWS, LEAST_WINDOWS, NoiseEstimate, NoiseScale
+from autobatch.training.noise_scale import KEPT_WINDOWS, LEAST_WINDOWS, NoiseEstimate, NoiseScale
 
 
 def of_norms(rows) -> NoiseEstimate:

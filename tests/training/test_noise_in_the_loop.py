@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.workload import Loss
+from autobatch.training.loop_state import capture_loop, restore_loop
+from autobatch.workload.contract import Loss
 from tests.training.helpers import make_loop, make_workload, points
 
 SAMPLES = 400
@@ -73,6 +74,6 @@ def test_the_state_goes_on_after_a_resume() -> None:
     loop = make_loop(make_workload(), target_batch=12, micro_batch=5, steps=9)
     list(loop.run())
     again = make_loop(make_workload(), target_batch=12, micro_batch=5, steps=9)
-    again.load_state_dict(loop.state_dict(), same_hardware=True)
+    restore_loop(again, capture_loop(loop), same_hardware=True)
     assert again.noise.state_dict() == loop.noise.state_dict()
     assert loop.noise.state_dict()["pairs"]

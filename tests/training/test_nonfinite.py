@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.errors import NonFiniteError
+from autobatch.core.errors import NonFiniteError
+from autobatch.training.loop_state import capture_loop, restore_loop
 from tests.training.helpers import (
     Rows,
     apart,
@@ -142,10 +143,10 @@ def test_a_resumed_run_goes_on_counting() -> None:
     run = loop.run()
     next(run), next(run)
     file = io.BytesIO()
-    torch.save(loop.state_dict(), file)
+    torch.save(capture_loop(loop), file)
     file.seek(0)
     again = open_loop(data(1, 0, 1, 2, 3))
-    again.load_state_dict(torch.load(file, weights_only=True), same_hardware=True)
+    restore_loop(again, torch.load(file, weights_only=True), same_hardware=True)
     rest = again.run()
     assert not next(rest).applied
     with pytest.raises(NonFiniteError, match="3 before it"):

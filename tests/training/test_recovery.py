@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from autobatch.core.errors import DoesNotFitError, RestartSmallerError
+from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.errors import DoesNotFitError, RestartSmallerError
-from autobatch.hardware import load_profile
 from tests.training.faults import (
     Fault,
     Quick,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from autobatch.errors import InputError
+from autobatch.core.errors import InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
-from autobatch.training.resume import check_storable
+from autobatch.training.loop_state import capture_loop, check_storable, restore_loop
 from tests.training.helpers import apart, fingerprint, make_loop, make_workload, weights
 from tests.training.kinds import RUNS, adamw
 
@@ -44,7 +44,7 @@ def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_pat
         np.random.seed(step)
         random.seed(step)
         loaded = load_newest(tmp_path / str(step))
-        loop.load_state_dict(loaded.state, same_hardware=True)
+        restore_loop(loop, loaded.state, same_hardware=True)
         assert len(list(loop.run())) == STEPS - step
         assert all_of(loop) == expected, f"resumed at step {step}"
         assert loop.steps_applied == straight.steps_applied
@@ -71,7 +71,7 @@ def test_each_part_of_the_state_is_needed(part: str) -> None:
         state[part]["scale"] = 2.0**24
     else:
         state[part] = fresh[part]
-    loop.load_state_dict(state, same_hardware=True)
+    restore_loop(loop, state, same_hardware=True)
     list(loop.run())
     assert all_of(loop) != all_of(straight)
 
@@ -94,7 +94,7 @@ def test_on_other_hardware_the_windows_stay_and_sums_differ_by_rounding(micro_ba
     state = torch.load(_saved(straight.state_dict()), weights_only=True)
     list(run)
     loop = make_loop(workload, micro_batch=micro_batch, **options)
-    loop.load_state_dict(state, same_hardware=False)
+    restore_loop(loop, state, same_hardware=False)
     assert [w.ids for w in loop.course.windows(4)] == [w.ids for w in straight.course.windows(4)]
     list(loop.run())
     assert loop.micro_batch == micro_batch
@@ -105,7 +105,7 @@ def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
     loop = open_loop("ragged")
     loop.micro_batch, loop.oom_recoveries = 2, 1
     other = open_loop("ragged")
-    other.load_state_dict(loop.state_dict(), same_hardware=True)
+    restore_loop(other, capture_loop(loop), same_hardware=True)
     assert (other.micro_batch, other.oom_recoveries) == (2, 1)
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_from_before_there_were_averages_is_read() -> None:
     state = make_loop(make_workload()).state_dict()
     del state["average"], state["counters"]["skipped_in_a_row"]
     loop = make_loop(make_workload())
-    loop.load_state_dict(state, same_hardware=True)
+    restore_loop(loop, state, same_hardware=True)
     assert (loop.trainee.average, loop.skipped_in_a_row) == (None, 0)
 
 
@@ -148,4 +148,4 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
 
     loop = make_loop(make_workload(schedule=lambda o, steps: Odd(o, 1)))
     with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
-        check_storable(loop.state_dict())
+        check_storable(capture_loop(loop))

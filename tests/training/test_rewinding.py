@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.errors import RestartSmallerError
+from autobatch.core.errors import RestartSmallerError
 from tests.training.faults import Fault, plain, train
 from tests.training.helpers import fingerprint, make_loop, network
 

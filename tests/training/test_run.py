@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from autobatch.errors import CheckpointError, Interrupted, NonFiniteError, RestartSmallerError
-from autobatch.progress import Silent
+from autobatch.core.errors import CheckpointError, Interrupted, NonFiniteError, RestartSmallerError
+from autobatch.core.progress import Silent
 from autobatch.training.checkpoint import list_checkpoints, load_newest
+from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import RunSettings, train
 from tests.training.faults import Fault, Watching, plain
 from tests.training.helpers import fingerprint, make_loop, make_workload, mean_loss, network, points
@@ -49,7 +50,7 @@ def open_loop(workload=None, **options):
 def go_on(out: Path, workload=None, **options):
     loop = open_loop(workload, **options)
     resumed = load_newest(out / "checkpoints")
-    loop.load_state_dict(resumed.state, same_hardware=True)
+    restore_loop(loop, resumed.state, same_hardware=True)
     return loop, train(loop, settings(out), Silent(), resumed)
 
 
@@ -100,7 +101,7 @@ def test_the_same_signal_passed_on_is_the_same_request() -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            from autobatch.training.signals import stop_on_signals
+            from autobatch.core.signals import stop_on_signals
 
             with stop_on_signals(clock=iter((0.0, 0.01, 0.09, 0.2)).__next__):
                 for _ in range(4):
@@ -116,7 +117,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            from autobatch.training.signals import stop_on_signals
+            from autobatch.core.signals import stop_on_signals
 
             with stop_on_signals() as request:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -12,14 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.errors import CheckpointError
+from autobatch.core.errors import CheckpointError
 from autobatch.training import checkpoint
-from autobatch.training.checkpoint import (
-    clean_leftovers,
-    is_valid,
-    list_checkpoints,
-    save_checkpoint,
-)
+from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
 from tests.training.test_checkpoint import MANIFEST, STATE, newest, save
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.errors import NonFiniteError
+from autobatch.core.errors import NonFiniteError
 from tests.training.helpers import Rows, make_loop, make_workload, mean_loss, network, weights
 from tests.training.overflow import flagged, loss
 

@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 import autobatch
-from autobatch.attempt import Bench
+from autobatch.core.errors import InputError
 from autobatch.device.cpu import CpuDevice
-from autobatch.errors import InputError
 from autobatch.planning import micro_batches
-from autobatch.samples import Costliest
-from autobatch.training.advice import matching_momentum, smallest_micro_batch
-from autobatch.training.selfcheck import check_decomposes
-from autobatch.training.windows import Course
-from autobatch.workload import Loss, WholeBatchLoss
+from autobatch.probing.attempt import Bench
+from autobatch.training.batchnorm import matching_momentum, smallest_micro_batch
+from autobatch.training.preflight import check_decomposes
+from autobatch.workload.contract import Loss, WholeBatchLoss
+from autobatch.workload.data import Costliest
+from autobatch.workload.order import Course
 from tests.test_state import looks
 from tests.training.helpers import (
     IGNORED,

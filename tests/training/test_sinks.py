@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from autobatch.errors import CheckpointError
-from autobatch.records import StepRecord, Training
-from autobatch.training.sinks import TENSORBOARD_SECONDS, JsonLines, Sink, figures, open_tensorboard
+from autobatch.core.errors import CheckpointError
+from autobatch.core.records import StepRecord, Training
+from autobatch.training.metrics import TENSORBOARD_SECONDS, JsonLines, Sink, figures, open_tensorboard
 from tests.report.sample import a_run, a_step
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.step import Trainee, accumulate, assemble, finish
-from autobatch.workload import Loss
+from autobatch.step.train_state import Trainee, assemble
+from autobatch.step.train_step import accumulate, finish
+from autobatch.workload.contract import Loss
 from tests.training.helpers import make_workload
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import autobatch
-from autobatch.errors import InputError
+from autobatch.core.errors import InputError
 from tests.training.helpers import apart, make_loop, make_workload, mean_loss, points, weights
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.training.windows import Course, permutation
+from autobatch.workload.order import Course, permutation
 
 
 def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> list[list[int]]:

@@ -1,0 +1,213 @@
+"""The command line: the only module that prints or exits. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+
+from autobatch.core.version import __version__
+
+if TYPE_CHECKING:
+    from autobatch.cli.failures import RunLog
+    from autobatch.cli.output import Outlet
+    from autobatch.core.options import EstimateOptions, Options
+    from autobatch.report.result import Estimates, Result
+
+
+HELP = """\
+usage: autobatch COMMAND [WORKLOAD] [options]
+
+Finds the largest micro-batch that fits in memory, plans the accumulation that
+makes the batch you ask for exactly, tunes what is left, and trains.
+
+commands:
+  fit        probe, plan, tune, train; save the profile and the report
+  plan       probe and plan only
+  probe      the largest micro-batch that fits
+  tune       measure what is left to choose, with Optuna
+  estimate   what would fit on cards that need not be here
+  profiles   hardware profiles: list, show NAME, save NAME
+  report     write the report of a run again: report RUN
+  doctor     what this machine offers, and what is missing
+
+WORKLOAD is module:function or path/to/file.py:function; without one, `workload`
+of autobatch.toml or of [tool.autobatch] in pyproject.toml; else the demo.
+
+  autobatch fit --target-batch 1024
+  autobatch fit train.py:workload --target-batch 1024 --memory-budget 6GiB
+  autobatch COMMAND --help
+  autobatch --version
+"""
+
+
+RUNNING = ("fit", "plan", "probe", "tune", "estimate")
+
+
+OTHER = ("profiles", "doctor", "report")
+
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "fit": (),
+    "plan": ("device", "probe", "plan", "profile", "report"),
+    "probe": ("device", "probe"),
+    "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
+    "estimate": (),
+}
+"""What the JSON of a command holds; without names: everything."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with its code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        # A terminal that cannot show a character shall not end a run.
+        getattr(sys, name).reconfigure(errors="replace")
+    try:
+        code = run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except OSError as error:
+        code = _undelivered(error)
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"autobatch {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in RUNNING + OTHER:
+        what = "command" if not name.startswith("-") else "option"
+        near = difflib.get_close_matches(name, RUNNING + OTHER, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(RUNNING + OTHER)}"
+        print(f"autobatch: there is no {what} {name!r}; {hint}", file=sys.stderr)
+        return 2
+    return _guarded(name, rest)
+
+
+def _guarded(name: str, arguments: list[str]) -> int:
+    """Run a command; whatever it raises becomes one line, an exit code and, where it is not plain, a log."""
+    from autobatch.cli.failures import RunLog, termination_raises
+    from autobatch.device.profiles import data_home
+
+    log = RunLog(data_home(os.environ), shlex.join(["autobatch", name, *arguments]))
+    verbose = "--verbose" in arguments
+    try:
+        if name in OTHER:
+            return _run_other(name, arguments)
+        from autobatch.cli.parser import parse
+
+        try:
+            workload, options = parse(name, arguments, folder=Path.cwd(), environ=os.environ)
+        except SystemExit:
+            return 0  # help was printed
+        except OSError as error:  # or could not be
+            return _undelivered(error)
+        verbose = options.verbose
+        with termination_raises():
+            return _run_workload(name, workload, options, log)
+    except BaseException as error:
+        return _complain(error, log, verbose=verbose)
+
+
+def _run_other(name: str, arguments: list[str]) -> int:
+    from autobatch.cli.commands import doctor, profiles, report
+    from autobatch.cli.output import Outlet
+
+    outlet = Outlet(sys.stdout)
+    code = {"doctor": doctor, "profiles": profiles, "report": report}[name](
+        arguments, lambda text: print(text, file=cast("TextIO", outlet))
+    )
+    outlet.flush()
+    return code if outlet.failure is None else _undelivered(outlet.failure)
+
+
+def _run_workload(name: str, workload: str | None, options: Options, log: RunLog) -> int:
+    from autobatch.cli.output import Outlet, stdout_reserved
+
+    with stdout_reserved() if options.json else contextlib.nullcontext():
+        outlet = Outlet(sys.stderr if options.json else sys.stdout)
+        result = _result_of(name, workload, options, outlet, log)
+    if options.json:
+        import msgspec
+
+        try:
+            sys.stdout.write(msgspec.json.encode(result.to_json(*PARTS[name])).decode() + "\n")
+            sys.stdout.flush()
+        except OSError as error:
+            return _undelivered(error)
+    return 0 if outlet.failure is None else _undelivered(outlet.failure)
+
+
+def _result_of(
+    name: str, workload: str | None, options: Options, outlet: Outlet, log: RunLog
+) -> Result | Estimates:
+    from autobatch.api import (
+        Environment,
+        run_fit_command,
+        run_plan_command,
+        run_probe_command,
+        run_tune_command,
+    )
+    from autobatch.cli.terminal import Terminal
+    from autobatch.probing.estimate import run_estimate
+
+    run_it: dict[str, Callable[[Any, Any, Environment], Result]] = {
+        "fit": run_fit_command,
+        "plan": run_plan_command,
+        "probe": run_probe_command,
+        "tune": run_tune_command,
+    }
+    with Terminal(cast("TextIO", outlet), quiet=options.quiet) as terminal:
+        terminal.begin(workload, predicts=name == "estimate")
+        if name == "estimate":
+            estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
+            terminal.estimated(estimates)
+            return estimates
+        environment = Environment(
+            progress=terminal, isolated=True, environ=os.environ, command=log.command, entered=log.enter
+        )
+        result = run_it[name](workload, options, environment)
+        terminal.finish(result)
+    return result
+
+
+def _complain(error: BaseException, log: RunLog, *, verbose: bool) -> int:
+    import traceback
+
+    from autobatch.cli.failures import complaint_of
+
+    complaint = complaint_of(error, folder=log.folder)
+    where = ""
+    if complaint.logged:
+        path = log.write(error)
+        where = f"; the whole story: {path}" if path else "; no log could be written, --verbose shows it all"
+    print(f"autobatch: {complaint.line}{where}", file=sys.stderr)
+    if verbose:
+        traceback.print_exception(error)
+    return complaint.exit_code
+
+
+def _undelivered(error: OSError) -> int:
+    """The exit code where the output could not be written; whoever closed a pipe wants no more of it."""
+    with contextlib.suppress(OSError, ValueError):  # captured: it has no descriptor
+        # What is left in the buffer must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 0
+    print(f"autobatch: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What every layer uses: records, options, errors, units. Never imports torch."""

@@ -1,0 +1,85 @@
+"""Bytes to text and back: the only place that knows KiB from KB."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from autobatch.core.errors import InputError
+
+KiB = 1 << 10
+
+
+MiB = 1 << 20
+
+
+GiB = 1 << 30
+
+
+TiB = 1 << 40
+
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": KiB, "kib": KiB, "kb": 10**3,
+    "m": MiB, "mib": MiB, "mb": 10**6,
+    "g": GiB, "gib": GiB, "gb": 10**9,
+    "t": TiB, "tib": TiB, "tb": 10**12,
+}  # fmt: skip
+
+
+_QUANTITY = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)\s*")
+
+
+_PERCENT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size such as ``"6GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or a plain ``int``, in bytes.
+
+    A bare letter means the binary unit, as the tools of the field write it (``6G`` is 6 GiB).
+
+    Raises:
+        InputError: the text is no size, or the size is not positive.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        size = text
+    else:
+        match = _QUANTITY.fullmatch(str(text))
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise InputError(f"{text!r} is not a size in bytes: write it like 6GiB, 512MiB, 1.5GB or 4096")
+        size = round(Fraction(match[1]) * unit)
+    if size <= 0:
+        raise InputError(f"{text!r} is a size of {size} bytes: a size must be positive")
+    return size
+
+
+def parse_budget(text: str | int, *, whole_bytes: int) -> int:
+    """Read a memory budget in bytes: a size, or a share such as ``"80%"`` of ``whole_bytes``.
+
+    Raises:
+        InputError: neither a size nor a share over 0 % and at most 100 %.
+    """
+    match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return parse_bytes(text)
+    percent = Fraction(match[1])
+    if not 0 < percent <= 100:
+        raise InputError(f"{text!r} is not a share of memory: write more than 0% and at most 100%")
+    # Never 0: a share, however small, is something.
+    return max(1, int(whole_bytes * percent / 100))
+
+
+def format_bytes(size: int | None) -> str:
+    """Write a size for people, in binary units with three significant figures; ``None`` as ``unknown``."""
+    if size is None:
+        return "unknown"
+    if abs(size) < KiB:
+        return f"{size} B"
+    value, names = size / KiB, ["KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= KiB - 0.5 and len(names) > 1:
+        value /= KiB
+        del names[0]
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f} {names[0]}"

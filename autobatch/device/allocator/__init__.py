@@ -1,0 +1,1 @@
+"""Models of allocators, and the events that they replay."""

@@ -1,0 +1,251 @@
+"""The books of the storage tracker: which storages are alive, and what the allocator gave them.
+
+A storage is counted when it is first seen and given back when it dies. Its Python object lives exactly as
+long as the storage (PyObject preservation, c10/core/StorageImpl.h; the idea is that of
+torch/distributed/_tools/mem_tracker.py), so a weak reference tells. Real storages and those of fake tensors
+alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autobatch.device.allocator.ledger import Allocator, OutOfBudget
+from autobatch.device.allocator.trace import FREE
+
+EMPTY = -1
+"""In place of a block's number: the storage has no byte."""
+
+
+class Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a counted storage, with what the allocator knows of it."""
+
+    __slots__ = ("block", "handle", "key", "size")
+
+    key: int
+    size: int
+    handle: Any
+    block: int
+
+
+class StorageBook:
+    """Storages that are alive, by their address, and the events so far.
+
+    Args:
+        allocator: what to spend.
+        text: the message of the error for a refusal.
+        storage_device: the type of device whose storages count; that of fake tensors is ``meta``.
+        record: keep the events.
+        on_new: told the number of each block that is taken.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        text: Callable[[OutOfBudget], str],
+        storage_device: str,
+        record: bool,
+        on_new: Callable[[int], None] | None,
+    ) -> None:
+        self.allocator = allocator
+        self.events: list[tuple[int, int]] = []
+        self._text = text
+        self._storage_device = storage_device
+        self._record = record
+        self._on_new = on_new
+        self._live: dict[int, Watch] = {}
+        self._blocks = 0
+        self._sum: tuple[Watch, weakref.ref[torch.UntypedStorage]] | None = None
+
+    def count(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor, unless it is counted already with its size.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        for storage in storages_of(tensor):
+            self.count_storage(storage)
+
+    def count_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, unless it is counted already with its size.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        key = storage._cdata
+        known = self._live.get(key)
+        size = storage.nbytes()
+        if known is not None:
+            if known.size != size:
+                self._resize(known, size)
+        elif storage.device.type == self._storage_device:
+            handle = self.allocate(size)
+            self._watch(storage, size, handle, self._new_block(size))
+
+    def check(self, tensor: Tensor) -> None:
+        """Book the new size of a storage of ours that was resized; others stay their maker's business.
+
+        An operator that changes a sparse tensor in place gives it new parts, which are counted.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit any more.
+        """
+        for part in _parts(tensor):
+            self.count(part)
+        watch = self.watch_of(tensor)
+        if watch is not None:
+            size = tensor.untyped_storage().nbytes()
+            if watch.size != size:
+                self._resize(watch, size)
+
+    def check_all(self) -> None:
+        """Do what `check` does for every storage: Python code resizes without any operator.
+
+        Raises:
+            torch.OutOfMemoryError: one does not fit any more.
+        """
+        for watch in list(self._live.values()):
+            storage = watch()
+            if storage is not None and storage.nbytes() != watch.size:
+                self._resize(watch, storage.nbytes())
+
+    def watch_of(self, tensor: Tensor) -> Watch | None:
+        """What is known of a tensor's storage, if it is counted."""
+        try:
+            return self._live.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def allocate(self, size: int) -> Any:
+        """Take bytes of the budget.
+
+        Raises:
+            torch.OutOfMemoryError: the allocator refuses.
+        """
+        try:
+            return self.allocator.malloc(size)
+        except OutOfBudget as error:
+            text = self._text(error)
+        # Raised out here, the error has no context whose traceback would keep frames and tensors alive.
+        raise torch.OutOfMemoryError(text)
+
+    def transient(self, size: int) -> None:
+        """Book memory that is taken and given back at once.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        handle = self.allocate(size)
+        block = self._new_block(size)
+        self.allocator.free(handle)
+        if self._record and size:
+            self.events.append((block, FREE))
+
+    def forget(self) -> None:
+        """Watch nothing any more, which also cuts the cycle through the callbacks."""
+        self._live.clear()
+        self._sum = None
+
+    # A sum of gradients (see the tracker) is counted only when it is known whether it takes over a block.
+
+    def defer(self, summand: Tensor, out: Tensor) -> bool:
+        """Let ``out`` take over the block of ``summand`` if that dies before the next `settle`."""
+        watch = self.watch_of(summand)
+        storage = out.untyped_storage()
+        if watch is None or watch.size != storage.nbytes():
+            return False
+        self._sum = (watch, weakref.ref(storage))
+        return True
+
+    def settle(self) -> None:
+        """Count a deferred output whose summand lives on.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        if self._sum is not None:
+            storage = self._sum[1]()
+            self._sum = None
+            if storage is not None:
+                self.count_storage(storage)
+
+    def _take_over(self) -> bool:
+        assert self._sum is not None
+        summand, reference = self._sum
+        self._sum = None
+        storage = reference()
+        if storage is None:
+            return False
+        self._watch(storage, summand.size, summand.handle, summand.block)
+        return True
+
+    def _watch(self, storage: torch.UntypedStorage, size: int, handle: Any, block: int) -> None:
+        watch = Watch(storage, self._on_death)
+        watch.key, watch.size, watch.handle, watch.block = storage._cdata, size, handle, block
+        self._live[watch.key] = watch
+
+    def _new_block(self, size: int) -> int:
+        """Number a block; an empty one takes no memory and has no number, so numbers follow the events."""
+        if not size:
+            return EMPTY
+        block = self._blocks
+        self._blocks += 1
+        if self._record:
+            self.events.append((block, size))
+        if self._on_new is not None:
+            self._on_new(block)
+        return block
+
+    def _resize(self, watch: Watch, size: int) -> None:
+        """Book a new size: the new block is taken before the old one is given back, as torch does."""
+        handle = self.allocate(size)
+        block = self._new_block(size)
+        self._give_back(watch)
+        watch.handle, watch.size, watch.block = handle, size, block
+
+    def _on_death(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watch, Watch)
+        if self._live.get(watch.key) is not watch:
+            return
+        del self._live[watch.key]
+        if self._sum is not None and self._sum[0] is watch and self._take_over():
+            return
+        self._give_back(watch)
+
+    def _give_back(self, watch: Watch) -> None:
+        self.allocator.free(watch.handle)
+        if self._record and watch.size:
+            self.events.append((watch.block, FREE))
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """What a tensor lives in: those of its parts, where it is sparse or wraps others."""
+    flatten = None if type(tensor) is Tensor else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from storages_of(getattr(tensor, name))
+        return
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        for part in _parts(tensor):
+            yield from storages_of(part)
+        return
+    yield storage
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a tensor without a storage of its own consists of; an opaque one shows nothing."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()

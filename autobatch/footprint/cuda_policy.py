@@ -1,0 +1,213 @@
+"""CUDA's operator policy on tensors of the CPU, so that a step traced without a card allocates what a card
+would.
+
+What differs between the two, beyond speed: the lists of autocast (CUDA keeps layer norms, softmax and losses
+in fp32, the CPU does not), fused attention, fused dropout, and optimizers that go over all parameters at
+once. The lists are those of ATen/autocast_mode.h (torch 2.13); which operators have a kernel on either side
+is asked of the dispatcher. Kernels are exchanged for the whole process while a personality is worn, so it is
+worn for a short time and by one thread. A ``TorchFunctionMode`` would not do: it is off inside ``backward``,
+where checkpoints recompute.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from autobatch.footprint.attention import attention_kernel
+
+aten = torch.ops.aten
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FP32 = _names(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm
+    rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity dist
+    pdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa
+    """
+)
+"""``AT_FORALL_FP32``, without those that the CPU casts the same way."""
+
+
+_FP32_RESULT = _names(
+    """
+    softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+    """
+)
+"""``AT_FORALL_FP32_SET_OPT_DTYPE``: the result is fp32, the argument stays as it is."""
+
+
+_LOWER = _names(
+    """
+    _convolution convolution addmv addr mv einsum chain_matmul linalg_multi_dot
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell _scaled_dot_product_flash_attention lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell
+    """
+)
+"""``AT_FORALL_LOWER_PRECISION_FP``, without those that the CPU casts the same way."""
+
+
+_WIDEST = _names(
+    """
+    addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add
+    """
+)
+"""``AT_FORALL_PROMOTE``."""
+
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+_FUSED = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_softmax.default}
+"""On CUDA these make fp32 of fp16 without a copy in between, of bf16 with one (ATen/native/SoftMax.cpp)."""
+
+
+@contextmanager
+def cuda_personality(capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, the operators of CPU tensors follow CUDA's policy.
+
+    Args:
+        capability: the card's compute capability, which decides on the attention kernels.
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    # oneDNN keeps the gates of a recurrent layer where no trace sees them. Without it they are tensors, about
+    # as much as cuDNN keeps.
+    onednn = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            # torch says once that kernels are being replaced, which is what this is for.
+            warnings.simplefilter("ignore", UserWarning)
+            _exchange_autocast(library)
+            _replace(library, "dropout", _dropout, "AutogradCPU")
+            _replace(library, "scaled_dot_product_attention", attention_kernel(capability), "AutogradCPU")
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer go over all parameters at once, as it does by default on CUDA.
+
+    torch/optim/optimizer.py, ``_default_to_fused_or_foreach``: the choice is by exact type and device, and a
+    fake CPU parameter has neither.
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = not group.get("differentiable", False)
+
+
+def missing_parts() -> list[str]:
+    """Private parts of torch that a personality needs and that this torch does not have."""
+    needed = {
+        "torch._C._dispatch_has_kernel_for_dispatch_key": torch._C,
+        "torch._C._dispatch_get_all_op_names": torch._C,
+        "torch._C._ExcludeDispatchKeyGuard": torch._C,
+        "torch._C._get_mkldnn_enabled": torch._C,
+        "torch._C._set_mkldnn_enabled": torch._C,
+        "torch.library.fallthrough_kernel": torch.library,
+    }
+    missing = [name for name, place in needed.items() if not hasattr(place, name.rpartition(".")[2])]
+    kernels = (
+        "native_dropout",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_attention_math",
+    )
+    return missing + [f"aten::{name}" for name in kernels if not hasattr(aten, name)]
+
+
+def _exchange_autocast(library: Any) -> None:
+    """Give the CPU's autocast key CUDA's kernels; the CPU's own where both cast alike."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("aten::"):
+            continue
+        cuda, cpu = has(name, "AutocastCUDA"), has(name, "AutocastCPU")
+        if cpu and not cuda:
+            _replace(library, name[6:], torch.library.fallthrough_kernel, "AutocastCPU")
+        elif cuda and not cpu:
+            cast = _policy(name[6:])
+            if cast is not None:
+                _replace(library, name[6:], _casting(name[6:], cast), "AutocastCPU")
+
+
+def _replace(library: Any, name: str, kernel: Callable[..., Any], key: str) -> None:
+    library.impl(name, kernel, key, allow_override=True)
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _policy(name: str) -> Callable[[Any, _Arguments], _Arguments] | None:
+    if name in _FP32:
+        return lambda _, arguments: _cast(arguments, torch.float32)
+    if name in _FP32_RESULT:
+        return _with_fp32_result
+    if name in _LOWER:
+        return lambda _, arguments: _cast(arguments, torch.get_autocast_dtype("cpu"))
+    return _to_widest if name in _WIDEST else None
+
+
+def _casting(name: str, cast: Callable[[Any, _Arguments], _Arguments]) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            args, kwargs = cast(operator, (args, kwargs))
+            fused = _FUSED.get(name)
+            if fused is not None and args[0].dtype is torch.float16 and kwargs.get("dtype") is torch.float32:
+                return fused(args[0], args[1], True)
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _cast(arguments: _Arguments, dtype: torch.dtype) -> _Arguments:
+    def one(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.to(dtype) if eligible else tensor
+
+    args, kwargs = tree_map_only(Tensor, one, arguments)
+    return args, kwargs
+
+
+def _to_widest(_: Any, arguments: _Arguments) -> _Arguments:
+    dtypes: list[torch.dtype] = []
+    tree_map_only(Tensor, lambda tensor: dtypes.append(tensor.dtype), arguments)
+    return _cast(arguments, torch.float32) if torch.float32 in dtypes else arguments
+
+
+def _with_fp32_result(operator: Any, arguments: _Arguments) -> _Arguments:
+    """Ask for an fp32 result, unless the caller asks for a type or the argument is not a low one."""
+    args, kwargs = arguments
+    names = [argument.name for argument in operator._schema.arguments]
+    given = args[names.index("dtype")] if "dtype" in names[: len(args)] else kwargs.get("dtype")
+    if given is not None or not isinstance(args[0], Tensor) or args[0].dtype not in _LOW:
+        return arguments
+    return args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """ATen/native/Dropout.cpp: on CUDA the fused kernel keeps a mask of a byte an element."""
+    if train and 0 < p < 1 and x.numel() > 0:
+        return aten.native_dropout(x, p, train)[0]  # type: ignore[no-any-return]
+    return x * torch.zeros_like(x) if train and p == 1 else x

@@ -1,0 +1,275 @@
+"""Opening what a probe runs on: device, model, costliest samples; and what the answer depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
+from autobatch.core.options import Options
+from autobatch.core.records import DeviceRecord, Precision, Record
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import Allocator, Ledger
+from autobatch.device.base import Device
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.cuda import CudaDevice
+from autobatch.device.profiles import data_home, load_profile
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.planning import rank_share
+from autobatch.probing.attempt import Bench
+from autobatch.probing.cache import KeyValue
+from autobatch.workload.contract import WholeBatchLoss, Workload, kind_of
+from autobatch.workload.data import Costliest
+from autobatch.workload.demo import MEMORY_BUDGET
+from autobatch.workload.nested import tensors_of
+from autobatch.workload.reference import DEMO, load_workload
+from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.user_code import user_code
+
+
+class Facts(Record, frozen=True, kw_only=True):
+    """What a plan needs to know of a bench, without the bench."""
+
+    device: DeviceRecord
+    key: dict[str, KeyValue]
+    """Everything that changes what fits."""
+    samples: int
+    """Samples of the training data."""
+    learning_rate: float
+    base_batch: int | None
+    precision: Precision
+    name: str
+    expandable_segments: bool = False
+    """How the device's allocator grows, for those that cache."""
+    levels: list[float] = []
+    """Quartiles of the samples' costs; empty where all cost alike."""
+    notes: list[str] = []
+
+
+def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[str, str]) -> Device:
+    """Find the device that ``auto``, ``cuda``, ``cuda:N``, ``cpu`` or ``sim:PROFILE`` names.
+
+    Raises:
+        InputError: there is no such device or profile, or the budget is more than it has.
+    """
+    kind, _, which = spec.partition(":")
+    if spec == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu" and not which:
+        return CpuDevice(memory_budget=memory_budget)
+    if kind == "cuda" and (not which or which.isdecimal()):
+        return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
+    if kind == "sim" and which:
+        profile = load_profile(which, user_dir=data_home(environ))
+        return SimulatedDevice(profile, memory_budget=memory_budget)
+    raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
+
+
+def with_knobs(bench: Bench, knobs: Mapping[str, Value]) -> Bench:
+    """The bench of a configuration: its precision, what it changes in a step, and how memory is allocated."""
+    precision: Precision = knobs.get(PRECISION) or bench.precision  # type: ignore[assignment]
+    device = bench.device
+    if knobs.get(EXPANDABLE) and device.why_not_expandable() is None:
+        device = device.expandable()
+    return replace(bench, precision=precision, device=device, knobs=knobs)
+
+
+def find_workload(workload: object) -> Workload:
+    """The workload itself, or the one that a reference names; the demo where there is none.
+
+    Raises:
+        InputError: the reference leads nowhere, or something else was given.
+    """
+    if isinstance(workload, Workload):
+        return workload
+    if not (workload is None or isinstance(workload, str)):
+        hint = ": call it" if callable(workload) else ""
+        raise InputError(f"the workload must be an autobatch.Workload, found {kind_of(workload)}{hint}")
+    return load_workload(workload or DEMO)
+
+
+def open_bench(
+    workload: Workload, options: Options, *, environ: Mapping[str, str] = os.environ, demo: bool = False
+) -> Bench:
+    """Build what attempts run on; the caller's random states are left alone.
+
+    Args:
+        workload: what the user handed over.
+        options: device, budget, precision, seed.
+        environ: where AUTOBATCH_HOME may stand.
+        demo: the embedded demo runs, which brings a budget of its own.
+
+    Raises:
+        InputError: the device, the budget or the model cannot be.
+    """
+    device = open_device(options.device, memory_budget=budget_of(options, demo=demo), environ=environ)
+    with preserved_random_state():
+        seed_everything(options.seed)
+        model = build_model(workload)
+        costliest = Costliest(workload)
+        costliest.check_joins()
+    return Bench(
+        workload=workload,
+        model=model,
+        device=device,
+        costliest=costliest,
+        precision=precision_of(options, device),
+        max_grad_norm=getattr(options, "max_grad_norm", None),
+        ema=getattr(options, "ema", None),
+        window=window_of(workload, options),
+    )
+
+
+def window_of(workload: Workload, options: Options) -> int | None:
+    """Samples of an optimizer step, where the loss sees all of them and they are known."""
+    if not isinstance(workload.loss, WholeBatchLoss):
+        return None
+    target: int | None = getattr(options, "target_batch", None)
+    return None if target is None else rank_share(target, 1, 0)
+
+
+def budget_of(options: Options, *, demo: bool) -> str | int | None:
+    """The budget that was asked for; the demo's own where none was."""
+    if options.memory_budget is not None or not demo:
+        return options.memory_budget
+    kind = options.device.partition(":")[0]
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return MEMORY_BUDGET.get(kind)
+
+
+def build_model(workload: Workload) -> nn.Module:
+    """Call the workload's ``model``.
+
+    Raises:
+        InputError: it returns no module.
+    """
+    with user_code("model"):
+        model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def precision_of(options: Options, device: Device) -> Precision:
+    """The precision that was asked for; ``auto`` is bf16 on cards built for it (8.0 and later), else fp32."""
+    if options.precision != "auto":
+        return options.precision
+    if device.kind == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (8, 0):
+        return "bf16"
+    return "fp32"
+
+
+def facts_of(bench: Bench) -> Facts:
+    """Describe a bench."""
+    workload = bench.workload
+    device = bench.device.describe()
+    with preserved_random_state():
+        key = _key(bench, device)
+    return Facts(
+        device=device,
+        key=key,
+        samples=len(workload.train_data),  # type: ignore[arg-type]
+        learning_rate=workload.learning_rate,
+        base_batch=workload.base_batch,
+        precision=bench.precision,
+        name=workload.name,
+        expandable_segments=_is_expandable(bench.device.new_allocator()),
+        levels=bench.costliest.levels(),
+        notes=[*device.notes, *bench.costliest.notes, *window_notes(workload, bench.window)],
+    )
+
+
+def window_notes(workload: Workload, window: int | None) -> list[str]:
+    """What a person should know of an answer for a loss over a whole window of an unknown size."""
+    if window is not None or not isinstance(workload.loss, WholeBatchLoss):
+        return []
+    return [
+        "the loss sees all samples of an optimizer step, and without a target batch two micro-batches were "
+        "taken for all of them: more take more memory; plan, tune, fit and estimate --target-batch count them"
+    ]
+
+
+def new_allocator(facts: Facts, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
+    """An empty model of the device's allocator, as `Device.new_allocator` makes it.
+
+    Args:
+        facts: the device and its budget.
+        capped: with the budget as its limit.
+        expandable: how an allocator that caches grows; ``None``: as on the device.
+    """
+    limit = facts.device.budget_bytes if capped else None
+    if facts.device.kind == "cpu":
+        return Ledger(limit)
+    asked = facts.expandable_segments if expandable is None else expandable
+    return CachingAllocator(limit, AllocatorConfig(expandable_segments=asked))
+
+
+def _is_expandable(allocator: Allocator) -> bool:
+    return isinstance(allocator, CachingAllocator) and allocator.config.expandable_segments
+
+
+def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
+    sample = bench.costliest.batch(2)
+    loss = bench.workload.loss
+    functions = [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]
+    return {
+        "workload": bench.workload.name,
+        "model": _digest(
+            *(
+                f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
+                for name, p in bench.model.named_parameters()
+            ),
+            *(f"{name}:{type(module).__qualname__}" for name, module in bench.model.named_modules()),
+        ),
+        "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
+        "loss": "+".join(map(_name_of, functions)),
+        "window": bench.window,
+        "optimizer": _digest(_optimizer_line(bench.workload)),
+        "precision": bench.precision,
+        "max_grad_norm": None if bench.max_grad_norm is None else str(bench.max_grad_norm),
+        # What it weighs does not depend on the decay.
+        "ema": None if bench.ema is None else "on",
+        "device": device.name,
+        "device_kind": device.kind,
+        "total_bytes": device.total_bytes,
+        "budget_bytes": device.budget_bytes,
+        "torch": str(torch.__version__),
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
+        "world_size": 1,
+    }
+
+
+def _name_of(function: object) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _optimizer_line(workload: Workload) -> str:
+    """Class and settings of the optimizer."""
+    made = stand_in_optimizers(workload)
+    if not made:
+        return str(getattr(workload.optimizer, "__qualname__", type(workload.optimizer).__qualname__))
+    return ";".join(
+        f"{type(one).__qualname__}:{sorted((key, str(value)) for key, value in one.defaults.items())}"
+        for one in made
+    )
+
+
+def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    """The optimizer made for a stand-in parameter; none where it wants the model's own."""
+    try:
+        made = workload.optimizer([nn.Parameter(torch.zeros(1))], workload.learning_rate)
+    except Exception:
+        return []
+    several = made if isinstance(made, list | tuple) else [made]
+    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
+
+
+def _digest(*lines: str) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,163 @@
+"""The figure of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from autobatch.core.records import StepRecord
+from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, every, telling
+from autobatch.report.sentences import count, decimal, many
+
+TABLE_ROWS = 50
+
+
+DRAWN_POINTS = 600
+
+
+MARKED_EVENTS = 100
+
+
+class Curve(NamedTuple):
+    """One figure of the run over its windows."""
+
+    label: str
+    steps: list[int]
+    values: list[float]
+
+
+def training_figure(metrics: Sequence[StepRecord], checkpoints: Sequence[int] = ()) -> Picture | None:
+    """Draw loss, learning rate and throughput over the optimizer steps, with what happened on the way.
+
+    Args:
+        metrics: a record for each window; of windows that ran again the last one counts.
+        checkpoints: windows after which a checkpoint was written.
+
+    Returns:
+        The picture; ``None`` where there is no record.
+    """
+    records = [record for _, record in sorted({record.step: record for record in metrics}.items())]
+    curves = [curve for curve in _curves(records) if curve.steps]
+    if not curves:
+        return None
+    recoveries = [record.step for record in records if record.recovered is not None]
+
+    title = "Training"
+    words = (
+        f"{', '.join(curve.label for curve in curves)} over {many(len(records), 'optimizer step')}; "
+        f"{many(len(recoveries), 'recovery', 'recoveries')} and {many(len(checkpoints), 'checkpoint')}."
+    )
+    legend = _legend(recoveries=bool(recoveries), checkpoints=bool(checkpoints))
+    tall = 130 + 100 * len(curves)
+    painter = partial(_paint, curves, recoveries, checkpoints)
+    svg = draw("training", title, words, painter, heights=(tall, tall))
+    return Picture(
+        slug="training", title=title, description=words, svg=svg, legend=legend, table=_table(records)
+    )
+
+
+def _paint(
+    curves: Sequence[Curve],
+    recoveries: Sequence[int],
+    checkpoints: Sequence[int],
+    figure: Figure,
+    narrow: bool,
+) -> None:
+    rows = _axes(figure, curves)
+    for axes, curve in zip(rows, curves, strict=True):
+        drawn = telling(curve.values, DRAWN_POINTS)
+        steps, values = [curve.steps[at] for at in drawn], [curve.values[at] for at in drawn]
+        axes.plot(steps, values, color=color("accent"), marker="o" if len(steps) == 1 else "")
+        _mark(axes, checkpoints, "muted", (0, (1, 3)))
+        _mark(axes, recoveries, "warn", "solid")
+    if recoveries:  # an empty line that is not clipped has no extent, and the layout needs one
+        x = _marked(recoveries)
+        rows[0].plot(
+            x, [0] * len(x), "^", color=color("warn"), markersize=8, clip_on=False,
+            transform=rows[0].get_xaxis_transform(),
+        )  # fmt: skip
+    seen = {step for curve in curves for step in curve.steps}
+    if len(seen) == 1:
+        rows[-1].set_xlim(min(seen) - 1, min(seen) + 1)
+    rows[-1].set_xlabel("optimizer step")
+    rows[-1].xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
+
+
+def _legend(*, recoveries: bool, checkpoints: bool) -> list[Mark]:
+    marks = [Mark(role="accent", label="measured at each optimizer step")]
+    if recoveries:
+        marks.append(Mark(role="warn", label="recovery from out of memory", shape="triangle"))
+    if checkpoints:
+        marks.append(Mark(role="muted", label="checkpoint", shape="dash"))
+    return marks
+
+
+def _axes(figure: Figure, curves: Sequence[Curve]) -> list[Axes]:
+    """Stack an axes for each curve over one axis of steps; the loss gets the most room."""
+    tall = [2.2 if curve.label == "loss" else 1.0 for curve in curves]
+    grid = figure.subplots(len(curves), sharex=True, squeeze=False, gridspec_kw={"height_ratios": tall})
+    rows: list[Axes] = grid[:, 0].tolist()
+    for axes, curve in zip(rows, curves, strict=True):
+        axes.set_title(curve.label)
+        axes.margins(x=0.02)
+        axes.yaxis.set_major_locator(MaxNLocator(5 if curve.label == "loss" else 3))
+    return rows
+
+
+def _curves(records: Sequence[StepRecord]) -> list[Curve]:
+    loss = [(record.step, record.loss) for record in records if record.loss is not None]
+    speed = list(_speeds(records))
+    return [
+        Curve("loss", [step for step, _ in loss], [value for _, value in loss]),
+        Curve("learning rate", [r.step for r in records], [r.learning_rate for r in records]),
+        Curve("samples/s", [step for step, _ in speed], [value for _, value in speed]),
+    ]
+
+
+def _speeds(records: Sequence[StepRecord]) -> Iterator[tuple[int, float]]:
+    """Throughput of each window, where the window before it tells how many samples were its own."""
+    before: StepRecord | None = None
+    for record in records:
+        known = record.step == 1 or (before is not None and before.step == record.step - 1)
+        own = record.samples - (before.samples if before is not None else 0)
+        if known and own > 0 and record.seconds > 0:
+            yield record.step, own / record.seconds
+        before = record
+
+
+def _marked(steps: Sequence[int]) -> list[int]:
+    """Choose the events that are drawn: all, or an even choice where the figure would be full of them."""
+    return [steps[at] for at in every(len(steps), MARKED_EVENTS)]
+
+
+def _mark(axes: Axes, steps: Sequence[int], role: str, style: str | tuple[int, tuple[int, ...]]) -> None:
+    for step in _marked(steps):
+        axes.axvline(step, color=color(role), linestyle=style, linewidth=1.1, zorder=1)
+
+
+def _table(records: Sequence[StepRecord]) -> Table:
+    chosen = every(len(records), TABLE_ROWS)
+    few = f"{count(len(chosen))} of {count(len(records))}, evenly chosen"
+    speeds = dict(_speeds(records))
+    return Table(
+        caption=f"Optimizer steps: {'all' if len(chosen) == len(records) else few}",
+        head=["Step", "Loss", "Learning rate", "Samples/s", "Micro-batch", "What happened"],
+        rows=[_cells(records[at], speeds.get(records[at].step)) for at in chosen],
+    )
+
+
+def _cells(record: StepRecord, speed: float | None) -> list[str]:
+    skipped = "" if record.applied else "no optimizer step was taken"
+    return [
+        count(record.step),
+        "" if record.loss is None else decimal(record.loss, 6),
+        decimal(record.learning_rate, 6),
+        "" if speed is None else decimal(speed),
+        count(record.micro_batch),
+        "; ".join(filter(None, (skipped, record.recovered))),
+    ]

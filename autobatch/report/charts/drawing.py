@@ -1,0 +1,193 @@
+"""A picture with everything that makes it readable without being seen."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from autobatch.core.records import Record
+from autobatch.core.units import GiB, KiB, MiB, TiB
+from autobatch.report.theme import LIGHT
+
+
+class Table(Record, frozen=True):
+    """Rows of text under a head; the first column names the row."""
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+class Mark(Record, frozen=True):
+    """One entry of a legend."""
+
+    role: str
+    """A colour of the palette."""
+    label: str
+    shape: str = "line"
+    """``line``, ``dash``, ``dot``, ``ring``, ``cross``, ``block`` or ``triangle``."""
+
+
+class Picture(Record, frozen=True):
+    """A figure, what it shows in words, its legend and its data."""
+
+    slug: str
+    title: str
+    description: str
+    svg: str
+    legend: list[Mark]
+    table: Table
+    note: str = ""
+    """What the page says below it, where the text around it does not say it already."""
+
+
+def every(length: int, limit: int) -> list[int]:
+    """Choose at most ``limit`` indices of ``length``, evenly, the first and the last among them."""
+    if length <= limit:
+        return list(range(length))
+    return sorted({round(place * (length - 1) / (limit - 1)) for place in range(limit)})
+
+
+def telling(values: Sequence[float], limit: int) -> list[int]:
+    """Choose about ``limit`` indices at most, leaving out what would not be seen: extremes stay."""
+    if len(values) <= limit:
+        return list(range(len(values)))
+    kept = {0, len(values) - 1}
+    size = -(-len(values) * 2 // limit)
+    for start in range(0, len(values), size):
+        bucket = range(start, min(start + size, len(values)))
+        kept |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
+    return sorted(kept)
+
+
+WIDE, NARROW = 720, 328
+"""Widths in CSS pixels: one unit of the picture is one pixel there."""
+
+
+Painter = Callable[[Figure, bool], None]
+"""Draws on a figure; the flag is true for the narrow one."""
+
+
+def color(role: str) -> str:
+    """The stand-in by which matplotlib knows a role of the palette."""
+    return f"#0a0b{list(LIGHT).index(role):02x}"
+
+
+def series(number: int) -> str:
+    """The stand-in of the n-th category, counted from 0; they repeat after the last."""
+    names = [role for role in LIGHT if role.startswith("series-")]
+    return color(names[number % len(names)])
+
+
+def draw(slug: str, title: str, description: str, painter: Painter, *, heights: tuple[int, int]) -> str:
+    """Draw a picture for wide and for narrow pages; style sheets show one of them.
+
+    Args:
+        slug: names the picture in ids; unique on its page.
+        title: what the picture is, for those who do not see it.
+        description: what it shows, likewise.
+        painter: draws it.
+        heights: of the wide and the narrow one, in CSS pixels.
+    """
+    sizes = (("wide", WIDE, heights[0]), ("narrow", NARROW, heights[1]))
+    return "".join(
+        _one(f"{slug}-{name}", name, title, description, painter, size=(width, height))
+        for name, width, height in sizes
+    )
+
+
+def _one(
+    slug: str, name: str, title: str, description: str, painter: Painter, *, size: tuple[int, int]
+) -> str:
+    with mpl.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", r"Glyph .* missing"
+        )  # browsers have the font; only widths are guessed
+        mpl.rcdefaults()  # a person's own matplotlibrc shall not change the report
+        mpl.rcParams.update(_style(slug, narrow=name == "narrow"))
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
+        painter(figure, name == "narrow")
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _finish(buffer.getvalue(), slug, name, title, description)
+
+
+def _style(slug: str, *, narrow: bool) -> dict[Any, Any]:
+    ink, muted, rule = color("ink"), color("muted"), color("rule")
+    return {
+        "svg.hashsalt": slug,
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "font.size": 11 if narrow else 12,
+        "axes.titlesize": 11 if narrow else 12,
+        "axes.titlelocation": "left",
+        "axes.titlecolor": ink,
+        "text.color": ink,
+        "axes.labelcolor": muted,
+        "xtick.labelcolor": muted,
+        "ytick.labelcolor": muted,
+        "xtick.color": rule,
+        "ytick.color": rule,
+        "axes.edgecolor": rule,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": rule,
+        "grid.linewidth": 1,
+        "figure.constrained_layout.hspace": 0.1,
+        "lines.linewidth": 1.8,
+        "lines.solid_capstyle": "round",
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "axes.formatter.useoffset": False,
+        "axes.formatter.limits": (-7, 9),
+    }
+
+
+def _finish(text: str, slug: str, name: str, title: str, description: str) -> str:
+    """Keep the drawing; theme, name and label it for a page."""
+    body = text[text.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.DOTALL)
+    body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.DOTALL)
+    body = re.sub(r'\bid="([^"]+)"', rf'id="{slug}-\1"', body)
+    body = re.sub(r'(href="|url\()#', rf"\1#{slug}-", body)
+    body = re.sub(r"(font: (?:\w+ )*?[\d.]+px) [^;\"]+", r"\1 var(--sans, system-ui, sans-serif)", body)
+    for role, light in LIGHT.items():
+        body = body.replace(color(role), f"var(--{role}, {light})")
+    viewbox = re.search(r'viewBox="([^"]+)"', body)
+    assert viewbox is not None  # matplotlib always writes it
+    head = (
+        f'<svg class="{name}" viewBox="{viewbox[1]}" xmlns="http://www.w3.org/2000/svg" '
+        f'xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
+        f'aria-label="{escape(title)}" aria-describedby="{slug}-description">'
+        f'<title>{escape(title)}</title><desc id="{slug}-description">{escape(description)}</desc>'
+    )
+    return head + body[body.index(">") + 1 :].strip()
+
+
+def bytes_unit(size: int) -> tuple[int, str]:
+    """The unit in which an axis that ends at ``size`` bytes reads best, and its name."""
+    steps = ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
+    return next(((unit, name) for unit, name in steps if size >= unit), (1, "B"))
+
+
+def plain_axes(figure: Figure, *, xlabel: str = "", title: str = "") -> Axes:
+    """Add one axes in the style of the report."""
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    axes.set_title(title)
+    return axes

@@ -1,0 +1,110 @@
+"""HTML as values: text is escaped by default, only markup that was built here passes as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from html import escape
+
+from autobatch.report.charts.drawing import Mark, Picture, Table
+
+_VOID = frozenset({"meta", "br"})
+
+
+_LONG = 24
+"""Characters from which a cell is a sentence, and gets room for it."""
+
+
+_NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( [KMGT]?i?B)?")
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+Child = str | Iterable[str] | None
+
+
+def element(tag: str, *children: Child, **attributes: str | bool | None) -> Markup:
+    """Build an element.
+
+    Args:
+        tag: its name.
+        children: text (escaped), :class:`Markup` (kept), lists of those, or ``None`` (nothing).
+        attributes: by name; ``_`` becomes ``-`` and a trailing ``_`` is dropped, ``True`` writes the bare
+            name, ``None`` and ``False`` leave it out.
+    """
+    written = "".join(_attribute(name, value) for name, value in attributes.items())
+    if tag in _VOID:
+        return Markup(f"<{tag}{written}>")
+    return Markup(f"<{tag}{written}>{join(*children)}</{tag}>")
+
+
+def join(*children: Child) -> Markup:
+    """Put children one after another."""
+    return Markup("".join(_text(child) for child in children))
+
+
+def _attribute(name: str, value: str | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = name.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
+
+
+def _text(child: Child) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Markup):
+        return child
+    if isinstance(child, str):
+        return escape(child, quote=False)
+    return "".join(map(_text, child))
+
+
+def table(data: Table) -> Markup:
+    """Build a table that scrolls inside itself where the page is too narrow."""
+    head = element("tr", [element("th", name, scope="col") for name in data.head])
+    body = [element("tr", [_cell(at, text) for at, text in enumerate(row)]) for row in data.rows]
+    whole = element("table", element("caption", data.caption), element("thead", head), element("tbody", body))
+    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=data.caption)
+
+
+def _cell(at: int, text: str) -> Markup:
+    kind = "number" if _NUMBER.fullmatch(text) else "long" if at and len(text) > _LONG else None
+    return element("th", text, scope="row", class_=kind) if at == 0 else element("td", text, class_=kind)
+
+
+def figure(picture: Picture) -> Markup:
+    """Build a figure with its legend, and its data as a table to open."""
+    caption = element(
+        "figcaption", _legend(picture.legend), element("p", picture.note) if picture.note else None
+    )
+    data = element("details", element("summary", "Data of this figure"), table(picture.table))
+    return element("figure", Markup(picture.svg), caption, data, id=f"figure-{picture.slug}")
+
+
+def _legend(marks: list[Mark]) -> Markup | None:
+    items = [
+        element(
+            "li",
+            element(
+                "span", class_=f"mark {mark.shape}", style=f"--mark:var(--{mark.role})", aria_hidden="true"
+            ),
+            mark.label,
+        )
+        for mark in marks
+    ]
+    return element("ul", items, class_="legend") if items else None
+
+
+def facts(pairs: Iterable[tuple[str, Child]]) -> Markup:
+    """Build a list of names and what they are; pairs without a value are left out."""
+    rows = [
+        element("div", element("dt", name), element("dd", value))
+        for name, value in pairs
+        if value not in (None, "")
+    ]
+    return element("dl", rows, class_="facts")

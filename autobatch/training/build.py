@@ -1,0 +1,150 @@
+"""Opening the loop of a run: what the options and the plan say, as one `Loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
+from autobatch.core.options import FitOptions
+from autobatch.core.records import Plan
+from autobatch.device.base import Meter
+from autobatch.probing.attempt import Bench
+from autobatch.step.gradients import Optimizers
+from autobatch.step.train_state import assemble
+from autobatch.training.batchnorm import batch_norms
+from autobatch.training.evaluation import rehearse
+from autobatch.training.loop import Loop
+from autobatch.workload.contract import Workload, kind_of
+from autobatch.workload.feed import AHEAD
+from autobatch.workload.loader import card_of, open_feed
+from autobatch.workload.order import Course
+from autobatch.workload.rng import seed_everything
+from autobatch.workload.user_code import user_code
+
+
+def course_of(workload: Workload, options: FitOptions) -> Course:
+    """All windows of a run.
+
+    Raises:
+        InputError: there is none.
+    """
+    course = Course(
+        samples=len(workload.train_data),  # type: ignore[arg-type]
+        target_batch=options.target_batch,
+        seed=options.seed,
+        steps=options.steps,
+        epochs=options.epochs,
+        last_window=options.last_window,
+    )
+    if course.total == 0:
+        raise InputError(
+            f"--last-window drop leaves no window: {course.samples} samples for a target batch of "
+            f"{course.target_batch}; carry or flush keeps them"
+        )
+    return course
+
+
+@contextmanager
+def opened(
+    bench: Bench,
+    planned: Plan,
+    options: FitOptions,
+    course: Course,
+    *,
+    seeded_before: bool | None,
+    note: Callable[[str], None],
+) -> Iterator[Loop]:
+    """A loop at its first window, on the device and with what feeds it; both are let go of afterwards.
+
+    Args:
+        bench: the model, which is trained itself, and the device.
+        planned: the plan.
+        options: of the run.
+        course: its windows.
+        seeded_before: of a run that goes on, whether its samples were seeded one by one; ``None``: it begins.
+        note: told what a person should know.
+
+    Raises:
+        InputError: a part of the workload cannot be, or raised on two held-out samples.
+    """
+    feeding = _feeding(planned, options, seeded_before, note)
+    with (
+        bench.device.training() as meter,
+        open_feed(
+            bench.workload, course.windows, card=card_of(bench.device, planned.knobs), **feeding
+        ) as feed,
+    ):
+        loop = _open_loop(bench, planned, options, course, meter)
+        loop.feed = feed
+        rehearse(bench.workload, loop.trainee, device=bench.device, meter=meter)
+        yield loop
+
+
+def _open_loop(bench: Bench, planned: Plan, options: FitOptions, course: Course, meter: Meter) -> Loop:
+    workload = bench.workload
+    seed_everything(options.seed)
+    meter.mark("setup")
+    model = bench.model.to(bench.device.torch_device)
+    meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+    trainee = assemble(
+        workload,
+        model,
+        bench.device.torch_device,
+        precision=planned.precision,
+        learning_rate=planned.learning_rate,
+        max_grad_norm=options.max_grad_norm,
+        ema=options.ema,
+        knobs=planned.knobs,
+    )
+    return Loop(
+        workload=workload,
+        trainee=trainee,
+        course=course,
+        device=bench.device,
+        meter=meter,
+        micro_batch=planned.micro_batch,
+        schedules=_schedules(workload, trainee.optimizers, course),
+        on_nonfinite=options.on_nonfinite,
+        warmup_samples=options.warmup_samples,
+        rescaled_norms=batch_norms(trainee.model) if options.bn_momentum == "auto" else [],
+    )
+
+
+def _schedules(workload: Workload, optimizers: Optimizers, course: Course) -> list[LRScheduler]:
+    """A schedule for each optimizer; none where the workload has none."""
+    if workload.schedule is None:
+        return []
+    with user_code("schedule"):
+        schedules = [workload.schedule(optimizer, course.total) for optimizer in optimizers]
+    for one in schedules:
+        if isinstance(one, ReduceLROnPlateau):
+            raise InputError(
+                "Workload(schedule=…) returned a ReduceLROnPlateau, which follows a figure: schedules are "
+                "stepped once an optimizer step, with none"
+            )
+        if not (hasattr(one, "step") and hasattr(one, "state_dict")):
+            raise InputError(f"Workload(schedule=…) returned {kind_of(one)}, not a schedule of torch.optim")
+    return schedules
+
+
+def _feeding(
+    planned: Plan, options: FitOptions, seeded_before: bool | None, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """How the loop is fed; a run whose samples are seeded goes on so, whatever joins them."""
+    workers = options.workers
+    if workers is None:
+        workers = int(planned.knobs.get(LOADER_WORKERS) or 0)
+    seeded = options.sample_seeds or workers > 0
+    if seeded and seeded_before is False:
+        note(
+            "the samples were not seeded one by one so far, and are from here on: where data is drawn at "
+            "random, the rest is not what the run would have been; --workers 0 goes on as before"
+        )
+    seeded = seeded or bool(seeded_before)
+    prefetch = options.prefetch or int(planned.knobs.get(PREFETCH) or AHEAD)
+    return {"seed": options.seed, "workers": workers, "prefetch": prefetch, "sample_seeds": seeded}

@@ -1,0 +1,187 @@
+"""All that the rest of a run depends on, as plain values and tensors, and back.
+
+What goes into a checkpoint is read again by ``torch.load(weights_only=True)``, which refuses NumPy's scalars
+and arrays: they become plain numbers and tensors here.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autobatch.core.errors import InputError
+from autobatch.step.ema import load_average
+from autobatch.training.loop import Loop
+from autobatch.workload.rng import capture_random_state, restore_random_state
+
+
+def capture_loop(loop: Loop) -> dict[str, Any]:
+    """Return everything that the rest of a run depends on, between two windows."""
+    trainee = loop.trainee
+    random_state = capture_random_state()
+    numpy = random_state.numpy
+    return {
+        "model": trainee.model.state_dict(),
+        "buffers": _unsaved_buffers(trainee.model),
+        "optimizers": [plain(optimizer.state_dict()) for optimizer in trainee.optimizers],
+        "schedules": [plain(schedule.state_dict()) for schedule in loop.schedules],
+        "scaler": None if trainee.scaler is None else trainee.scaler.state_dict(),
+        "average": None if trainee.average is None else trainee.average.state_dict(),
+        "items_per_sample": trainee.items_per_sample,
+        "noise": loop.noise.state_dict(),
+        "random": {
+            "python": random_state.python,
+            "numpy": None if numpy is None else (numpy[0], torch.from_numpy(numpy[1].copy()), *numpy[2:]),
+            "torch": random_state.torch,
+            "cuda": random_state.cuda,
+        },
+        "counters": {
+            "windows_seen": loop.windows_seen,
+            "steps_applied": loop.steps_applied,
+            "oom_recoveries": loop.oom_recoveries,
+            "skipped_in_a_row": loop.skipped_in_a_row,
+            "micro_batch": loop.micro_batch,
+        },
+    }
+
+
+def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
+    """Put a loop into a state that `capture_loop` returned.
+
+    Args:
+        loop: a loop of the same workload.
+        state: what `capture_loop` returned.
+        same_hardware: also restore the micro-batch and the device's generators, so that the rest of the run
+            is the same bit for bit. Otherwise the windows are the same, and the micro-batch is that of the
+            loop.
+
+    Raises:
+        InputError: it is the state of another model, optimizer or schedule.
+    """
+    trainee = loop.trainee
+    try:
+        trainee.model.load_state_dict(state["model"])
+        _load_buffers(trainee.model, state["buffers"], trainee.device)
+        for optimizer, saved in zip(trainee.optimizers, state["optimizers"], strict=True):
+            _load_optimizer(optimizer, saved)
+        for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
+        load_average(trainee.average, state.get("average"))
+    except InputError:
+        raise
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        text = (str(error).splitlines() or [""])[0]
+        raise InputError(
+            f"the checkpoint is of another model, optimizer or schedule ({type(error).__name__}: {text}): "
+            "give the workload that it was written with, or start without --resume"
+        ) from error
+    if trainee.scaler is not None and state["scaler"]:
+        trainee.scaler.load_state_dict(state["scaler"])
+    trainee.items_per_sample = state["items_per_sample"]
+    if "noise" in state:
+        loop.noise.load_state_dict(state["noise"])
+    counters = state["counters"]
+    loop.windows_seen = counters["windows_seen"]
+    loop.steps_applied = counters["steps_applied"]
+    loop.oom_recoveries = counters["oom_recoveries"]
+    loop.skipped_in_a_row = counters.get("skipped_in_a_row", 0)
+    if same_hardware:
+        loop.micro_batch = counters["micro_batch"]
+    _restore_random(state["random"], with_cuda=same_hardware)
+
+
+def check_storable(state: Mapping[str, Any]) -> None:
+    """Make sure that a state can be read back, before a run is built on it; tensors are not written.
+
+    Raises:
+        InputError: it holds objects that a checkpoint cannot hold; says where.
+    """
+    for part, value in state.items():
+        file = io.BytesIO()
+        try:
+            torch.save(_skeleton(value), file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            lines = [
+                line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line
+            ]
+            found = lines[0] if lines else f"{type(error).__name__}"
+            raise InputError(
+                f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
+                f"executing anything: {found}; keep only numbers, text, tensors and containers of them"
+            ) from None
+
+
+def plain(value: Any) -> Any:
+    """The same value with NumPy's scalars as Python's, exactly; containers without any are kept."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if isinstance(value, dict):
+        changed = {plain(key): plain(one) for key, one in value.items()}
+        same = all(a is b for a, b in zip(changed.values(), value.values(), strict=True))
+        return value if same and all(a is b for a, b in zip(changed, value, strict=True)) else changed
+    if type(value) in (list, tuple):
+        items = [plain(one) for one in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    return value
+
+
+def _skeleton(value: Any) -> Any:
+    """The same structure with every tensor empty."""
+    if isinstance(value, Tensor):
+        return torch.empty(0)
+    if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):
+        if isinstance(value, dict):
+            return {key: _skeleton(one) for key, one in value.items()}
+        return type(value)(_skeleton(one) for one in value)
+    return value
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a state dict leaves out: a forward pass may change them all the same."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+
+
+def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
+    for name, value in saved.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        known = module._buffers.get(own)
+        if known is not None and known.shape == value.shape and known.dtype == value.dtype:
+            known.copy_(value)
+        else:
+            module._buffers[own] = value.to(device)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load the state as it was: torch would round float32 state of 16-bit parameters to 16 bits."""
+    optimizer.load_state_dict(saved)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter][name]
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][name] = value.to(loaded.device, copy=True)
+
+
+def _restore_random(state: Mapping[str, Any], *, with_cuda: bool) -> None:
+    numpy = state["numpy"]
+    current = capture_random_state()
+    cuda: list[Tensor] = state["cuda"] if with_cuda and len(state["cuda"]) == len(current.cuda) else []
+    restore_random_state(
+        current._replace(
+            python=state["python"],
+            numpy=None if numpy is None else (numpy[0], numpy[1].numpy(), *numpy[2:]),
+            torch=state["torch"],
+            cuda=cuda,
+        )
+    )

@@ -1,0 +1,246 @@
+"""A short run at one learning rate: the loss of every window, and nothing changed afterwards.
+
+Every run starts at the same weights and sees the windows that its seed draws, at the batch, the split and the
+precision of the plan. The learning rate is constant: under a warm-up that is longer than the run, every
+learning rate would be tried on the ramp alone. The figure is the loss of the windows, not of validation data:
+it costs nothing, and a window has not been trained on before as long as the run is no longer than an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from autobatch.core.knobs import Value
+from autobatch.core.options import TuneOptions
+from autobatch.core.records import Precision
+from autobatch.device.base import Meter
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.planning import micro_batches
+from autobatch.probing.attempt import Bench, batches_of, open_trainee
+from autobatch.probing.child import ChildLost, ProbeChild
+from autobatch.probing.setup import with_knobs
+from autobatch.step.restore import lent
+from autobatch.step.train_state import Trainee
+from autobatch.step.train_step import WindowResult, run_window
+from autobatch.workload.contract import Batch, Workload
+from autobatch.workload.data import join
+from autobatch.workload.order import Course
+from autobatch.workload.rng import preserved_random_state, seed_everything
+
+REACH = 32.0
+"""The learning rates that are tried lie between the default ÷ this and × this."""
+
+
+PARTS = 4
+"""A run is looked at after each of so many parts; the mean of the last is its figure."""
+
+
+class RunTask(NamedTuple):
+    """What short runs train; plain values, that travel to another process."""
+
+    default: float
+    """The learning rate that stays unless another is better."""
+    target_batch: int
+    micro_batch: int
+    """The largest of the split, in samples."""
+    precision: Precision
+    knobs: dict[str, Value]
+    steps: int
+    """Optimizer steps of a run; at least `PARTS`."""
+    skips: bool = False
+    """Whether a window that is not finite is passed over, as the training that follows does."""
+
+
+class Seen(NamedTuple):
+    """A window of a run."""
+
+    loss: float
+    """Mean over what it counted."""
+    items: float
+    """How much that is."""
+    failure: str | None = None
+    """Why the run ended here, in one line; nothing follows then."""
+
+
+class Part(NamedTuple):
+    """What a part of a run found."""
+
+    loss: float | None
+    """Mean over everything that its windows counted; ``None`` where no figure was finite."""
+    first: float | None
+    """The loss of the run's first window: before any step."""
+    failure: str | None = None
+    """Why the run ended here; nothing follows then."""
+
+
+class Tried(NamedTuple):
+    """What a short run came to."""
+
+    rate: float
+    loss: float | None
+    """Of its last part; ``None`` where it did not come so far."""
+    first: float | None
+    """Of its first window."""
+    failure: str | None
+    """Why it is not feasible, in one line."""
+
+
+Losses = Generator[Seen, None, None]
+
+
+def short_run(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
+    """Train a few windows at a learning rate; what goes wrong with it is told as the last.
+
+    Args:
+        bench: the model, which is lent, and the data.
+        task: what to train.
+        rate: the learning rate.
+        seed: of the order of the data and of what the model draws.
+
+    Raises:
+        Exception: what the workload raises at the default learning rate, out of memory aside.
+    """
+    failure: str | None = None
+    try:
+        chosen = replace(with_knobs(bench, task.knobs), precision=task.precision)
+        yield from _train(chosen, task, rate, seed)
+    except Exception as error:
+        if classify(error) is Verdict.NONE and rate == task.default:
+            raise
+        failure = first_line(error)
+    # The except block is left: nothing keeps the failed step's tensors alive any more.
+    if failure is not None:
+        bench.device.release()
+        yield Seen(math.nan, 0.0, failure)
+
+
+def parts_of(windows: Iterable[Seen], steps: int) -> Iterator[Part]:
+    """The means of the parts of a run.
+
+    Args:
+        windows: as `short_run` tells them.
+        steps: how many there are in a whole run.
+    """
+    ends = {steps * (part + 1) // PARTS for part in range(PARTS)}
+    first: float | None = None
+    total = count = 0.0
+    for number, seen in enumerate(windows, 1):
+        if seen.failure is not None:
+            yield Part(None, first, seen.failure)
+            return
+        if seen.items and math.isfinite(seen.loss):
+            first = seen.loss if first is None else first
+            total, count = total + seen.loss * seen.items, count + seen.items
+        if number in ends:
+            yield Part(total / count if count else None, first)
+            total = count = 0.0
+
+
+def _train(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
+    device = bench.device.torch_device
+    with preserved_random_state(), bench.device.training() as meter, lent(bench.model, device):
+        seed_everything(seed)
+        trainee = open_trainee(bench, meter, learning_rate=rate)
+        for result in _windows(bench, task, trainee, meter, seed):
+            # Where training would end: a loss scale that is still to fall passes over such a window.
+            if result.count and not result.applied and trainee.scaler is None and not task.skips:
+                yield Seen(math.nan, 0.0, "its loss or gradient is not finite")
+                return
+            yield Seen(result.loss, result.count)
+
+
+def _windows(
+    bench: Bench, task: RunTask, trainee: Trainee, meter: Meter, seed: int
+) -> Iterator[WindowResult]:
+    """The first windows that a run with this seed would train."""
+    samples = len(bench.workload.train_data)  # type: ignore[arg-type]
+    course = Course(samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps)
+    for window in course.windows():
+        sizes = micro_batches(len(window.ids), task.micro_batch)
+        batches = batches_of(bench, meter, _fetched(bench.workload, window.ids, sizes))
+        yield run_window(trainee, batches, len(window.ids))
+
+
+def _fetched(workload: Workload, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
+    first = 0
+    for size in sizes:
+        yield join(workload, ids[first : first + size]), size
+        first += size
+
+
+TRIAL = "a trial of a learning rate"
+
+
+class Runs(Protocol):
+    """Trains short runs."""
+
+    def losses(self, rate: float, seed: int) -> Losses:
+        """Train at a learning rate, on what a seed draws; may be closed before its end."""
+
+
+@dataclass
+class LocalRuns:
+    """Short runs in this process."""
+
+    bench: Bench
+    task: RunTask
+
+    def losses(self, rate: float, seed: int) -> Losses:
+        """See `autobatch.tuning.lr_trial.short_run`."""
+        return short_run(self.bench, self.task, rate, seed)
+
+
+@dataclass
+class IsolatedRuns:
+    """Short runs in a child process: one that crashes or hangs makes its learning rate infeasible."""
+
+    child: ProbeChild
+    """… with `run_answers`."""
+    task: RunTask
+
+    def losses(self, rate: float, seed: int) -> Losses:
+        """See `Runs`."""
+        question: tuple[RunTask, float, int] | None = (self.task, rate, seed)
+        while (seen := self._ask(question)) is not None:
+            yield seen
+            question = None
+
+    def _ask(self, question: tuple[RunTask, float, int] | None) -> Seen | None:
+        try:
+            seen: Seen | None = self.child.ask(question, TRIAL)
+        except ChildLost as lost:
+            self.child.restart()
+            return Seen(math.nan, 0.0, str(lost))
+        return seen
+
+
+def run_answers(bench: Bench, _: Any) -> Callable[[Any], Any]:
+    """What a child for short runs does with what it is asked: the first window of a run, or the next one."""
+    current: Losses | None = None
+
+    def answer(asked: Any) -> Seen | None:
+        nonlocal current
+        if asked is not None:
+            if current is not None:
+                current.close()
+            current = short_run(bench, *asked)
+        assert current is not None
+        return next(current, None)
+
+    return answer
+
+
+@contextmanager
+def open_runs(
+    workload: str | None, options: TuneOptions, task: RunTask, *, bench: Callable[[], Bench], isolated: bool
+) -> Iterator[Runs]:
+    """Open what trains short runs; see `autobatch.tuning.trial.open_trials`."""
+    if not isolated:
+        yield LocalRuns(bench(), task)
+        return
+    with ProbeChild(workload, options, answers=run_answers) as child:
+        yield IsolatedRuns(child, task)

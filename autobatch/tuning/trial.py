@@ -1,0 +1,351 @@
+"""Runs trials: how large a micro-batch a configuration allows, whether it trains right, and what it costs.
+
+    configuration ──► limit (predicted, else searched) ──► fits? ──► losses ──► seconds a step
+
+What the trace on tensors without memory puts well inside the budget, or out of it, is not run to find that
+out; what is close to the limit is run once inside the enforced budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from autobatch.core.knobs import (
+    COMPILE,
+    EXPANDABLE,
+    LOADER_WORKERS,
+    PREFETCH,
+    SPLIT,
+    Configuration,
+    Situation,
+    Value,
+    memory_signature,
+    numeric_signature,
+)
+from autobatch.core.options import TuneOptions
+from autobatch.core.units import format_bytes
+from autobatch.device.allocator.trace import replay
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.footprint.predict import Footprint
+from autobatch.footprint.program import Untraceable, largest
+from autobatch.planning import micro_batches
+from autobatch.probing.attempt import Bench, Outcome, attempt
+from autobatch.probing.child import ChildLost, ProbeChild
+from autobatch.probing.limits import ReplayForecast, prior_footprint
+from autobatch.probing.search import search
+from autobatch.probing.setup import with_knobs
+from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, key_of, refused
+from autobatch.tuning.context import situation_of
+from autobatch.tuning.loss_check import LossCheck
+from autobatch.tuning.timing import time_steps
+from autobatch.workload.feed import AHEAD
+
+
+class Task(NamedTuple):
+    """What trials are made for; plain values, that travel to another process."""
+
+    limit: int
+    """The largest micro-batch that fits with every knob at its default: what a probe found."""
+    cap: int
+    """The largest micro-batch that any configuration may use."""
+    samples: int
+    """Of an optimizer step, on one rank."""
+    planned_steps: int
+    """Optimizer steps that what comes once a run is spread over."""
+    seconds: float
+    """Time that a trial measures for, about."""
+
+
+@dataclass
+class Lab:
+    """Runs trials on a bench; remembers what it found out on the way."""
+
+    bench: Bench
+    options: TuneOptions
+    task: Task
+    defaults: Configuration = field(default_factory=dict)
+    """Values that change nothing; what is missing is at its default."""
+    _limits: dict[Key, int | str] = field(default_factory=dict)
+    _predicted: dict[Key, Footprint | None] = field(default_factory=dict)
+    _ran: dict[Key, int] = field(default_factory=dict)
+    _gaps: dict[Key, float] = field(default_factory=dict)
+    _setups: dict[Key, float] = field(default_factory=dict)
+    _check: LossCheck | None = None
+
+    @property
+    def _workers(self) -> int | None:
+        """Loader workers that were asked for; ``None``: none were."""
+        return getattr(self.options, "workers", None)
+
+    def begin(self, defaults: Configuration) -> None:
+        """Say what every knob is at when nothing is changed; before the first trial."""
+        self.defaults = defaults
+
+    def situation(self) -> Situation:
+        """What decides which knobs apply."""
+        return situation_of(
+            self.bench,
+            precision_is_open=self.options.precision == "auto",
+            micro_batch=micro_batches(self.task.samples, self.task.limit)[0],
+            planned_steps=self.task.planned_steps,
+            workers_are_open=self._workers is None,
+        )
+
+    def measure(self, values: Configuration) -> Measurement:
+        """Run a trial.
+
+        Whatever goes wrong with a configuration makes it infeasible; only what goes wrong with every knob at
+        its default, and is not about memory, is the workload's own fault.
+
+        Raises:
+            Exception: whatever the workload raises with every knob at its default.
+        """
+        try:
+            return self._measure(values)
+        except Exception as error:
+            out_of_memory = classify(error) is not Verdict.NONE
+            if not out_of_memory and not self._changes(values):
+                raise
+            found = refused(MEMORY if out_of_memory else RUNS, first_line(error))
+        # The except block is left: nothing keeps the failed step's tensors alive any more.
+        self.bench.device.release()
+        return found
+
+    def certify(self, values: Configuration) -> str | None:
+        """Run a configuration inside the enforced budget, whatever was predicted."""
+        limit = self._limit(values)
+        if isinstance(limit, str):
+            return limit
+        size = micro_batch_of(limit, self.task.samples, values)
+        return attempt(with_knobs(self.bench, values), size).attempt.reason
+
+    def _measure(self, values: Configuration) -> Measurement:
+        limit = self._limit(values)
+        if isinstance(limit, str):
+            return refused(MEMORY, limit)
+        size = micro_batch_of(limit, self.task.samples, values)
+        reason = self._does_not_fit(values, size)
+        if reason is not None:
+            limit = self._search(values, cap=size - 1) if size > 1 else 0
+            if not limit:
+                return refused(MEMORY, reason, micro_batch=size)
+            self._limits[key_of(memory_signature(values))] = limit
+            size = micro_batch_of(limit, self.task.samples, values)
+        over = self._loss_over(values)
+        if over > 0:
+            reason = f"its losses are not those of the reference (by {over:.1%} more than is tolerated)"
+            return refused(LOSS, reason, over=over, micro_batch=size)
+        sizes = micro_batches(self.task.samples, size)
+        fed = {LOADER_WORKERS: self._workers} | dict(values)
+        prefetch = getattr(self.options, "prefetch", None) or int(values.get(PREFETCH) or AHEAD)
+        timing = time_steps(with_knobs(self.bench, fed), sizes, self.task.seconds, prefetch=prefetch)
+        # Compiled code is found again when a configuration is measured once more.
+        setup = self._setups.setdefault(key_of(values), timing.setup)
+        seconds = timing._replace(setup=setup).a_step(len(sizes), self.task.planned_steps)
+        return Measurement(self.task.samples / seconds, size, constraints={LOSS: over})
+
+    def _changes(self, values: Configuration) -> dict[str, Value]:
+        """What is not at its default, the split aside."""
+        return {
+            name: value
+            for name, value in values.items()
+            if name != SPLIT and value != self.defaults.get(name, value)
+        }
+
+    def _limit(self, values: Configuration) -> int | str:
+        """The largest micro-batch of a configuration; in words, why there is none.
+
+        Compiled, it starts from what fits without the compiler, and is run there: every size that a search
+        tries would be compiled anew.
+        """
+        compiled = self._limits.get(key_of(memory_signature(values)))
+        if compiled is not None:
+            return compiled
+        values = {name: value for name, value in values.items() if name != COMPILE}
+        signature = memory_signature(values)
+        if not self._changes(signature):
+            return self.task.limit
+        key = key_of(signature)
+        if key not in self._limits:
+            self._limits[key] = self._predict_limit(values)
+        return self._limits[key]
+
+    def _predict_limit(self, values: Configuration) -> int | str:
+        step = self._footprint(values)
+        if step is not None:
+            device = with_knobs(self.bench, values).device
+            try:
+                found = largest(step.program, device.new_allocator, self.task.cap) or 0
+            except Untraceable:
+                return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
+            budget = format_bytes(self.bench.device.budget_bytes)
+            return found or f"not even a micro-batch of 1 is predicted to fit in {budget}"
+        return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
+
+    def _search(self, values: Configuration, *, cap: int) -> int:
+        """The largest micro-batch by attempts."""
+        bench = with_knobs(self.bench, values)
+        key = key_of(memory_signature(values))
+
+        def run(size: int) -> Outcome:
+            outcome = attempt(bench, size)
+            if outcome.attempt.fits:
+                self._ran[key] = max(size, self._ran.get(key, 0))
+            return outcome
+
+        step = self._predicted.get(key)
+        forecast = ReplayForecast(bench.device.new_allocator, None if step is None else step.program)
+        return search(run, cap=cap, forecast=forecast).micro_batch
+
+    def _does_not_fit(self, values: Configuration, size: int) -> str | None:
+        """Why a micro-batch does not fit; not run where less is known to, or where it is predicted to."""
+        if not self._changes(memory_signature(values)):
+            return None
+        key = key_of(memory_signature(values))
+        if size <= self._ran.get(key, 0) or self._has_room(values, size):
+            return None
+        outcome = attempt(with_knobs(self.bench, values), size).attempt
+        if outcome.fits:
+            self._ran[key] = size
+        return outcome.reason
+
+    def _has_room(self, values: Configuration, size: int) -> bool:
+        """Whether a micro-batch is predicted to fit with more to spare than a prediction may be wrong by."""
+        step = self._footprint(values)
+        if step is None:
+            return False
+        try:
+            device = with_knobs(self.bench, values).device
+            outcome = replay(step.program.at(size), device.new_allocator())
+        except Untraceable:
+            return False
+        peak = outcome.peak_reserved_bytes or outcome.peak_allocated_bytes
+        return outcome.fits and peak <= (1 - step.margin) * self.bench.device.budget_bytes
+
+    def _footprint(self, values: Configuration) -> Footprint | None:
+        signature = memory_signature(values)
+        # A compiled model is traced as its module, and how segments grow is no matter of the trace.
+        key = key_of({name: value for name, value in signature.items() if name not in (COMPILE, EXPANDABLE)})
+        if key not in self._predicted:
+            self._predicted[key] = prior_footprint(with_knobs(self.bench, signature))
+        return self._predicted[key]
+
+    def _loss_over(self, values: Configuration) -> float:
+        signature = numeric_signature(values)
+        reference = {name: value for name, value in signature.items() if name in self._changes(signature)}
+        if not reference and self.bench.precision == "fp32":
+            return -1.0
+        key = key_of(signature)
+        if key not in self._gaps:
+            self._check = self._check or LossCheck(self.bench, self.task.limit)
+            self._gaps[key] = self._check.over(with_knobs(self.bench, values))
+        return self._gaps[key]
+
+
+def micro_batch_of(limit: int, samples: int, values: Configuration) -> int:
+    """The micro-batch of a configuration: the even split at the limit, halved as often as it says."""
+    return max(1, micro_batches(samples, limit)[0] >> int(values.get(SPLIT) or 0))
+
+
+class Trials(Protocol):
+    """Runs trials."""
+
+    def situation(self) -> Situation:
+        """What decides which knobs apply."""
+
+    def begin(self, defaults: Configuration) -> None:
+        """Say what every knob is at when nothing is changed; before the first trial."""
+
+    def measure(self, values: Configuration) -> Measurement:
+        """Run a trial."""
+
+    def certify(self, values: Configuration) -> str | None:
+        """Run a configuration inside the enforced budget; why it does not fit."""
+
+
+class IsolatedTrials:
+    """Trials in a child process: one that crashes or hangs makes its configuration infeasible.
+
+    Args:
+        child: the process, with `trial_answers`.
+        task: what the trials are made for.
+    """
+
+    def __init__(self, child: ProbeChild, task: Task) -> None:
+        self._child = child
+        self._task = task
+        self._defaults: Configuration = {}
+        self._open()
+
+    def situation(self) -> Situation:
+        """See `Trials`."""
+        found: Situation = self._child.ask(("situation",), "looking at the workload")
+        return found
+
+    def begin(self, defaults: Configuration) -> None:
+        """See `Trials`."""
+        self._defaults = dict(defaults)
+        self._open()
+
+    def measure(self, values: Configuration) -> Measurement:
+        """See `Trials`."""
+        try:
+            found: Measurement = self._child.ask(("measure", dict(values)), "a trial")
+        except ChildLost as lost:
+            self._restart()
+            return refused(RUNS, str(lost))
+        return found
+
+    def certify(self, values: Configuration) -> str | None:
+        """See `Trials`."""
+        try:
+            reason: str | None = self._child.ask(("certify", dict(values)), "the check of the best trial")
+        except ChildLost as lost:
+            self._restart()
+            return str(lost)
+        return reason
+
+    def _open(self) -> None:
+        self._child.ask(("open", self._task, self._defaults), "opening the workload")
+
+    def _restart(self) -> None:
+        self._child.restart()
+        self._open()
+
+
+def trial_answers(bench: Bench, options: Any) -> Callable[[Any], Any]:
+    """What a child for trials does with what it is asked."""
+    lab: Lab
+
+    def answer(asked: Any) -> Any:
+        nonlocal lab
+        what, *given = asked
+        if what == "open":
+            lab = Lab(bench, options, *given)
+            return None
+        return getattr(lab, what)(*given)
+
+    return answer
+
+
+@contextmanager
+def open_trials(
+    workload: str | None, options: TuneOptions, task: Task, *, bench: Callable[[], Bench], isolated: bool
+) -> Iterator[Trials]:
+    """Open what runs trials.
+
+    Args:
+        workload: what a child is to load; ``None``: the demo.
+        options: of the command.
+        task: what the trials are made for.
+        bench: opens the bench, where trials run in this process.
+        isolated: whether they run in a child.
+    """
+    if not isolated:
+        yield Lab(bench(), options, task)
+        return
+    with ProbeChild(workload, options, answers=trial_answers) as child:
+        yield IsolatedTrials(child, task)

@@ -1,0 +1,1 @@
+"""What the user hands over, and how its samples are read."""

@@ -1,0 +1,171 @@
+"""The user's samples: fetching and joining them, and finding the costliest.
+
+A probe that runs the first samples of the data says nothing of the longest one, so it runs the costliest: by
+the workload's `size_of`, else by how many numbers a sample holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Self
+
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from autobatch.core.errors import InputError
+from autobatch.workload.contract import Batch, Workload
+from autobatch.workload.nested import tensors_of
+from autobatch.workload.user_code import user_code
+
+FIRST_LOOK = 64
+"""Samples, spread over the data, whose sizes say whether they differ at all."""
+
+
+SCAN_SECONDS = 5.0
+"""A scan of all samples may take this long where the first look saw no difference."""
+
+
+LONG_SCAN_SECONDS = 60.0
+"""… and this long where it did."""
+
+
+def join(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Batch:
+    """Fetch samples and join them to a batch, on the host.
+
+    Raises:
+        InputError: the samples cannot be joined; says which sizes were found.
+    """
+    samples = fetch(workload.train_data if data is None else data, ids)
+    return join_samples(samples, workload.collate, option="Workload(collate=…)")
+
+
+def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
+    """Read samples of map-style data."""
+    with user_code("data"):
+        # As torch's own loader does: a data set that can fetch many at once says so.
+        many = getattr(data, "__getitems__", None)
+        return many(list(ids)) if many else [data[index] for index in ids]
+
+
+def join_samples(samples: list[Any], collate: Callable[[list[Any]], Batch] | None, *, option: str) -> Batch:
+    """Join samples to a batch; without ``collate`` as torch does by default.
+
+    Args:
+        samples: as the data give them.
+        collate: the user's own.
+        option: where the user can give a collate, for the error.
+
+    Raises:
+        InputError: the samples cannot be joined; says which sizes were found.
+    """
+    if collate is not None:
+        with user_code("collate"):
+            return collate(samples)
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        shapes = sorted({str([tuple(t.shape) for t in tensors_of(sample)]) for sample in samples})
+        if isinstance(error, RuntimeError) and len(shapes) == 1:
+            raise  # not for their shapes: memory, say
+        text = (str(error).splitlines() or [""])[0]
+        raise InputError(
+            f"the samples cannot be joined to a batch ({type(error).__name__}: {text}); "
+            f"shapes found: {', '.join(shapes[:3])}; give {option}"
+        ) from error
+
+
+class Costliest:
+    """The costliest samples of the data, as batches of any size.
+
+    Args:
+        workload: what the user handed over.
+        clock: seconds; bounds the scan.
+    """
+
+    def __init__(self, workload: Workload, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workload = workload
+        self.notes: list[str] = []
+        self._costs = self._read(clock)
+        self._order = sorted(self._costs, key=lambda index: (-self._costs[index], index))
+
+    def check_joins(self) -> None:
+        """Join the costliest to the cheapest, as training will, before minutes are spent on a probe.
+
+        Raises:
+            InputError: they cannot be joined.
+        """
+        if self._costs[self._order[0]] != self._costs[self._order[-1]]:
+            join(self._workload, [self._order[0], self._order[-1]])
+
+    def up_to(self, cost: float) -> Self:
+        """The costliest of the samples that cost no more than this; their sizes are not read again."""
+        limited = copy.copy(self)
+        limited._order = [index for index in self._order if self._costs[index] <= cost]
+        return limited
+
+    def levels(self) -> list[float]:
+        """The quartiles of the samples' costs, the largest last; empty where all cost alike."""
+        costs = sorted(self._costs.values())
+        levels = sorted({costs[max(0, math.ceil(len(costs) * part / 4) - 1)] for part in (1, 2, 3, 4)})
+        return levels if len(levels) > 1 else []
+
+    def batch(self, size: int) -> Batch:
+        """Join the ``size`` costliest samples, over again from the first where the data has fewer."""
+        count = len(self._order)
+        return join(self._workload, [self._order[i % count] for i in range(size)])
+
+    def _read(self, clock: Callable[[], float]) -> dict[int, float]:
+        count = len(self._workload.train_data)  # type: ignore[arg-type]
+        start = clock()
+        costs: dict[int, float] = {}
+
+        def read(indices: Iterable[int], seconds: float) -> bool:
+            """Read the costs of samples until the time is over; whether all were read."""
+            for index in indices:
+                if costs and clock() - start > seconds:
+                    return False
+                if index not in costs:
+                    costs[index] = self._cost(index)
+            return True
+
+        stride = max(1, count // FIRST_LOOK)
+        read(islice(range(0, count, stride), FIRST_LOOK), SCAN_SECONDS)
+        differ = len(set(costs.values())) > 1 or self._workload.size_of is not None
+        seconds = LONG_SCAN_SECONDS if differ else SCAN_SECONDS
+        if not read(range(count), seconds):
+            self.notes.append(
+                f"the sizes of {len(costs):,} of {count:,} samples were read in {seconds:.0f} s: "
+                "give Workload(size_of=…) for a quicker and complete answer"
+            )
+        return costs
+
+    def _cost(self, index: int) -> float:
+        with user_code("data"):
+            sample = self._workload.train_data[index]
+        if self._workload.size_of is None:
+            return float(elements(sample))
+        with user_code("size_of"):
+            size = float(self._workload.size_of(sample))
+        if not math.isfinite(size):
+            raise InputError(f"Workload(size_of=…) returned {size} for sample {index}: it must be a number")
+        return size
+
+
+def elements(sample: Any) -> int:
+    """How many numbers a sample holds: those of tensors, arrays, images and lists, and characters of text."""
+    if isinstance(sample, Tensor):
+        return sample.numel()
+    if isinstance(sample, str | bytes):
+        return len(sample)
+    if isinstance(sample, Mapping | list | tuple):
+        return sum(map(elements, sample.values() if isinstance(sample, Mapping) else sample))
+    size = getattr(sample, "size", None)
+    if isinstance(size, int):  # an array
+        return size
+    if isinstance(size, tuple) and all(isinstance(edge, int) for edge in size):  # an image
+        return math.prod(size)
+    return sum(tensor.numel() for tensor in tensors_of(sample)) or 1

@@ -1,0 +1,110 @@
+"""How a workload is found: by ``module:function`` or ``path/to/file.py:function``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autobatch.core.errors import InputError
+from autobatch.workload.contract import Workload, kind_of
+from autobatch.workload.user_code import user_code
+
+DEMO = "autobatch.workload.demo:workload"
+
+
+def load_workload(reference: str) -> Workload:
+    """Find and call the function that ``module:function`` or ``path/to/file.py:function`` names.
+
+    The working directory is importable, as for ``python -m``. A workload without a name gets its function's.
+
+    Raises:
+        InputError: there is no such file, module or function, or it returns no `Workload`.
+    """
+    place, _, function = reference.rpartition(":")
+    if not place or not function:
+        raise InputError(
+            f"{reference!r} names no workload: write module:function or path/to/file.py:function"
+        )
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    make = getattr(module, function, None)
+    if make is None:
+        names = _functions_of(module)
+        near = difflib.get_close_matches(function, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has: {', '.join(names) or 'no function'}"
+        raise InputError(f"{place} has no {function!r}; {hint}")
+    if isinstance(make, Workload):
+        return make
+    if not callable(make):
+        raise InputError(f"{reference} is {kind_of(make)}, not a function or an autobatch.Workload")
+    with user_code(reference):
+        workload = make()
+    if not isinstance(workload, Workload):
+        raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")
+    # What was found of one workload shall not be held against another in the same file.
+    return workload if workload.name != Workload.name else replace(workload, name=function)
+
+
+def _functions_of(module: Any) -> list[str]:
+    """What may be a workload: functions that are the module's own."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (
+            isinstance(value, Workload) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+        )
+    ]
+
+
+def _load_module(name: str) -> Any:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise InputError(f"{name!r} names no module: write module:function or path/to/file.py:function")
+    _importable(Path.cwd())
+    try:
+        # Imports the packages above it, which are the user's own code.
+        with user_code(name):
+            found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        found = None
+    except ValueError:
+        found = None
+    if found is None:
+        raise InputError(f"there is no module {name!r} to import from {Path.cwd()}")
+    with user_code(name):
+        return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"there is no file {path} (looked from {Path.cwd()})")
+    _importable(path.resolve().parent)
+    # Registered, so that worker processes and pickles can find what it defines; never over another module.
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+        return known
+    name = path.stem if known is None else f"{path.stem}_workload"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with user_code(str(path)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
