@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from autobatch.api import estimate, fit, plan, probe, tune
     from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
     from autobatch.core.records import Plan, Probe
-    from autobatch.integrations.custom_loop import windows
+    from autobatch.integrations.custom_loop import batches
     from autobatch.report.result import Result
     from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
 
@@ -29,7 +29,7 @@ _HOMES = {
     "plan": "api",
     "probe": "api",
     "tune": "api",
-    "windows": "integrations.custom_loop",
+    "batches": "integrations.custom_loop",
 }
 
 __all__ = [
@@ -43,12 +43,12 @@ __all__ = [
     "WholeBatchLoss",
     "Workload",
     "__version__",
+    "batches",
     "estimate",
     "fit",
     "plan",
     "probe",
     "tune",
-    "windows",
 ]
 
 

@@ -4,7 +4,7 @@
                    ▲ what fitted before, confirmed by one run
 
 Each takes the options of the command of the same name as keywords; the command line makes the same calls with
-an `Environment` that prints, and that probes in a child process.
+an `RunContext` that prints, and that probes in a child process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.knobs import COMPILE, PRECISION, SPLIT, Axis, applicable, defaults, parse_knobs
+from autobatch.core.knobs import COMPILE, PRECISION, SPLIT, SearchAxis, applicable, defaults, parse_knobs
 from autobatch.core.options import (
     EstimateOptions,
     FitOptions,
@@ -35,39 +35,45 @@ from autobatch.core.options import (
     options_from,
 )
 from autobatch.core.progress import Progress, Silent
-from autobatch.core.records import Plan, RateTuning, Tuning
+from autobatch.core.records import LrTuning, Plan, Tuning
 from autobatch.core.version import __version__
 from autobatch.device.profiles import data_home
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import Bench
+from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import open_prober
 from autobatch.probing.estimate import run_estimate
 from autobatch.probing.find_limit import caps_of, plan_from, run_lengths, run_probe
 from autobatch.probing.limits import pictures
-from autobatch.probing.setup import Facts, facts_of, find_workload, open_bench, with_knobs
+from autobatch.probing.setup import SetupInfo, describe_setup, find_workload, open_setup, with_knobs
 from autobatch.report.page import write_report
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result, load_run
-from autobatch.training.build import course_of, opened
+from autobatch.training.build import build_sampler, opened
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.loop_state import restore_loop
-from autobatch.training.preflight import check_decomposes
+from autobatch.training.preflight import check_loss_splits
 from autobatch.training.resume import (
-    course_facts,
-    differences,
+    changes_since_checkpoint,
+    check_same_data_order,
+    data_order_facts,
+    load_plan,
     load_run_state,
-    refuse_another_course,
-    stored_plan,
 )
 from autobatch.training.run import RunSettings, train
-from autobatch.training.run_folder import CHECKPOINTS, REPORT, RESULT, claimed, folder_of, set_aside
-from autobatch.tuning.find_fastest import Budget, Place, Tuned
-from autobatch.tuning.find_fastest import tune as find_fastest
-from autobatch.tuning.find_learning_rate import tune_rate
-from autobatch.tuning.lr_trial import RunTask, open_runs
-from autobatch.tuning.trial import Task, open_trials
+from autobatch.training.run_folder import (
+    CHECKPOINTS,
+    REPORT,
+    RESULT,
+    claim_folder,
+    folder_of,
+    move_earlier_run,
+)
+from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
+from autobatch.tuning.find_learning_rate import find_learning_rate
+from autobatch.tuning.lr_trial import LrTrialSpec, open_runs
+from autobatch.tuning.trial import TrialSpec, open_trials
 from autobatch.workload import demo
 from autobatch.workload.contract import Workload
-from autobatch.workload.order import Course
+from autobatch.workload.order import GlobalBatchSampler
 
 TRIAL_SECONDS = 0.5
 """Time that a trial measures for, about."""
@@ -78,7 +84,7 @@ PLANNED_STEPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class RunContext:
     """What surrounds a call: who is told, where things are kept, and whether attempts are isolated."""
 
     progress: Progress = field(default_factory=Silent)
@@ -106,7 +112,7 @@ class Environment:
 
 
 def run_probe_command(
-    workload: Workload | str | None, options: ProbeOptions, environment: Environment
+    workload: Workload | str | None, options: ProbeOptions, environment: RunContext
 ) -> Result:
     """``autobatch probe``."""
     with open_prober(workload, options, isolated=environment.isolated) as prober:
@@ -117,7 +123,7 @@ def run_probe_command(
 
 
 def run_plan_command(
-    workload: Workload | str | None, options: PlanOptions, environment: Environment
+    workload: Workload | str | None, options: PlanOptions, environment: RunContext
 ) -> Result:
     """``autobatch plan``."""
     return plan_only(workload, options, environment, is_whole=True)[0]
@@ -126,10 +132,10 @@ def run_plan_command(
 def plan_only(
     workload: Workload | str | None,
     options: PlanOptions,
-    environment: Environment,
+    environment: RunContext,
     *,
     is_whole: bool = False,
-) -> tuple[Result, Facts]:
+) -> tuple[Result, SetupInfo]:
     """Probe and plan; also what the plan rests on.
 
     An interrupted probe answers with the best size so far where the plan is the whole of what was asked;
@@ -161,12 +167,12 @@ def plan_only(
 
 def tuned(
     result: Result,
-    facts: Facts,
+    facts: SetupInfo,
     workload: Workload | str | None,
     options: TuneOptions,
-    environment: Environment,
+    environment: RunContext,
     *,
-    bench: Bench | None = None,
+    setup: TrainSetup | None = None,
 ) -> Result:
     """Tune what the plan leaves open, and put the choice into the plan.
 
@@ -176,7 +182,7 @@ def tuned(
         workload: the workload, or a reference to it.
         options: of the command.
         environment: what surrounds the call.
-        bench: where trials run in this process; opened here if there is none.
+        setup: where trials run in this process; opened here if there is none.
 
     Raises:
         InputError: the storage cannot be used, or the study was made for something else.
@@ -187,7 +193,7 @@ def tuned(
     assert probe is not None
     progress = environment.progress
     start = environment.clock()
-    task = Task(
+    task = TrialSpec(
         limit=probe.micro_batch,
         cap=min(caps_of(facts, options).values()),
         samples=sum(plan.micro_batches),
@@ -196,10 +202,10 @@ def tuned(
     )
     named = None if isinstance(workload, Workload) else workload
     isolated = environment.isolates(workload)
-    open_it = bench_opener(workload, options, bench)
-    with open_trials(named, options, task, bench=open_it, isolated=isolated) as trials:
+    open_it = bench_opener(workload, options, setup)
+    with open_trials(named, options, task, setup=open_it, isolated=isolated) as trials:
         asked = None if options.knobs is None else parse_knobs(options.knobs)
-        axes, notes = applicable(trials.situation(), asked)
+        axes, notes = applicable(trials.context(), asked)
         trials.begin(defaults(axes))
         for line in notes:
             progress.note(line)
@@ -209,7 +215,7 @@ def tuned(
             budget=Budget(options.trials, environment.has_passed(options.timeout, start)),
             seed=options.seed,
             place=_place(facts, options, task, axes, environment),
-            certify=trials.certify,
+            confirm_fits=trials.confirm_fits,
             progress=lambda number, values, one: progress.measured(
                 number, options.trials, values, one.samples_per_s, one.failure
             ),
@@ -224,13 +230,13 @@ def tuned(
 
 
 def bench_opener(
-    workload: Workload | str | None, options: TuneOptions, bench: Bench | None
-) -> Callable[[], Bench]:
+    workload: Workload | str | None, options: TuneOptions, setup: TrainSetup | None
+) -> Callable[[], TrainSetup]:
     """Opens what trials in this process run on: the bench that is there, else one of the workload."""
-    return lambda: bench or open_bench(find_workload(workload), options, demo=workload is None)
+    return lambda: setup or open_setup(find_workload(workload), options, demo=workload is None)
 
 
-def with_choice(planned: Plan, found: Tuned, axes: Sequence[Axis]) -> Plan:
+def with_choice(planned: Plan, found: TuningResult, axes: Sequence[SearchAxis]) -> Plan:
     """The plan with what the tuner chose; the effective batch stays what it is."""
     if found.winner is None or found.tuning.best == defaults(axes):
         return planned
@@ -251,8 +257,12 @@ def with_choice(planned: Plan, found: Tuned, axes: Sequence[Axis]) -> Plan:
 
 
 def _place(
-    facts: Facts, options: TuneOptions, task: Task, axes: Sequence[Axis], environment: Environment
-) -> Place:
+    facts: SetupInfo,
+    options: TuneOptions,
+    task: TrialSpec,
+    axes: Sequence[SearchAxis],
+    environment: RunContext,
+) -> StudyLocation:
     """The study: named by what its figures depend on, unless a name was given."""
     made_for = purpose_of(facts, options)
     if any(axis.name == COMPILE for axis in axes):
@@ -262,10 +272,10 @@ def _place(
         made_for["workers"] = workers
     content = msgspec.json.encode([made_for, axes], order="deterministic")
     name = options.study or f"{facts.name}-{hashlib.sha256(content).hexdigest()[:12]}"
-    return Place(name, storage_of(options, name, environment), made_for)
+    return StudyLocation(name, storage_of(options, name, environment), made_for)
 
 
-def purpose_of(facts: Facts, options: TuneOptions) -> dict[str, Any]:
+def purpose_of(facts: SetupInfo, options: TuneOptions) -> dict[str, Any]:
     """What the figures of any study depend on, by name."""
     key: dict[str, Any] = {name: value for name, value in facts.key.items() if name not in _NOT_A_PURPOSE}
     return key | {
@@ -275,7 +285,7 @@ def purpose_of(facts: Facts, options: TuneOptions) -> dict[str, Any]:
     }
 
 
-def storage_of(options: TuneOptions, name: str, environment: Environment) -> str | None:
+def storage_of(options: TuneOptions, name: str, environment: RunContext) -> str | None:
     """Where a study is kept: where that was asked for, else in a file of its own, else in memory."""
     if options.storage is not None:
         return options.storage
@@ -310,7 +320,7 @@ _NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
 """What is free differs from one minute to the next, and says nothing about which configuration is fast."""
 
 
-def _planned_steps(options: TuneOptions, facts: Facts) -> int:
+def _planned_steps(options: TuneOptions, facts: SetupInfo) -> int:
     if not isinstance(options, FitOptions):
         return PLANNED_STEPS
     if options.steps is not None:
@@ -322,7 +332,7 @@ SUFFIX = "-learning-rate"
 
 
 def run_tune_command(
-    workload: Workload | str | None, options: TuneOptions, environment: Environment
+    workload: Workload | str | None, options: TuneOptions, environment: RunContext
 ) -> Result:
     """``autobatch tune``."""
     check_storage(options)
@@ -342,13 +352,13 @@ def run_tune_command(
 
 def rate_tuned(
     result: Result,
-    facts: Facts,
+    facts: SetupInfo,
     workload: Workload | str | None,
     options: TuneOptions,
-    environment: Environment,
+    environment: RunContext,
     *,
     since: float,
-    bench: Bench | None = None,
+    setup: TrainSetup | None = None,
 ) -> Result:
     """Try learning rates with the plan as it stands, and put one that is better into it.
 
@@ -359,7 +369,7 @@ def rate_tuned(
         options: of the command.
         environment: what surrounds the call.
         since: when tuning began, by the environment's clock.
-        bench: where short runs train in this process; opened here if there is none.
+        setup: where short runs train in this process; opened here if there is none.
 
     Raises:
         InputError: the storage cannot be used, or the study was made for something else.
@@ -367,7 +377,7 @@ def rate_tuned(
     """
     plan, progress = result.plan, environment.progress
     assert plan is not None
-    task = RunTask(
+    task = LrTrialSpec(
         default=plan.learning_rate,
         target_batch=plan.target_batch,
         micro_batch=plan.micro_batch,
@@ -378,9 +388,9 @@ def rate_tuned(
     )
     named = None if isinstance(workload, Workload) else workload
     isolated = environment.isolates(workload)
-    open_it = bench_opener(workload, options, bench)
-    with open_runs(named, options, task, bench=open_it, isolated=isolated) as runs:
-        found = tune_rate(
+    open_it = bench_opener(workload, options, setup)
+    with open_runs(named, options, task, setup=open_it, isolated=isolated) as runs:
+        found = find_learning_rate(
             runs,
             task,
             budget=Budget(options.lr_trials, environment.has_passed(options.timeout, since)),
@@ -403,7 +413,7 @@ def rate_tuned(
     return msgspec.structs.replace(result, tuning=tuning, plan=planned)
 
 
-def with_rate(plan: Plan, found: RateTuning, *, declared: float) -> Plan:
+def with_rate(plan: Plan, found: LrTuning, *, declared: float) -> Plan:
     """The plan with the learning rate that was found; as it is, where the default stays."""
     if found.best == plan.learning_rate:
         return plan
@@ -418,7 +428,9 @@ def with_rate(plan: Plan, found: RateTuning, *, declared: float) -> Plan:
     )
 
 
-def _rate_place(facts: Facts, options: TuneOptions, task: RunTask, environment: Environment) -> Place:
+def _rate_place(
+    facts: SetupInfo, options: TuneOptions, task: LrTrialSpec, environment: RunContext
+) -> StudyLocation:
     """The study, beside the tuner's own; figures do not depend on what the tuner chose, but for rounding."""
     made_for = purpose_of(facts, options) | {
         "train_samples": facts.samples,
@@ -428,10 +440,10 @@ def _rate_place(facts: Facts, options: TuneOptions, task: RunTask, environment: 
     }
     digest = hashlib.sha256(msgspec.json.encode(made_for, order="deterministic")).hexdigest()[:12]
     name = f"{options.study or f'{facts.name}-{digest}'}{SUFFIX}"
-    return Place(name, storage_of(options, name, environment), made_for)
+    return StudyLocation(name, storage_of(options, name, environment), made_for)
 
 
-def run_fit_command(workload: Workload | str | None, options: FitOptions, environment: Environment) -> Result:
+def run_fit_command(workload: Workload | str | None, options: FitOptions, environment: RunContext) -> Result:
     """``autobatch fit``.
 
     Raises:
@@ -441,16 +453,16 @@ def run_fit_command(workload: Workload | str | None, options: FitOptions, enviro
     _refuse_ranks(environment.environ)
     found = find_workload(workload)
     options = _with_length(options, is_demo=workload is None)
-    course = course_of(found, options)
+    sampler = build_sampler(found, options)
     out = folder_of(options.out, found.name, resume=options.resume)
     del found  # it is opened once more, and may hold much
-    with claimed(out):
+    with claim_folder(out):
         environment.entered(out)
         if options.resume:
-            ready = _go_on(workload, options, environment, load_run_state(out), course)
+            ready = _go_on(workload, options, environment, load_run_state(out), sampler)
         else:
             ready = _start(workload, options, environment, out)
-        result = _trained(ready, options, environment, course, out)
+        result = _trained(ready, options, environment, sampler, out)
         return _write(result, out, environment.progress)
 
 
@@ -460,30 +472,30 @@ class _Ready(NamedTuple):
     result: Result
     """With its plan."""
     planned: Plan
-    bench: Bench
+    setup: TrainSetup
     resumed: Loaded | None = None
     is_same: bool = False
     """Whether all is as it was where the run was stopped."""
 
 
 def _trained(
-    ready: _Ready, options: FitOptions, environment: Environment, course: Course, out: Path
+    ready: _Ready, options: FitOptions, environment: RunContext, sampler: GlobalBatchSampler, out: Path
 ) -> Result:
     planned, resumed, note = ready.planned, ready.resumed, environment.progress.note
-    facts = _facts(ready.bench, planned, options, course)
-    bench = with_knobs(ready.bench, planned.knobs)
+    facts = _facts(ready.setup, planned, options, sampler)
+    setup = with_knobs(ready.setup, planned.knobs)
     check, size = options.split_check, planned.micro_batch
-    for line in check_decomposes(bench, micro_batch=size, course=course, check=check):
+    for line in check_loss_splits(setup, micro_batch=size, sampler=sampler, check=check):
         note(line)
     seeded_before = None if resumed is None else bool(resumed.facts.get("sample_seeds"))
-    with opened(bench, planned, options, course, seeded_before=seeded_before, note=note) as loop:
+    with opened(setup, planned, options, sampler, seeded_before=seeded_before, note=note) as loop:
         if resumed is not None:
             restore_loop(loop, resumed.state, same_hardware=ready.is_same)
         facts["sample_seeds"] = loop.feed is not None
         settings = _settings(options, out, facts, environment.command)
         record = train(loop, settings, environment.progress, resumed)
     return msgspec.structs.replace(
-        ready.result, training=record, command=environment.command, model=loop.trainee.model
+        ready.result, training=record, command=environment.command, model=loop.train_state.model
     )
 
 
@@ -511,14 +523,16 @@ def _settings(options: FitOptions, out: Path, facts: dict[str, Any], command: st
     )
 
 
-def _facts(bench: Bench, planned: Plan, options: FitOptions, course: Course) -> dict[str, Any]:
+def _facts(
+    setup: TrainSetup, planned: Plan, options: FitOptions, sampler: GlobalBatchSampler
+) -> dict[str, Any]:
     """What stands beside every checkpoint."""
     return {
         "plan": msgspec.to_builtins(planned),
-        "key": facts_of(bench).key,
+        "key": describe_setup(setup).key,
         "seed": options.seed,
         "warmup_samples": options.warmup_samples,
-        **course_facts(course),
+        **data_order_facts(sampler),
         "versions": versions(),
     }
 
@@ -528,46 +542,46 @@ def versions() -> dict[str, str]:
     return {"autobatch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-def _start(named: Workload | str | None, options: FitOptions, environment: Environment, out: Path) -> _Ready:
+def _start(named: Workload | str | None, options: FitOptions, environment: RunContext, out: Path) -> _Ready:
     """Probe, plan and tune."""
     check_storage(options)
     result, facts = plan_only(named, options, environment)
-    earlier = set_aside(out)
+    earlier = move_earlier_run(out)
     if earlier is not None:
         environment.progress.note(f"an earlier run of {out} was moved to {earlier}")
     # A child that runs trials needs the memory that a bench here would hold.
-    bench = None if environment.isolates(named) else _bench(named, options, environment)
+    setup = None if environment.isolates(named) else _bench(named, options, environment)
     since = environment.clock()
     if options.trials:
-        result = tuned(result, facts, named, options, environment, bench=bench)
+        result = tuned(result, facts, named, options, environment, setup=setup)
     if options.tune_lr:
-        result = rate_tuned(result, facts, named, options, environment, since=since, bench=bench)
+        result = rate_tuned(result, facts, named, options, environment, since=since, setup=setup)
     assert result.plan is not None
-    return _Ready(result, result.plan, bench or _bench(named, options, environment))
+    return _Ready(result, result.plan, setup or _bench(named, options, environment))
 
 
 def _go_on(
     named: Workload | str | None,
     options: FitOptions,
-    environment: Environment,
+    environment: RunContext,
     resumed: Loaded,
-    course: Course,
+    sampler: GlobalBatchSampler,
 ) -> _Ready:
     """The stored plan where all is as it was, else a new one of the same batch."""
     progress = environment.progress
     for line in resumed.passed_over:
         progress.note(f"passed over: {line}")
-    planned = stored_plan(resumed, options)
-    bench = _bench(named, options, environment)
-    refuse_another_course(resumed, course, scheduled=bench.workload.schedule is not None)
-    facts = facts_of(bench)
-    others = differences(resumed, facts.key, planned, options)
+    planned = load_plan(resumed, options)
+    setup = _bench(named, options, environment)
+    check_same_data_order(resumed, sampler, scheduled=setup.workload.schedule is not None)
+    facts = describe_setup(setup)
+    others = changes_since_checkpoint(resumed, facts.key, planned, options)
     if not others:
         progress.note(f"going on from {resumed.path}: same hardware, bit for bit")
         progress.opened(facts.device)
         progress.planned(planned)
         result = Result(device=facts.device, plan=planned, title=facts.name)
-        return _Ready(result, planned, bench, resumed, is_same=True)
+        return _Ready(result, planned, setup, resumed, is_same=True)
     progress.note(
         f"going on from {resumed.path} with another {' and another '.join(others)}: the batch, the learning "
         "rate and the order of the data stay, the micro-batch is planned anew, and sums differ by rounding"
@@ -578,11 +592,11 @@ def _go_on(
         name: getattr(planned, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")
     }
     planned = msgspec.structs.replace(result.plan, **rate)
-    return _Ready(msgspec.structs.replace(result, plan=planned), planned, bench, resumed)
+    return _Ready(msgspec.structs.replace(result, plan=planned), planned, setup, resumed)
 
 
-def _bench(named: Workload | str | None, options: FitOptions, environment: Environment) -> Bench:
-    return open_bench(find_workload(named), options, environ=environment.environ, demo=named is None)
+def _bench(named: Workload | str | None, options: FitOptions, environment: RunContext) -> TrainSetup:
+    return open_setup(find_workload(named), options, environ=environment.environ, demo=named is None)
 
 
 def _with_length(options: FitOptions, *, is_demo: bool) -> FitOptions:
@@ -640,7 +654,7 @@ def probe(workload: Workload | str | None = None, **options: Any) -> ProbeResult
         InputError: an option, the device or the workload cannot be.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    result = run_probe_command(workload, options_from(ProbeOptions, options), Environment())
+    result = run_probe_command(workload, options_from(ProbeOptions, options), RunContext())
     assert result.probe is not None
     return ProbeResult(**_fields(result.probe), device=result.device)
 
@@ -656,7 +670,7 @@ def plan(workload: Workload | str | None = None, **options: Any) -> PlanResult:
         InputError: an option, the device or the workload cannot be.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    result = run_plan_command(workload, options_from(PlanOptions, options), Environment())
+    result = run_plan_command(workload, options_from(PlanOptions, options), RunContext())
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
@@ -688,7 +702,7 @@ def tune(workload: Workload | str | None = None, **options: Any) -> Result:
         InputError: an option, the device, the storage or the workload cannot be.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    return run_tune_command(workload, options_from(TuneOptions, options), Environment())
+    return run_tune_command(workload, options_from(TuneOptions, options), RunContext())
 
 
 def fit(workload: Workload | str | None = None, **options: Any) -> Result:
@@ -706,7 +720,7 @@ def fit(workload: Workload | str | None = None, **options: Any) -> Result:
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    return run_fit_command(workload, options_from(FitOptions, options), Environment())
+    return run_fit_command(workload, options_from(FitOptions, options), RunContext())
 
 
 def _fields(record: msgspec.Struct) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def even_split(plan: Plan) -> tuple[int, int]:
     Returns:
         The micro-batch in samples, the largest divisor of the rank's share that is at most the plan's, and
         the accumulation steps: their product is the share exactly. A share with few divisors (a prime) makes
-        for small micro-batches; choose another target batch then, or `autobatch.windows`, which splits any.
+        for small micro-batches; choose another target batch then, or `autobatch.batches`, which splits any.
 
     Raises:
         InputError: the target batch cannot be shared equally among the ranks.

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from autobatch import Workload
-from autobatch.api import Environment, run_probe_command
+from autobatch.api import RunContext, run_probe_command
 from autobatch.core.options import ProbeOptions, options_from
 from autobatch.core.progress import Silent
 from autobatch.report.result import Result
@@ -61,4 +61,4 @@ class Listener(Silent):
 def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     listener = Listener()
     asked = options_from(ProbeOptions, {"device": "cpu", "memory_budget": "80KiB"} | options)
-    return run_probe_command(workload, asked, Environment(progress=listener)), listener
+    return run_probe_command(workload, asked, RunContext(progress=listener)), listener

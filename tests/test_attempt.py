@@ -17,8 +17,8 @@ import autobatch
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import ProbeOptions
-from autobatch.probing.attempt import Bench, attempt
-from autobatch.probing.setup import open_bench
+from autobatch.probing.attempt import TrainSetup, attempt
+from autobatch.probing.setup import open_setup
 from tests.untouched import fingerprint, live_tensors, with_gradients
 
 
@@ -49,8 +49,8 @@ def work(model: nn.Module, **fields) -> Workload:
     return Workload(model=lambda: model, **(defaults | fields))
 
 
-def bench_of(workload: Workload, budget: str = "1GiB", **options) -> Bench:
-    return open_bench(workload, ProbeOptions(device="cpu", memory_budget=budget, **options))
+def bench_of(workload: Workload, budget: str = "1GiB", **options) -> TrainSetup:
+    return open_setup(workload, ProbeOptions(device="cpu", memory_budget=budget, **options))
 
 
 def with_batch_norm() -> nn.Module:
@@ -112,10 +112,10 @@ def test_a_probe_changes_nothing(kind: str, device: str) -> None:
 @pytest.mark.parametrize("kind", ["batch norm", "tied"])
 def test_forty_out_of_memory_errors_leave_nothing_behind(kind: str) -> None:
     live = with_gradients(MODELS[kind]())
-    bench = bench_of(work(live), "20KiB")
-    attempt(bench, 100)
+    setup = bench_of(work(live), "20KiB")
+    attempt(setup, 100)
     before, count = fingerprint(live), live_tensors()
-    outcomes = [attempt(bench, 80 + number) for number in range(40)]
+    outcomes = [attempt(setup, 80 + number) for number in range(40)]
     assert not any(outcome.attempt.fits for outcome in outcomes)
     assert fingerprint(live) == before
     assert live_tensors() <= count
@@ -204,9 +204,9 @@ def test_state_is_counted_though_the_costliest_samples_count_nothing(constant: b
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_loss_that_cannot_be_is_their_input(loss, message: str, precision: str) -> None:
-    bench = bench_of(work(with_batch_norm(), loss=loss), precision=precision)
+    setup = bench_of(work(with_batch_norm(), loss=loss), precision=precision)
     with pytest.raises(InputError, match=message):
-        attempt(bench, 2)
+        attempt(setup, 2)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_a_failure_of_the_optimizer_names_it() -> None:
 
 def test_a_size_runs_alike_every_time() -> None:
     """Dropout, augmentation and batch statistics are the same in every attempt, so the figures are too."""
-    bench = bench_of(work(with_batch_norm()))
-    first, second = attempt(bench, 7), attempt(replace(bench, clock=lambda: 0.0), 7)
+    setup = bench_of(work(with_batch_norm()))
+    first, second = attempt(setup, 7), attempt(replace(setup, clock=lambda: 0.0), 7)
     assert first.trace == second.trace
     assert second.attempt.seconds == 0.0
     assert first.attempt.peak_allocated_bytes == second.attempt.peak_allocated_bytes

@@ -17,13 +17,13 @@ from autobatch.device.host import HostMemory
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.trace_step import Setting, record
-from autobatch.probing.attempt import WINDOWS, Bench, attempt
+from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
 from autobatch.step.ema import WeightAverage
-from autobatch.workload.data import Costliest
+from autobatch.workload.data import WorstCaseSampler
 from tests.footprint.workloads import WORKLOADS
 from tests.training.helpers import Rows, apart, make_loop, make_workload, network, points, weights
 from tests.training.overflow import flagged
-from tests.training.test_scaler import fp16_loop, window_of
+from tests.training.test_scaler import fp16_loop, whole_batch_of
 
 DECAY = 0.9
 
@@ -35,11 +35,11 @@ def flat(tensors) -> torch.Tensor:
 @pytest.mark.parametrize("micro_batch", [3, 24])
 def test_it_is_the_sum_written_out(micro_batch: int) -> None:
     loop = make_loop(make_workload(), target_batch=7, micro_batch=micro_batch, steps=6, ema=DECAY)
-    seen = [weights(loop.trainee.model)]
-    seen += [weights(loop.trainee.model) for _ in loop.run()]
+    seen = [weights(loop.train_state.model)]
+    seen += [weights(loop.train_state.model) for _ in loop.run()]
     shares = [DECAY ** (len(seen) - 1), *((1 - DECAY) * DECAY**age for age in reversed(range(6)))]
     expected = sum(share * one for share, one in zip(shares, seen, strict=True))
-    assert apart(flat(loop.trainee.average.tensors()), expected) <= 1e-12
+    assert apart(flat(loop.train_state.average.tensors()), expected) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -67,15 +67,15 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_an_overflow_leaves_it_untouched() -> None:
-    bad = window_of(fp16_loop(flagged(set())), 1)[2]
+    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[2]
     loop = fp16_loop(flagged({bad}), ema=DECAY)
     run = loop.run()
     next(run)
-    before = flat(loop.trainee.average.tensors())
+    before = flat(loop.train_state.average.tensors())
     assert not next(run).applied
-    assert torch.equal(flat(loop.trainee.average.tensors()), before)
+    assert torch.equal(flat(loop.train_state.average.tensors()), before)
     assert next(run).applied
-    assert not torch.equal(flat(loop.trainee.average.tensors()), before)
+    assert not torch.equal(flat(loop.train_state.average.tensors()), before)
 
 
 def test_what_is_unfrozen_on_the_way_is_averaged_from_there_on() -> None:
@@ -119,32 +119,32 @@ def test_out_of_memory_while_it_moves_is_not_run_again(monkeypatch) -> None:
     def fail() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(loop.trainee.average, "update", fail)
+    monkeypatch.setattr(loop.train_state.average, "update", fail)
     with pytest.raises(RestartSmallerError, match="inside the optimizer step"):
         next(loop.run())
 
 
-def bench(workload, ema: float | None) -> Bench:
+def setup(workload, ema: float | None) -> TrainSetup:
     torch.manual_seed(0)
     device = CpuDevice(memory_budget=GiB, memory=HostMemory(8 * GiB, 8 * GiB, "made up"))
-    return Bench(
+    return TrainSetup(
         workload=workload,
         model=workload.model(),
         device=device,
-        costliest=Costliest(workload),
+        worst_case=WorstCaseSampler(workload),
         precision="fp32",
         ema=ema,
     )
 
 
-def setting(of: Bench) -> Setting:
+def setting(of: TrainSetup) -> Setting:
     return Setting(
         workload=of.workload,
         model=of.model,
-        batch_of=of.costliest.batch,
+        batch_of=of.worst_case.batch,
         precision=of.precision,
         capability=None,
-        windows=WINDOWS,
+        steps=ATTEMPT_STEPS,
         ema=of.ema,
     )
 
@@ -153,7 +153,7 @@ def setting(of: Bench) -> Setting:
 def test_a_probe_and_a_trace_count_its_memory(dtype: torch.dtype) -> None:
     data = Rows(points(dtype=torch.float32).columns[0].to(dtype), points().columns[1])
     workload = make_workload(model=lambda: network(dtype), train_data=data)
-    with_it, without = bench(workload, DECAY), bench(workload, None)
+    with_it, without = setup(workload, DECAY), setup(workload, None)
     elements = sum(parameter.numel() for parameter in with_it.model.parameters())
     found = record(setting(with_it), 3)
     assert found.trace == attempt(with_it, 3).trace.canonical()
@@ -172,7 +172,7 @@ def test_a_probe_and_a_trace_count_its_memory(dtype: torch.dtype) -> None:
 
 
 def test_where_the_memory_goes_names_it() -> None:
-    of = bench(WORKLOADS["transformer"](), DECAY)
+    of = setup(WORKLOADS["transformer"](), DECAY)
     elements = sum(parameter.numel() for parameter in of.model.parameters())
     told = explain(footprint(setting(of)), 4)
     assert told.by_kind["averaged weights"] == 4 * elements

@@ -14,10 +14,10 @@ from autobatch.core.options import Options, PlanOptions, ProbeOptions
 from autobatch.probing.setup import (
     budget_of,
     build_model,
-    facts_of,
+    describe_setup,
     find_workload,
-    open_bench,
     open_device,
+    open_setup,
     precision_of,
 )
 from autobatch.workload.demo import MEMORY_BUDGET
@@ -46,14 +46,14 @@ def test_a_function_in_place_of_its_workload_is_said() -> None:
         find_workload(3)
 
 
-def test_a_profile_that_is_not_there_and_a_budget_over_the_card() -> None:
+def test_a_profile_that_is_not_there_and_a_budget_over_the_gpu() -> None:
     with pytest.raises(InputError, match="no-such-card"):
         open_device("sim:no-such-card", memory_budget=None, environ={})
     with pytest.raises(InputError, match="900"):
         open_device("sim:t4", memory_budget="900GiB", environ={})
 
 
-def test_auto_is_the_host_where_there_is_no_card(monkeypatch) -> None:
+def test_auto_is_the_host_where_there_is_no_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert open_device("auto", memory_budget="64MiB", environ={}).kind == "cpu"
 
@@ -65,12 +65,12 @@ def test_the_demo_brings_a_budget_and_an_asked_one_comes_before_it() -> None:
     assert budget_of(Options(device="cpu"), demo=False) is None
 
 
-def test_bf16_only_on_cards_that_are_built_for_it(monkeypatch) -> None:
-    card = SimpleNamespace(kind="cuda", torch_device="cuda:0")
+def test_bf16_only_on_gpus_that_are_built_for_it(monkeypatch) -> None:
+    gpu = SimpleNamespace(kind="cuda", torch_device="cuda:0")
     for capability, precision in (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert precision_of(Options(), card) == precision
-        assert precision_of(Options(precision="fp16"), card) == "fp16"
+        assert precision_of(Options(), gpu) == precision
+        assert precision_of(Options(precision="fp16"), gpu) == "fp16"
     assert precision_of(Options(), open_device("cpu", memory_budget="1MiB", environ={})) == "fp32"
 
 
@@ -88,14 +88,14 @@ def test_opening_and_describing_draws_nothing_though_model_and_data_do() -> None
         return live
 
     before = fingerprint(live)
-    bench = open_bench(work(model, train_data=Vectors()), ProbeOptions(device="cpu", memory_budget="1MiB"))
-    facts_of(bench)
+    setup = open_setup(work(model, train_data=Vectors()), ProbeOptions(device="cpu", memory_budget="1MiB"))
+    describe_setup(setup)
     assert fingerprint(live) == before
 
 
 def test_the_seed_decides_the_weights() -> None:
     def weight(seed: int) -> torch.Tensor:
-        return next(open_bench(work(), ProbeOptions(device="cpu", seed=seed)).model.parameters())
+        return next(open_setup(work(), ProbeOptions(device="cpu", seed=seed)).model.parameters())
 
     assert torch.equal(weight(1), weight(1))
     assert not torch.equal(weight(1), weight(2))
@@ -106,7 +106,7 @@ def test_the_seed_decides_the_weights() -> None:
 
 def key_of(workload=None, **options) -> dict:
     asked = {"device": "cpu", "memory_budget": "1MiB"} | options
-    return facts_of(open_bench(workload or work(), ProbeOptions(**asked))).key
+    return describe_setup(open_setup(workload or work(), ProbeOptions(**asked))).key
 
 
 class Renamed(nn.Sequential):
@@ -154,7 +154,7 @@ def test_what_does_not_change_the_answer_is_in_no_key() -> None:
 
 
 def test_facts_tell_what_a_plan_needs() -> None:
-    bench = open_bench(work(base_batch=32), PlanOptions(device="cpu", memory_budget="1MiB", target_batch=9))
-    facts = facts_of(bench)
+    setup = open_setup(work(base_batch=32), PlanOptions(device="cpu", memory_budget="1MiB", target_batch=9))
+    facts = describe_setup(setup)
     assert (facts.samples, facts.base_batch, facts.precision) == (600, 32, "fp32")
     assert facts.device.budget_bytes == 2**20

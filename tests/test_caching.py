@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, normalize
 from autobatch import Workload
 from autobatch.core.errors import InputError
 from autobatch.device.cpu import SilentMeter
-from autobatch.step.train_state import Trainee
-from autobatch.step.train_step import run_window
+from autobatch.step.train_state import TrainState
+from autobatch.step.train_step import train_step
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.nested import Twice, feed
 from autobatch.workload.rng import seed_everything
@@ -29,7 +29,7 @@ from tests.training.helpers import (
     reference,
     weights,
 )
-from tests.training.steps import EXACT, SAMPLES, off, split, trainee_of
+from tests.training.steps import EXACT, SAMPLES, off, split, train_state_of
 
 CPU = torch.device("cpu")
 
@@ -84,12 +84,12 @@ def window(workload: Workload, sizes: list[int], first: int = 0):
 def test_any_split_takes_the_step_of_the_whole_window(kind: str, sizes: list[int]) -> None:
     workload = make_workload(**KINDS[kind])
     expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
-    trainee = trainee_of(workload)
-    result = run_window(trainee, window(workload, sizes), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload)
+    result = train_step(train_state, window(workload, sizes), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
     assert (result.applied, result.count, result.first_norm) == (True, SAMPLES, None)
-    assert all(p.grad is None for p in trainee.model.parameters())
+    assert all(p.grad is None for p in train_state.model.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,18 +97,18 @@ def test_the_oracle_tells_a_mean_of_means_from_the_whole(kind: str) -> None:
     workload = make_workload(**KINDS[kind])
     expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
     plain = make_workload(**{**KINDS[kind], "loss": workload.loss.__call__})
-    trainee = trainee_of(plain)
-    run_window(trainee, split(plain, [12, 12]), SAMPLES)
-    assert off(trainee, plain, expected) > 1e-2
+    train_state = train_state_of(plain)
+    train_step(train_state, split(plain, [12, 12]), SAMPLES)
+    assert off(train_state, plain, expected) > 1e-2
 
 
 @pytest.mark.parametrize("norm", [1e-3, 1e3])
 def test_clipping_is_that_of_the_whole_window(norm: float) -> None:
     workload = make_workload(**KINDS["CLIP"])
     expected, _ = reference(workload, [range(SAMPLES)], workload.loss, clip=norm)
-    trainee = trainee_of(workload, max_grad_norm=norm)
-    run_window(trainee, window(workload, [5, 1, 18]), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload, max_grad_norm=norm)
+    train_step(train_state, window(workload, [5, 1, 18]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
 
 
 class Stateful(nn.Module):
@@ -143,12 +143,12 @@ def test_the_second_pass_is_the_first_again_and_leaves_no_trace() -> None:
     workload = make_workload(
         model=lambda: Stateful().double(), loss=WholeBatchLoss(represent=represent, loss=drawing)
     )
-    trainee, alone = trainee_of(workload), trainee_of(workload).model
+    train_state, alone = train_state_of(workload), train_state_of(workload).model
     for _ in range(2):
-        alone.load_state_dict(trainee.model.state_dict())
+        alone.load_state_dict(train_state.model.state_dict())
         seen.clear()
         seed_everything(1)
-        run_window(trainee, window(workload, [6] * 4), SAMPLES)
+        train_step(train_state, window(workload, [6] * 4), SAMPLES)
         draws = torch.rand(3), random.random(), np.random.rand()
         assert len(seen) == 8
         assert all(map(torch.equal, seen[:4], seen[4:]))
@@ -158,7 +158,7 @@ def test_the_second_pass_is_the_first_again_and_leaves_no_trace() -> None:
         drawing(alone, seen[0])
         assert torch.equal(draws[0], torch.rand(3))
         assert draws[1:] == (random.random(), np.random.rand())
-        assert all(map(torch.equal, trainee.model.buffers(), alone.buffers()))
+        assert all(map(torch.equal, train_state.model.buffers(), alone.buffers()))
 
 
 def test_dropout_is_that_of_the_pass_whose_rows_the_loss_saw() -> None:
@@ -174,18 +174,18 @@ def test_dropout_is_that_of_the_pass_whose_rows_the_loss_saw() -> None:
         )
 
     expected, losses = reference(workload, [range(SAMPLES)], whole)
-    trainee = trainee_of(workload)
-    result = run_window(trainee, window(workload, sizes), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload)
+    result = train_step(train_state, window(workload, sizes), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
 
 def test_bf16_is_as_close_to_one_pass_in_bf16_as_rounding_allows() -> None:
     data = points(dtype=torch.float32)
     workload = make_workload(model=towers(torch.float32), loss=KINDS["CLIP"]["loss"], train_data=data)
-    one, many = trainee_of(workload, precision="bf16"), trainee_of(workload, precision="bf16")
-    whole = run_window(one, window(workload, [24]), SAMPLES)
-    parts = run_window(many, window(workload, [5, 12, 7]), SAMPLES)
+    one, many = train_state_of(workload, precision="bf16"), train_state_of(workload, precision="bf16")
+    whole = train_step(one, window(workload, [24]), SAMPLES)
+    parts = train_step(many, window(workload, [5, 12, 7]), SAMPLES)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-2)
     assert off(many, workload, weights(one.model)) < 2e-2
 
@@ -204,39 +204,39 @@ def test_parameters_in_16_bits_are_added_up_in_32() -> None:
         loss=WholeBatchLoss(represent=features, loss=lambda _, rows: rows.float().mean()),
         train_data=points(1024),
     )
-    trainee = trainee_of(workload)
-    result = run_window(trainee, window(workload, [1] * 1024), 1024)
+    train_state = train_state_of(workload)
+    result = train_step(train_state, window(workload, [1] * 1024), 1024)
     assert result.grad_norm == 1.0
 
 
-def fp16(scale: float) -> tuple[Trainee, Workload]:
+def fp16(scale: float) -> tuple[TrainState, Workload]:
     workload = make_workload(
         model=lambda: network(torch.float32),
         loss=INFO_NCE,
         train_data=points(dtype=torch.float32),
     )
-    trainee = trainee_of(workload, precision="fp16")
-    trainee.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    return trainee, workload
+    train_state = train_state_of(workload, precision="fp16")
+    train_state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return train_state, workload
 
 
 def test_in_fp16_the_loss_is_scaled_and_the_step_is_not() -> None:
     # At 65536 the gradients of the rows overflow, as they do in one pass.
-    trainee, workload = fp16(4096.0)
+    train_state, workload = fp16(4096.0)
     expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
-    result = run_window(trainee, window(workload, [5, 12, 7]), SAMPLES)
+    result = train_step(train_state, window(workload, [5, 12, 7]), SAMPLES)
     assert result.applied
     assert result.loss == pytest.approx(losses[0], rel=1e-2)
-    assert off(trainee, workload, expected) < 2e-2
+    assert off(train_state, workload, expected) < 2e-2
 
 
 def test_in_fp16_an_overflow_takes_no_step_and_halves_the_scale() -> None:
-    trainee, workload = fp16(2.0**60)
-    before = weights(trainee.model)
-    result = run_window(trainee, window(workload, [12, 12]), SAMPLES)
+    train_state, workload = fp16(2.0**60)
+    before = weights(train_state.model)
+    result = train_step(train_state, window(workload, [12, 12]), SAMPLES)
     assert not result.applied
-    assert torch.equal(weights(trainee.model), before)
-    assert trainee.scaler.get_scale() == 2.0**59
+    assert torch.equal(weights(train_state.model), before)
+    assert train_state.scaler.get_scale() == 2.0**59
 
 
 def test_rows_repeat_where_an_attempt_runs_fewer_micro_batches_than_a_window_has() -> None:
@@ -248,10 +248,10 @@ def test_rows_repeat_where_an_attempt_runs_fewer_micro_batches_than_a_window_has
 
     workload = make_workload(loss=WholeBatchLoss(represent=features, loss=loss))
     for size, count in ((4, 2), (5, 1), (12, 2), (13, 2), (23, 2)):
-        trainee = trainee_of(workload)
+        train_state = train_state_of(workload)
         (batch,) = split(workload, [size])
-        rows = trainee.model(batch[0][0]).detach()
-        run_window(trainee, feed([batch] * count, CPU, SilentMeter(), twice=True), SAMPLES)
+        rows = train_state.model(batch[0][0]).detach()
+        train_step(train_state, feed([batch] * count, CPU, SilentMeter(), twice=True), SAMPLES)
         assert seen[-1].shape == (SAMPLES, 3)
         assert torch.equal(seen[-1].unique(dim=0), rows.unique(dim=0))
 
@@ -274,7 +274,7 @@ def test_rows_repeat_where_an_attempt_runs_fewer_micro_batches_than_a_window_has
 def test_what_a_part_must_not_return_is_said(represent, loss, said: str) -> None:
     workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=loss))
     with pytest.raises(InputError, match=said) as caught:
-        run_window(trainee_of(workload), window(workload, [12, 11]), 23)
+        train_step(train_state_of(workload), window(workload, [12, 11]), 23)
     assert "\n" not in str(caught.value)
 
 
@@ -288,14 +288,14 @@ def test_rows_of_what_is_frozen_cost_no_gradient() -> None:
         return clip(model, rows)
 
     workload = make_workload(model=towers(), loss=WholeBatchLoss(represent=two_towers, loss=loss))
-    run_window(trainee_of(workload), window(workload, [12, 12]), SAMPLES)
+    train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
     assert asked == [[True, False, False]]
 
 
 def test_a_loss_that_is_detached_is_told() -> None:
     workload = make_workload(loss=WholeBatchLoss(represent=lambda m, b: m(b[0]).detach(), loss=info_nce))
     with pytest.raises(InputError, match="has no gradient"):
-        run_window(trainee_of(workload), window(workload, [12, 12]), SAMPLES)
+        train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
 
 
 def test_errors_of_the_parts_are_laid_at_the_workloads_door() -> None:
@@ -304,7 +304,7 @@ def test_errors_of_the_parts_are_laid_at_the_workloads_door() -> None:
 
     workload = make_workload(loss=WholeBatchLoss(represent=features, loss=broken))
     with pytest.raises(ValueError, match="mine") as caught:
-        run_window(trainee_of(workload), window(workload, [12, 12]), SAMPLES)
+        train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
     assert caught.value.__notes__ == ["raised by the workload: loss"]
 
 
@@ -339,19 +339,19 @@ def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
     found: list[int] = []
 
     class Counting(SilentMeter):
-        def adopt(self, tensors) -> None:
+        def count(self, tensors) -> None:
             found.append(len(alive))
             alive.add(next(iter(tensors)))
 
     parts = feed(split(workload, [6] * 4), CPU, Counting(), twice=True)
-    run_window(trainee_of(workload), parts, SAMPLES)
+    train_step(train_state_of(workload), parts, SAMPLES)
     assert found == [0] * 8
 
 
 def test_micro_batches_that_come_only_once_are_refused() -> None:
     workload = make_workload(loss=INFO_NCE)
     with pytest.raises(AssertionError, match="cannot be gone through twice"):
-        run_window(trainee_of(workload), split(workload, [12, 12]), SAMPLES)
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 
 def test_a_batch_that_is_changed_in_place_is_as_it_was_the_second_time() -> None:
@@ -360,6 +360,6 @@ def test_a_batch_that_is_changed_in_place_is_as_it_was_the_second_time() -> None
 
     workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=info_nce))
     expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
-    trainee = trainee_of(workload)
-    run_window(trainee, window(workload, [12, 12]), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload)
+    train_step(train_state, window(workload, [12, 12]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autobatch.cli import main as cli
-from autobatch.cli.failures import RunLog, Terminated, complaint_of
+from autobatch.cli.failures import RunLog, Terminated, describe_failure
 from autobatch.cli.parser import parse
 from autobatch.core.errors import InputError
 from autobatch.core.options import COMMANDS
@@ -212,7 +212,7 @@ def a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_part_of_the_workload_raises_is_its_own_line(part: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="mine") as found:
         small_fit(tmp_path, PARTS[part])
-    complaint = complaint_of(found.value)
+    complaint = describe_failure(found.value)
     number = (
         (tmp_path / "train.py")
         .read_text()[: (tmp_path / "train.py").read_text().index("  # here")]
@@ -228,7 +228,7 @@ def test_what_a_part_of_the_workload_raises_is_its_own_line(part: str, tmp_path:
 def test_a_workload_that_cannot_be_is_one_line(fields: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as found:
         small_fit(tmp_path, f"small({fields})")
-    complaint = complaint_of(found.value)
+    complaint = describe_failure(found.value)
     assert said in complaint.line
     assert complaint.exit_code == 2
     assert "\n" not in complaint.line
@@ -247,11 +247,11 @@ def test_every_ending_has_its_code(tmp_path: Path) -> None:
             "unexpected ZeroDivisionError: odd ly; this is a fault of autobatch",
         ),
     ):
-        complaint = complaint_of(error)
+        complaint = describe_failure(error)
         assert complaint.exit_code == code
         assert complaint.line.startswith(said)
         assert complaint.logged == (code in (1, 2))
-    kept = complaint_of(KeyboardInterrupt(), folder=tmp_path)
+    kept = describe_failure(KeyboardInterrupt(), folder=tmp_path)
     assert kept.line == f"interrupted; what was saved before is whole: {tmp_path / 'checkpoints'}"
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.cli.config_files import Given, configured, environment_values, layered
+from autobatch.cli.config_files import OptionValue, configured, environment_values, layered
 from autobatch.cli.parser import parse
 from autobatch.core.errors import InputError
 from autobatch.core.options import COMMANDS, FitOptions, Options, PlanOptions, options_from
@@ -173,7 +173,7 @@ WORDS = {"steps": st.integers(1, 9), "epochs": st.integers(1, 9), "trials": st.i
 
 @given(st.lists(st.fixed_dictionaries({}, optional=WORDS), max_size=5))
 def test_laying_values_over_each_other(layers: list[Mapping[str, int]]) -> None:
-    named = [{name: Given(value, name) for name, value in layer.items()} for layer in layers]
+    named = [{name: OptionValue(value, name) for name, value in layer.items()} for layer in layers]
     merged = layered(*named)
     for name, one in merged.items():
         last = max(n for n, layer in enumerate(layers) if name in layer)

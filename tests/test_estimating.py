@@ -11,7 +11,7 @@ from autobatch.cli.terminal import Terminal
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import EstimateOptions
 from autobatch.core.units import MiB
-from autobatch.probing.cache import SavedFit, remember
+from autobatch.probing.cache import CachedLimit, store
 from autobatch.probing.estimate import run_estimate
 from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 
@@ -22,7 +22,7 @@ def found():
     return run_estimate(workload, EstimateOptions(profile=["rtx-4090"], memory_budget=f"{24 * MiB}"), {})
 
 
-def test_one_card_is_explained(found):
+def test_one_gpu_is_explained(found):
     one = found.estimates[0]
     assert one.fits
     assert sum(one.modules.values()) == one.memory["activations"]
@@ -46,7 +46,7 @@ def test_what_runs_on_this_machine_took_more_widens_the_interval(tmp_path):
     for number, (device, measured) in enumerate(
         (("NVIDIA GeForce RTX 4090", 125), ("NVIDIA GeForce RTX 4090", 99), ("NVIDIA T4", 900))
     ):
-        saved = SavedFit(
+        saved = CachedLimit(
             key={"workload": f"w{number}", "device": device},
             micro_batch=1,
             limited_by="memory",
@@ -55,7 +55,7 @@ def test_what_runs_on_this_machine_took_more_widens_the_interval(tmp_path):
             traced_bytes=100 * MiB,
             measured_bytes=measured * MiB,
         )
-        remember(saved, tmp_path)
+        store(saved, tmp_path)
     options = EstimateOptions(profile=["rtx-4090", "l4"], memory_budget=f"{40 * MiB}")
     after = run_estimate(workload, options, {"AUTOBATCH_HOME": str(tmp_path)})
     now, before = after.estimates[0], run_estimate(workload, options, {}).estimates[0]
@@ -66,7 +66,7 @@ def test_what_runs_on_this_machine_took_more_widens_the_interval(tmp_path):
     assert any("-1.0% to +25.0% more than predicted (2 compared)" in note for note in after.notes)
 
 
-def test_several_cards_are_a_table_alone():
+def test_several_gpus_are_a_table_alone():
     options = EstimateOptions(profile=["rtx-4090", "a100-40gb"], max_micro_batch=4)
     found = run_estimate(WORKLOADS["perceptron"](), options, {})
     assert [one.remedies for one in found.estimates] == [None, None]
@@ -75,7 +75,7 @@ def test_several_cards_are_a_table_alone():
     assert "share" not in text.getvalue()
 
 
-def test_a_simulated_device_names_the_card():
+def test_a_simulated_device_names_the_gpu():
     options = EstimateOptions(device="sim:l4", max_micro_batch=4)
     found = run_estimate(WORKLOADS["perceptron"](), options, {})
     assert [one.profile for one in found.estimates] == ["l4"]
@@ -92,7 +92,7 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal():
     assert text.getvalue().count("12,345,678  11,345,678 to 13,345,678") == 2
 
 
-def test_a_card_that_is_too_small_says_what_would_help():
+def test_a_gpu_that_is_too_small_says_what_would_help():
     workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
     options = EstimateOptions(profile=["t4"], memory_budget=f"{18 * MiB}", precision="fp32")
     with pytest.raises(DoesNotFitError, match=r"optimizer state.*what would help: a larger card"):

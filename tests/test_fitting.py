@@ -59,13 +59,13 @@ def test_the_average_is_planned_for_trained_exported_and_asked_for_again(tmp_pat
 def test_windows_that_are_not_finite_are_skipped_where_they_may_be(tmp_path: Path) -> None:
     data = points(600)
     data.columns[0][300] = math.nan
-    # The probe runs the costliest samples, which are the others.
+    # The probe runs the worst_case samples, which are the others.
     workload = make_workload(train_data=data, size_of=lambda sample: float(sample[0].isfinite().all()))
     options = {"target_batch": 200, "steps": None, "epochs": 1, "split_check": "off"}
     with pytest.raises(NonFiniteError, match="sample 300 does it alone"):
         fit(workload, tmp_path / "raised", **options)
     done = fit(workload, tmp_path / "skipped", on_nonfinite="skip", **options)
-    assert (done.training.skipped_windows, done.training.optimizer_steps) == (1, 2)
+    assert (done.training.skipped_steps, done.training.optimizer_steps) == (1, 2)
     rows = [json.loads(line) for line in (tmp_path / "skipped" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(row["applied"] for row in rows) == [False, True, True]
     assert torch.isfinite(weights(done.model)).all()
@@ -85,7 +85,7 @@ SHORT: dict[str, Any] = {"target_batch": 32, "max_micro_batch": 16}
     ("changed", "said"),
     [
         ({"steps": None}, r"has taken 4 optimizer steps already, and this is for 3"),
-        ({"last_window": "flush"}, r"--last-window flush does not match .* which has carry"),
+        ({"last_batch": "flush"}, r"--last-window flush does not match .* which has carry"),
         ({"train_data": points(80)}, r"training data have 80 samples, .* has 96"),
         ({"target_batch": 16}, r"--target-batch 16 does not match .* target batch of 32"),
     ],
@@ -136,4 +136,4 @@ def test_a_run_without_a_window_is_refused_before_it_is_probed(tmp_path: Path) -
 
     workload = make_workload(model=unbuildable)
     with pytest.raises(InputError, match="--last-window drop leaves no window"):
-        fit(workload, tmp_path, target_batch=512, steps=None, last_window="drop")
+        fit(workload, tmp_path, target_batch=512, steps=None, last_batch="drop")

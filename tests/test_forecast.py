@@ -10,11 +10,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.records import Attempt
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Program
 from autobatch.probing.attempt import Outcome
-from autobatch.probing.limits import ReplayForecast, peak_bytes
+from autobatch.probing.limits import ReplayPredictor, peak_bytes
 from autobatch.probing.search import search
 from tests.test_search import BUDGET, Machine, outcome_of
 
@@ -49,8 +49,8 @@ def limit_of(machine: Machine, cap: int) -> int:
     return max((size for size in range(1, cap + 1) if machine.fits(size)), default=0)
 
 
-def forecast_of(prior: Program | None = None) -> ReplayForecast:
-    return ReplayForecast(lambda: Ledger(BUDGET), prior)
+def forecast_of(trace_footprint: Program | None = None) -> ReplayPredictor:
+    return ReplayPredictor(lambda: CountingAllocator(BUDGET), trace_footprint)
 
 
 @given(
@@ -62,7 +62,7 @@ def test_memory_that_grows_with_the_square_is_told_from_three_runs(square, slope
     machine = machine_of(lambda m: square * m * m + fixed, lambda m: slope * m + flat, lambda m: 8 * m + 8)
     limit = limit_of(machine, cap)
     assume(limit >= 8)
-    found = search(machine.run, cap=cap, forecast=forecast_of())
+    found = search(machine.run, cap=cap, predictor=forecast_of())
     assert found.micro_batch == limit
     if found.upper_bound_by == "cap":
         assert limit == cap
@@ -83,7 +83,7 @@ def rounded(to: int, each: int) -> Rule:
 @settings(max_examples=300, deadline=None)
 def test_sizes_that_a_library_rounds_up_are_shown_by_runs(to, each, slope, fixed, cap) -> None:
     machine = machine_of(lambda m: slope * m + fixed, rounded(to, each), lambda _: 16)
-    found = search(machine.run, cap=cap, forecast=forecast_of())
+    found = search(machine.run, cap=cap, predictor=forecast_of())
     assert found.micro_batch == limit_of(machine, cap)
     if found.upper_bound_by == "run":
         assert found.micro_batch + 1 in machine.asked
@@ -101,7 +101,7 @@ def test_a_step_whose_events_change_with_the_size(kink, slope, extra, cap) -> No
         lambda m: memory_of(*(large if m >= kink else small))(m),
         lambda m: trace_of(*(large if m >= kink else small))(m),
     )
-    found = search(machine.run, cap=cap, forecast=forecast_of())
+    found = search(machine.run, cap=cap, predictor=forecast_of())
     answer = found.micro_batch
     assert answer == 0 or (answer in machine.asked and machine.fits(answer))
     assert answer or not machine.fits(1)
@@ -113,7 +113,7 @@ def test_a_step_whose_events_change_with_the_size(kink, slope, extra, cap) -> No
 @settings(max_examples=200, deadline=None)
 def test_peaks_alone_find_a_line_in_few_runs(slope, fixed, cap) -> None:
     machine = Machine(lambda m: slope * m + fixed)
-    found = search(machine.run, cap=cap, forecast=forecast_of())
+    found = search(machine.run, cap=cap, predictor=forecast_of())
     assert found.micro_batch == limit_of(machine, cap)
     assert found.upper_bound_by in ("run", "cap", None)
     assert len(machine.asked) <= 8
@@ -126,7 +126,7 @@ def test_no_figures_at_all_is_plain_bisection() -> None:
         asked.append(size)
         return outcome_of(size, size <= 777, None)
 
-    found = search(run, cap=100_000, forecast=forecast_of())
+    found = search(run, cap=100_000, predictor=forecast_of())
     assert (found.micro_batch, found.upper_bound_by) == (777, "run")
     assert len(asked) <= 24
 
@@ -136,22 +136,22 @@ def test_no_figures_at_all_is_plain_bisection() -> None:
 
 def test_two_runs_make_a_line_and_the_third_makes_it_count() -> None:
     machine = machine_of(lambda m: 90 * m + 100, lambda m: 5 * m + 5)
-    forecast = forecast_of()
+    predictor = forecast_of()
     limit = limit_of(machine, 10_000)
     for size in (2, 31):
-        forecast.learn(machine.run(size))
-        assert not forecast.certifies(limit)
-    assert forecast.largest(10_000) == limit
-    forecast.learn(machine.run(limit))
-    assert forecast.certifies(limit)
-    assert not forecast.certifies(limit - 1), "the limit itself fits"
+        predictor.learn(machine.run(size))
+        assert not predictor.proves_next_fails(limit)
+    assert predictor.largest(10_000) == limit
+    predictor.learn(machine.run(limit))
+    assert predictor.proves_next_fails(limit)
+    assert not predictor.proves_next_fails(limit - 1), "the limit itself fits"
 
 
 def test_a_prior_that_is_right_needs_one_run() -> None:
     rules = (lambda m: 90 * m + 100, lambda m: 5 * m + 5)
     machine = machine_of(*rules)
-    prior = Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
-    found = search(machine.run, cap=10_000, forecast=forecast_of(prior))
+    trace_footprint = Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
+    found = search(machine.run, cap=10_000, predictor=forecast_of(trace_footprint))
     assert (found.micro_batch, found.upper_bound_by) == (limit_of(machine, 10_000), "replay")
     assert machine.asked == [found.micro_batch]
 
@@ -160,8 +160,8 @@ def test_a_prior_that_is_right_needs_one_run() -> None:
 def test_a_prior_that_is_wrong_is_left_behind(factor: float) -> None:
     machine = machine_of(lambda m: 90 * m + 100, lambda m: 5 * m + 5)
     wrong = trace_of(lambda m: round(90 * factor) * m + 100, lambda m: 5 * m + 5)
-    prior = Program.fit([(size, wrong(size)) for size in (2, 3)])
-    found = search(machine.run, cap=10_000, forecast=forecast_of(prior))
+    trace_footprint = Program.fit([(size, wrong(size)) for size in (2, 3)])
+    found = search(machine.run, cap=10_000, predictor=forecast_of(trace_footprint))
     assert found.micro_batch == limit_of(machine, 10_000)
     assert len(machine.asked) <= 5
 
@@ -169,12 +169,12 @@ def test_a_prior_that_is_wrong_is_left_behind(factor: float) -> None:
 def test_a_prior_that_says_nothing_fits_is_put_to_the_test_by_two_samples_first() -> None:
     machine = machine_of(lambda m: 90 * m + 100, lambda m: 5 * m + 5)
     wrong = trace_of(lambda m: 90 * m + 10 * BUDGET)
-    prior = Program.fit([(size, wrong(size)) for size in (2, 3)])
-    found = search(machine.run, cap=10_000, forecast=forecast_of(prior))
+    trace_footprint = Program.fit([(size, wrong(size)) for size in (2, 3)])
+    found = search(machine.run, cap=10_000, predictor=forecast_of(trace_footprint))
     assert machine.asked[0] == 2
     assert found.micro_batch == limit_of(machine, 10_000)
     nothing = machine_of(lambda m: 90 * m + BUDGET)
-    assert search(nothing.run, cap=50, forecast=forecast_of(prior)).micro_batch == 0
+    assert search(nothing.run, cap=50, predictor=forecast_of(trace_footprint)).micro_batch == 0
     assert nothing.asked == [2, 1]
 
 
@@ -194,7 +194,7 @@ def test_what_is_reserved_counts_where_something_is() -> None:
 def test_what_ran_and_was_refused_all_the_same_is_followed_by_its_near_neighbours() -> None:
     """Events that are right, and an allocator in pieces: sizes close to the limit run in one order only."""
     rules = (lambda m: 90 * m + 100, lambda m: 5 * m + 5)
-    prior = Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
+    trace_footprint = Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
     machine = machine_of(*rules)
     limit = limit_of(machine, 10_000)
 
@@ -204,6 +204,6 @@ def test_what_ran_and_was_refused_all_the_same_is_followed_by_its_near_neighbour
             return outcome
         return Outcome(msgspec.structs.replace(outcome.attempt, fits=False), outcome.trace)
 
-    found = search(run, cap=10_000, forecast=forecast_of(prior))
+    found = search(run, cap=10_000, predictor=forecast_of(trace_footprint))
     assert (found.micro_batch, found.upper_bound_by) == (limit - 6, "run")
     assert len(machine.asked) <= 7

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from autobatch.core.errors import InputError
 from autobatch.planning import micro_batches
-from autobatch.step.train_step import accumulate, finish, run_window
+from autobatch.step.train_step import accumulate, finish, train_step
 from autobatch.workload.contract import Loss
 from tests.test_step import KINDS, whole_tokens
 from tests.training.helpers import (
@@ -21,7 +21,7 @@ from tests.training.helpers import (
     points,
     reference,
 )
-from tests.training.steps import EXACT, SAMPLES, off, split, trainee_of
+from tests.training.steps import EXACT, SAMPLES, off, split, train_state_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -39,12 +39,12 @@ def test_gradients_of_16_bit_parameters_add_up(dtype: torch.dtype) -> None:
         loss=lambda model, batch: (model.weight * batch[0].to(dtype)).mean() + 1.0,
         optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
     )
-    trainee = trainee_of(workload)
-    result = run_window(trainee, split(workload, [1] * 1024), 1024)
-    assert trainee.model.weight.item() == -1.0
+    train_state = train_state_of(workload)
+    result = train_step(train_state, split(workload, [1] * 1024), 1024)
+    assert train_state.model.weight.item() == -1.0
     assert result.loss == 1.0
-    assert trainee.model.weight._backward_hooks is None
-    assert not trainee.model.weight._post_accumulate_grad_hooks
+    assert train_state.model.weight._backward_hooks is None
+    assert not train_state.model.weight._post_accumulate_grad_hooks
 
 
 @pytest.mark.parametrize("samples", [1000, 24])
@@ -58,17 +58,19 @@ def test_16_bit_gradients_are_within_one_rounding_of_the_float32_sum(samples: in
         optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
     )
     sizes = micro_batches(samples, samples // 12)
-    trainee = trainee_of(workload)
-    parameters = list(trainee.model.parameters())
+    train_state = train_state_of(workload)
+    parameters = list(train_state.model.parameters())
     expected = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     for batch, size in split(workload, sizes):
-        parts = torch.autograd.grad(workload.loss(trainee.model, batch), parameters)
+        parts = torch.autograd.grad(workload.loss(train_state.model, batch), parameters)
         for total, part in zip(expected, parts, strict=True):
             total.add_(part.double(), alpha=size / samples)
-    tally = accumulate(trainee, split(workload, sizes), samples, lambda _: None)
+    accumulator = accumulate(train_state, split(workload, sizes), samples, lambda _: None)
     seen = []
-    trainee.optimizers[0].register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in parameters))
-    finish(trainee, tally, mark=lambda _: None)
+    train_state.optimizers[0].register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.clone() for p in parameters)
+    )
+    finish(train_state, accumulator, mark=lambda _: None)
     for got, wanted in zip(seen, expected, strict=True):
         assert got.dtype == torch.bfloat16
         assert apart(got.double(), wanted) < 2.0**-8
@@ -85,8 +87,8 @@ def test_parameters_of_several_precisions_share_a_norm() -> None:
             return self.second(self.first(inputs).bfloat16())
 
     workload = make_workload(model=Mixed, train_data=points(dtype=torch.float32))
-    trainee = trainee_of(workload, max_grad_norm=0.5)
-    result = run_window(trainee, split(workload, [12, 12]), SAMPLES)
+    train_state = train_state_of(workload, max_grad_norm=0.5)
+    result = train_step(train_state, split(workload, [12, 12]), SAMPLES)
     assert result.applied
     assert result.grad_norm > 0
 
@@ -101,16 +103,16 @@ def test_sparse_gradients_are_measured_and_stepped_with() -> None:
         **{**changes, "model": lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).double()}
     )
     expected, _ = reference(dense, [range(SAMPLES)], whole_tokens, clip=0.1)
-    trainee = trainee_of(workload, max_grad_norm=0.1)
-    run_window(trainee, split(workload, [5, 19]), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload, max_grad_norm=0.1)
+    train_step(train_state, split(workload, [5, 19]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
 
 
 def test_gradients_of_what_is_not_trained_are_freed_too() -> None:
     workload = make_workload(optimizer=lambda params, lr: torch.optim.SGD(list(params)[:2], lr=lr))
-    trainee = trainee_of(workload)
-    run_window(trainee, split(workload, [12, 12]), SAMPLES)
-    assert all(p.grad is None for p in trainee.model.parameters())
+    train_state = train_state_of(workload)
+    train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert all(p.grad is None for p in train_state.model.parameters())
 
 
 def test_parameters_that_are_thawed_later_are_trained_and_freed() -> None:
@@ -120,14 +122,14 @@ def test_parameters_that_are_thawed_later_are_trained_and_freed() -> None:
         return model
 
     workload = make_workload(model=frozen)
-    trainee = trainee_of(workload)
-    before = trainee.model[0].weight.clone()
-    run_window(trainee, split(workload, [12, 12]), SAMPLES)
-    assert torch.equal(trainee.model[0].weight, before)
-    trainee.model[0].requires_grad_(requires_grad=True)
-    run_window(trainee, split(workload, [12, 12]), SAMPLES)
-    assert not torch.equal(trainee.model[0].weight, before)
-    assert trainee.model[0].weight.grad is None
+    train_state = train_state_of(workload)
+    before = train_state.model[0].weight.clone()
+    train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert torch.equal(train_state.model[0].weight, before)
+    train_state.model[0].requires_grad_(requires_grad=True)
+    train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert not torch.equal(train_state.model[0].weight, before)
+    assert train_state.model[0].weight.grad is None
 
 
 @pytest.mark.parametrize(
@@ -144,14 +146,14 @@ def test_parameters_that_are_thawed_later_are_trained_and_freed() -> None:
 def test_what_is_no_loss_is_named(loss, said: str) -> None:
     workload = make_workload(loss=loss)
     with pytest.raises(InputError, match=said):
-        run_window(trainee_of(workload), split(workload, [12, 12]), SAMPLES)
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 
 def test_a_loss_and_a_mean_do_not_mix() -> None:
     kinds = iter([lambda t: t, lambda t: Loss(t, 12)])
     workload = make_workload(loss=lambda model, batch: next(kinds)(mean_loss(model, batch)))
     with pytest.raises(InputError, match="a tensor for another"):
-        run_window(trainee_of(workload), split(workload, [12, 12]), SAMPLES)
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +166,4 @@ def test_a_loss_and_a_mean_do_not_mix() -> None:
 )
 def test_what_is_no_optimizer_is_named(optimizer, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        trainee_of(make_workload(optimizer=optimizer))
+        train_state_of(make_workload(optimizer=optimizer))

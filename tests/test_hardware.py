@@ -23,7 +23,7 @@ from autobatch.device.profiles import (
     read_profile,
     save_profile,
 )
-from autobatch.probing.cache import SavedFit, Stale, recall, remember
+from autobatch.probing.cache import CachedLimit, StaleEntry, lookup, store
 
 REPOSITORY = Path(__file__).parents[1]
 SHIPPED = sorted((REPOSITORY / "profiles").glob("*.toml"))
@@ -47,7 +47,7 @@ def a_fit(**changes):
         "torch": "2.12.0",
         "budget": None,
     }
-    return SavedFit(
+    return CachedLimit(
         key=key | changes, micro_batch=93, limited_by="memory", upper_bound_by="run", date="2026-11-20"
     )
 
@@ -55,7 +55,7 @@ def a_fit(**changes):
 # --- the shipped files
 
 
-def test_every_wanted_card_is_shipped(tmp_path):
+def test_every_wanted_gpu_is_shipped(tmp_path):
     assert {file.stem for file in SHIPPED} >= WANTED
     listing = list_profiles(user_dir=tmp_path)
     assert [profile.name for profile in listing.profiles] == [file.stem for file in SHIPPED]
@@ -183,7 +183,7 @@ def test_a_folder_beside_an_installed_package_is_not_ours(tmp_path, fake_package
         ("NVIDIA L40S", 44.4, (8, 9), "l40s"),
     ],
 )
-def test_a_card_matches_by_its_whole_name_size_and_capability(tmp_path, name, total, capability, expected):
+def test_a_gpu_matches_by_its_whole_name_size_and_capability(tmp_path, name, total, capability, expected):
     found = match_profile(name, int(total * GiB), capability, user_dir=tmp_path)
     assert (found.name if found else None) == expected
 
@@ -215,7 +215,7 @@ def test_unknown_figures_are_none(tmp_path):
 def test_a_home_that_cannot_be_written_is_said(tmp_path, save):
     home = write_atomic(tmp_path / "file", b"") / "home"  # below a file, where even root cannot write
     with pytest.raises(InputError, match=rf"cannot save the {save} at .*{home.name}.*AUTOBATCH_HOME"):
-        save_profile(a_profile(), user_dir=home) if save == "profile" else remember(a_fit(), home)
+        save_profile(a_profile(), user_dir=home) if save == "profile" else store(a_fit(), home)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -242,26 +242,26 @@ def test_the_home_is_chosen_by_the_environment(tmp_path):
 
 def test_a_fit_is_recalled_by_its_exact_key(tmp_path):
     fit = a_fit()
-    assert recall(fit.key, tmp_path) is None
-    path = remember(fit, tmp_path)
+    assert lookup(fit.key, tmp_path) is None
+    path = store(fit, tmp_path)
     assert path.parent == tmp_path / "fits"
-    assert recall(dict(reversed(fit.key.items())), tmp_path) == fit
-    assert recall({name: value for name, value in fit.key.items() if value is not None}, tmp_path) == fit
+    assert lookup(dict(reversed(fit.key.items())), tmp_path) == fit
+    assert lookup({name: value for name, value in fit.key.items() if value is not None}, tmp_path) == fit
 
 
 def test_a_second_fit_of_a_key_takes_the_place_of_the_first(tmp_path):
-    remember(a_fit(), tmp_path)
+    store(a_fit(), tmp_path)
     smaller = msgspec.structs.replace(a_fit(), micro_batch=64)
-    remember(smaller, tmp_path)
-    assert recall(smaller.key, tmp_path) == smaller
+    store(smaller, tmp_path)
+    assert lookup(smaller.key, tmp_path) == smaller
     assert len(list((tmp_path / "fits").iterdir())) == 1
 
 
 def test_a_stale_fit_names_what_changed(tmp_path):
-    remember(a_fit(torch="2.11.0", device="NVIDIA A10"), tmp_path)
-    remember(a_fit(), tmp_path)
-    found = recall(a_fit(torch="2.13.0", budget=6 * GiB).key, tmp_path)
-    assert isinstance(found, Stale)
+    store(a_fit(torch="2.11.0", device="NVIDIA A10"), tmp_path)
+    store(a_fit(), tmp_path)
+    found = lookup(a_fit(torch="2.13.0", budget=6 * GiB).key, tmp_path)
+    assert isinstance(found, StaleEntry)
     assert [(c.field, c.old, c.new) for c in found.changed] == [
         ("budget", None, 6 * GiB),
         ("torch", "2.12.0", "2.13.0"),
@@ -270,20 +270,20 @@ def test_a_stale_fit_names_what_changed(tmp_path):
 
 
 def test_a_stale_fit_shows_no_digests(tmp_path):
-    remember(a_fit(model="0123456789abcdef"), tmp_path)
-    assert str(recall(a_fit(model="fedcba9876543210").key, tmp_path)).endswith("is stale: model changed")
+    store(a_fit(model="0123456789abcdef"), tmp_path)
+    assert str(lookup(a_fit(model="fedcba9876543210").key, tmp_path)).endswith("is stale: model changed")
 
 
 def test_among_equally_near_fits_the_newest_is_told(tmp_path):
     for day, version in (("2026-11-19", "2.10.0"), ("2026-11-21", "2.12.0"), ("2026-11-20", "2.11.0")):
-        remember(msgspec.structs.replace(a_fit(torch=version), date=day), tmp_path)
-    assert recall(a_fit(torch="2.13.0").key, tmp_path).fit.date == "2026-11-21"
+        store(msgspec.structs.replace(a_fit(torch=version), date=day), tmp_path)
+    assert lookup(a_fit(torch="2.13.0").key, tmp_path).fit.date == "2026-11-21"
 
 
 def test_another_workload_is_nothing(tmp_path):
-    remember(a_fit(), tmp_path)
-    assert recall(a_fit(workload="w2").key, tmp_path) is None
-    assert recall({"device": "NVIDIA H200"}, tmp_path) is None
+    store(a_fit(), tmp_path)
+    assert lookup(a_fit(workload="w2").key, tmp_path) is None
+    assert lookup({"device": "NVIDIA H200"}, tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -300,16 +300,16 @@ def test_another_workload_is_nothing(tmp_path):
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_a_reason_and_kept(tmp_path, caplog, content, reason):
-    path = remember(a_fit(), tmp_path)
+    path = store(a_fit(), tmp_path)
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert recall(a_fit().key, tmp_path) is None
+        assert lookup(a_fit().key, tmp_path) is None
     assert str(path) in caplog.text
     assert path.read_bytes() == content
     assert re.search(reason, caplog.text)
 
 
 def test_a_file_under_a_wrong_name_is_not_taken_for_the_key(tmp_path):
-    path = remember(a_fit(), tmp_path)
+    path = store(a_fit(), tmp_path)
     path.write_bytes(msgspec.json.encode(a_fit(torch="2.1.0")))
-    assert isinstance(recall(a_fit().key, tmp_path), Stale)
+    assert isinstance(lookup(a_fit().key, tmp_path), StaleEntry)

@@ -13,7 +13,7 @@ import pytest
 from autobatch.core.errors import AutobatchError, InputError, UserCodeError
 from autobatch.core.options import ProbeOptions, options_from
 from autobatch.probing.child import ProbeChild, count_oom_kills
-from autobatch.workload.user_code import portable
+from autobatch.workload.user_code import to_picklable
 from tests.commandline import SMALL
 
 SLOW = pytest.mark.slow
@@ -167,9 +167,9 @@ def test_errors_of_the_users_own_classes_travel_as_ours() -> None:
         pass
 
     for error in (Theirs("a"), ZeroDivisionError("b"), SystemExit(2)):
-        carried = portable(error)
+        carried = to_picklable(error)
         assert type(carried) is UserCodeError
-    assert type(portable(InputError("c"))) is InputError
+    assert type(to_picklable(InputError("c"))) is InputError
 
 
 def test_kills_are_counted_where_the_system_counts_them(tmp_path: Path) -> None:

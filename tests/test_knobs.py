@@ -15,7 +15,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import (
     KNOBS,
     LEFT_OUT,
-    Situation,
+    TuningContext,
     applicable,
     defaults,
     memory_signature,
@@ -24,14 +24,14 @@ from autobatch.core.knobs import (
 )
 from autobatch.core.options import TuneOptions, options_from
 from autobatch.step.apply_knobs import apply_forward, find_blocks
-from autobatch.step.train_state import Trainee, assemble
-from autobatch.step.train_step import run_window
+from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
-from autobatch.workload.loader import card_of
+from autobatch.workload.loader import gpu_of
 from autobatch.workload.rng import seed_everything
 from tests.training.helpers import Rows, make_workload, mean_loss
 
-CARD = Situation(
+GPU = TuningContext(
     device_kind="cuda",
     precisions=("bf16", "fp32"),
     optimizers=("default", "fused"),
@@ -44,7 +44,7 @@ CARD = Situation(
     fetch_share=0.4,
     segments=None,
 )
-BARE = Situation(
+BARE = TuningContext(
     device_kind="cpu",
     precisions=("fp32",),
     optimizers=("default",),
@@ -96,17 +96,21 @@ def workload(**fields: Any) -> Workload:
     )
 
 
-def train(knobs: dict[str, Any], windows: int = 3, **fields: Any) -> tuple[nn.Module, Trainee, list[float]]:
+def train(
+    knobs: dict[str, Any], windows: int = 3, **fields: Any
+) -> tuple[nn.Module, TrainState, list[float]]:
     """A few windows of two micro-batches each, everything drawn from one seed."""
     mine = workload(**fields)
     seed_everything(0)
     model = mine.model()
     model.train()
-    trainee = assemble(mine, model, torch.device("cpu"), precision="fp32", learning_rate=0.01, knobs=knobs)
+    train_state = build_train_state(
+        mine, model, torch.device("cpu"), precision="fp32", learning_rate=0.01, knobs=knobs
+    )
     inputs, labels = mine.train_data.columns  # type: ignore[attr-defined]
     parts = [((inputs[:8], labels[:8]), 8), ((inputs[8:], labels[8:]), 8)]
-    losses = [run_window(trainee, iter(parts), 16).loss for _ in range(windows)]
-    return model, trainee, losses
+    losses = [train_step(train_state, iter(parts), 16).loss for _ in range(windows)]
+    return model, train_state, losses
 
 
 def states(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -114,7 +118,7 @@ def states(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_every_knob_says_what_it_does_and_what_its_default_is() -> None:
-    axes, notes = applicable(CARD, [knob.name for knob in KNOBS])
+    axes, notes = applicable(GPU, [knob.name for knob in KNOBS])
     assert [axis.name for axis in axes] == [knob.name for knob in KNOBS]
     assert not notes
     assert all(knob.effect and knob.why_not(BARE) for knob in KNOBS)
@@ -141,7 +145,7 @@ def test_nothing_applies_where_nothing_can_be_chosen() -> None:
 
 
 def test_the_compiler_has_to_be_asked_for_on_the_processor_and_for_short_runs() -> None:
-    for here in (CARD._replace(device_kind="cpu"), CARD._replace(planned_steps=60)):
+    for here in (GPU._replace(device_kind="cpu"), GPU._replace(planned_steps=60)):
         assert "compile" not in [axis.name for axis in applicable(here)[0]]
         assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
 
@@ -157,7 +161,7 @@ def test_the_micro_batch_is_halved_down_to_one_sample_and_no_further(
 
 
 def test_what_changes_memory_and_what_changes_numbers() -> None:
-    values = defaults(applicable(CARD)[0])
+    values = defaults(applicable(GPU)[0])
     assert set(memory_signature(values)) == set(values) - {"micro_batch_shift", "loader_workers"}
     elsewhere = {"micro_batch_shift", "loader_workers", "expandable_segments"}
     assert set(numeric_signature(values)) == set(values) - elsewhere
@@ -182,15 +186,15 @@ def test_workers_are_tuned_unasked_where_fetching_takes_its_time_and_never_where
 
 def test_how_workers_feed_is_tuned_where_there_are_workers_and_only_by_name() -> None:
     names = ["prefetch", "pin_memory"]
-    assert not set(names) & {axis.name for axis in applicable(CARD)[0]}
-    axes, _ = applicable(CARD, names)
+    assert not set(names) & {axis.name for axis in applicable(GPU)[0]}
+    axes, _ = applicable(GPU, names)
     assert {axis.name: axis.choices for axis in axes} == {"prefetch": (2, 4, 8), "pin_memory": (True, False)}
-    assert [axis.name for axis in applicable(CARD._replace(device_kind="cpu"), names)[0]] == ["prefetch"]
+    assert [axis.name for axis in applicable(GPU._replace(device_kind="cpu"), names)[0]] == ["prefetch"]
     assert applicable(BARE, names)[0] == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "knobs", "is_card"),
+    ("kind", "knobs", "is_gpu"),
     [
         ("cuda", {}, True),
         ("cuda", {"pin_memory": True}, True),
@@ -198,9 +202,9 @@ def test_how_workers_feed_is_tuned_where_there_are_workers_and_only_by_name() ->
         ("cpu", {}, False),
     ],
 )
-def test_what_workers_joined_is_copied_for_a_card_unless_the_knob_says_no(kind, knobs, is_card) -> None:
+def test_what_workers_joined_is_copied_for_a_gpu_unless_the_knob_says_no(kind, knobs, is_gpu) -> None:
     device = SimpleNamespace(kind=kind, torch_device=torch.device("cuda", 1))
-    assert card_of(device, knobs) == (device.torch_device if is_card else None)
+    assert gpu_of(device, knobs) == (device.torch_device if is_gpu else None)
 
 
 def test_names_are_read_as_people_write_them() -> None:
@@ -236,11 +240,11 @@ def test_blocks_are_what_is_repeated_in_a_list() -> None:
 
 def test_recomputation_changes_nothing_not_even_statistics_and_dropout() -> None:
     plain, _, before = train({})
-    recomputed, trainee, after = train({"checkpointing": "full"})
+    recomputed, train_state, after = train({"checkpointing": "full"})
     assert after == before
     for name, tensor in states(plain).items():
         assert torch.equal(tensor, recomputed.state_dict()[name]), name
-    assert trainee.loss is not mean_loss
+    assert train_state.loss is not mean_loss
 
 
 def test_recomputation_keeps_fewer_tensors() -> None:
@@ -263,12 +267,12 @@ def test_recomputation_keeps_fewer_tensors() -> None:
 
 
 def test_the_model_is_changed_only_while_a_training_loss_runs() -> None:
-    model, trainee, _ = train({"checkpointing": "full"})
+    model, train_state, _ = train({"checkpointing": "full"})
     assert all("forward" not in module.__dict__ for module in model.modules())
     copy.deepcopy(model)
     model.eval()
     with torch.no_grad():
-        trainee.loss(model, (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long)))
+        train_state.loss(model, (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long)))
 
 
 def test_a_loss_that_fails_leaves_the_model_as_it_was() -> None:
@@ -305,11 +309,11 @@ def test_channels_last_reaches_the_batch() -> None:
 
 @pytest.mark.parametrize("choice", ["for-loop", "foreach", "fused"])
 def test_an_optimizer_steps_as_it_is_told(choice: str) -> None:
-    _, trainee, before = train({})
+    _, train_state, before = train({})
     _, told, after = train({"optimizer": choice})
     group = told.optimizers[0].param_groups[0]
     assert (group["foreach"], group["fused"]) == (choice == "foreach", choice == "fused")
-    assert trainee.optimizers[0].param_groups[0]["foreach"] is None
+    assert train_state.optimizers[0].param_groups[0]["foreach"] is None
     assert after == pytest.approx(before, rel=1e-4)
 
 
@@ -323,8 +327,8 @@ def test_an_optimizer_without_the_setting_is_left_alone() -> None:
                 for parameter in group["params"]:
                     parameter.data.sub_(group["lr"] * parameter.grad)
 
-    _, trainee, _ = train({"optimizer": "fused"}, optimizer=lambda params, lr: Plain(params))
-    assert set(trainee.optimizers[0].param_groups[0]) == {"params", "lr"}
+    _, train_state, _ = train({"optimizer": "fused"}, optimizer=lambda params, lr: Plain(params))
+    assert set(train_state.optimizers[0].param_groups[0]) == {"params", "lr"}
 
 
 def test_all_together_train_as_nothing_does() -> None:

@@ -13,7 +13,7 @@ from autobatch.core.progress import Silent
 from autobatch.probing.attempt import attempt_at
 from autobatch.probing.child import LocalProber
 from autobatch.probing.find_limit import run_lengths, run_probe
-from autobatch.probing.setup import facts_of, open_bench
+from autobatch.probing.setup import describe_setup, open_setup
 from autobatch.workload.contract import Workload
 
 LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
@@ -43,30 +43,30 @@ def make(lengths: list[int]) -> Workload:
 
 def probe(lengths: list[int], home: Path):
     options = ProbeOptions(device="cpu", memory_budget="100KiB")
-    bench = open_bench(make(lengths * 30), options)
-    prober = LocalProber(bench, facts_of(bench))
+    setup = open_setup(make(lengths * 30), options)
+    prober = LocalProber(setup, describe_setup(setup))
     found, _ = run_probe(prober, options, home=home)
-    return bench, run_lengths(prober, options, found, Silent())
+    return setup, run_lengths(prober, options, found, Silent())
 
 
 def test_every_length_has_the_largest_micro_batch_of_its_own(tmp_path: Path) -> None:
-    bench, found = probe(LENGTHS, tmp_path)
+    setup, found = probe(LENGTHS, tmp_path)
     assert [limit.size for limit in found.lengths] == [32, 64, 128, 256]
     sizes = [limit.micro_batch for limit in found.lengths]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == found.micro_batch
     for limit in found.lengths:
-        assert attempt_at(bench, limit.micro_batch, limit.size).attempt.fits
-        assert not attempt_at(bench, limit.micro_batch + 1, limit.size).attempt.fits
+        assert attempt_at(setup, limit.micro_batch, limit.size).attempt.fits
+        assert not attempt_at(setup, limit.micro_batch + 1, limit.size).attempt.fits
 
 
 def test_samples_that_cost_alike_have_no_table(tmp_path: Path) -> None:
-    bench, found = probe([16], tmp_path)
-    assert bench.costliest.levels() == []
+    setup, found = probe([16], tmp_path)
+    assert setup.worst_case.size_quartiles() == []
     assert found.lengths == []
 
 
-@pytest.mark.parametrize(("costs", "levels"), [([1, 2, 3, 4], [1, 2, 3, 4]), ([5, 5, 5, 9], [5, 9])])
-def test_levels_are_the_quartiles(costs: list[int], levels: list[int]) -> None:
-    bench = open_bench(make(costs), ProbeOptions(device="cpu", memory_budget="1MiB"))
-    assert bench.costliest.levels() == [4.0 * level for level in levels]
+@pytest.mark.parametrize(("costs", "size_quartiles"), [([1, 2, 3, 4], [1, 2, 3, 4]), ([5, 5, 5, 9], [5, 9])])
+def test_levels_are_the_quartiles(costs: list[int], size_quartiles: list[int]) -> None:
+    setup = open_setup(make(costs), ProbeOptions(device="cpu", memory_budget="1MiB"))
+    assert setup.worst_case.size_quartiles() == [4.0 * level for level in size_quartiles]

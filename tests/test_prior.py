@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from autobatch.api import Environment, run_plan_command
+from autobatch.api import RunContext, run_plan_command
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions
 from autobatch.core.progress import Silent
@@ -19,13 +19,13 @@ from autobatch.device import profiles as hardware
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.cpu import CpuDevice
 from autobatch.probing.attempt import attempt
-from autobatch.probing.cache import SavedFit
+from autobatch.probing.cache import CachedLimit
 from autobatch.probing.child import LocalProber
 from autobatch.probing.estimate import run_estimate
 from autobatch.probing.find_limit import run_probe
 from autobatch.probing.limits import pictures, remedies_of, traced_peak
-from autobatch.probing.setup import facts_of
-from tests.footprint.test_recorder import bench
+from autobatch.probing.setup import describe_setup
+from tests.footprint.test_recorder import setup
 from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 
 
@@ -35,7 +35,7 @@ def deep():
 
 def test_a_plan_shows_where_the_memory_goes(tmp_path):
     options = PlanOptions(target_batch=64, memory_budget=2 * MiB, device="cpu")
-    environment = Environment(environ={"AUTOBATCH_HOME": str(tmp_path)})
+    environment = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
     found = run_plan_command(deep(), options, environment)
     assert found.title == deep().name
     ran = {one.micro_batch: one.peak_allocated_bytes for one in found.probe.attempts if one.fits}
@@ -55,7 +55,7 @@ def test_a_plan_shows_where_the_memory_goes(tmp_path):
 def test_nothing_fits_says_what_would(tmp_path):
     options = PlanOptions(target_batch=64, memory_budget=200 * KiB, device="cpu")
     with pytest.raises(DoesNotFitError) as caught:
-        run_plan_command(deep(), options, Environment(environ={"AUTOBATCH_HOME": str(tmp_path)}))
+        run_plan_command(deep(), options, RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)}))
     text = str(caught.value)
     for words in ("asked for", "free", "in the ", "parameters", "larger --memory-budget"):
         assert words in text
@@ -63,7 +63,7 @@ def test_nothing_fits_says_what_would(tmp_path):
         assert int(size.replace(",", "")) >= 1
 
 
-class Card(CpuDevice):
+class Gpu(CpuDevice):
     """This machine's memory in the place of an L4's."""
 
     kind = "cuda"
@@ -81,23 +81,23 @@ def load_profile(name):
     return hardware.load_profile(name, user_dir=Path("nowhere"))
 
 
-def test_what_a_trace_says_of_a_card_is_what_an_estimate_says(monkeypatch, tmp_path):
+def test_what_a_trace_says_of_a_gpu_is_what_an_estimate_says(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     workload, size = WORKLOADS["transformer"](), 7
     options = EstimateOptions(profile=["l4", "a10"], micro_batch=size, precision="fp32")
-    here = replace(bench(workload), device=Card(memory_budget=64 * MiB), max_grad_norm=None)
+    here = replace(setup(workload), device=Gpu(memory_budget=64 * MiB), max_grad_norm=None)
     predicted = run_estimate(workload, options, {}).estimates[0].peak_reserved_bytes
     assert traced_peak(here, size) == predicted
-    assert traced_peak(bench(workload), size) is None
+    assert traced_peak(setup(workload), size) is None
 
 
-def test_the_answer_on_a_card_is_remembered_with_both_figures(monkeypatch, tmp_path):
+def test_the_answer_on_a_gpu_is_remembered_with_both_figures(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-    here = replace(bench(WORKLOADS["perceptron"]()), device=Card(memory_budget=64 * MiB))
+    here = replace(setup(WORKLOADS["perceptron"]()), device=Gpu(memory_budget=64 * MiB))
     options = ProbeOptions(max_micro_batch=3)
-    found, path = run_probe(LocalProber(here, facts_of(here)), options, home=tmp_path)
-    saved = msgspec.json.decode(path.read_bytes(), type=SavedFit)
+    found, path = run_probe(LocalProber(here, describe_setup(here)), options, home=tmp_path)
+    saved = msgspec.json.decode(path.read_bytes(), type=CachedLimit)
     assert saved.traced_bytes == traced_peak(here, found.micro_batch)
     assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes
 
@@ -121,8 +121,8 @@ class Notes(Silent):
 
 @pytest.mark.parametrize(("grown", "told"), [(63 * MiB, False), (64 * MiB, True)])
 def test_others_that_took_more_meanwhile_are_told(grown, told, tmp_path):
-    here = replace(bench(WORKLOADS["perceptron"]()), device=Shared(memory_budget=64 * MiB))
-    prober, notes = LocalProber(here, facts_of(here)), Notes()
+    here = replace(setup(WORKLOADS["perceptron"]()), device=Shared(memory_budget=64 * MiB))
+    prober, notes = LocalProber(here, describe_setup(here)), Notes()
     here.device.others += grown
     found, _ = run_probe(prober, ProbeOptions(max_micro_batch=3), home=tmp_path, progress=notes)
     assert found.other_processes_bytes == 100 * MiB + grown
@@ -130,8 +130,8 @@ def test_others_that_took_more_meanwhile_are_told(grown, told, tmp_path):
 
 
 def test_remedies_come_from_the_bench_as_it_is():
-    one = bench(deep(), budget=MiB)
+    one = setup(deep(), budget=MiB)
     largest = max(size for size in range(1, 12) if attempt(one, size).attempt.fits)
     for remedy in remedies_of(one, None):
         assert remedy.micro_batch >= largest
-    assert remedies_of(bench(WORKLOADS["perceptron"](), budget=10 * MiB), None) == []
+    assert remedies_of(setup(WORKLOADS["perceptron"](), budget=10 * MiB), None) == []

@@ -10,15 +10,15 @@ from torch.utils.data import Dataset
 
 import autobatch
 from autobatch import Workload
-from autobatch.api import Environment, run_plan_command
+from autobatch.api import RunContext, run_plan_command
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import PlanOptions, ProbeOptions
 from autobatch.core.records import Attempt
 from autobatch.probing import attempt as attempts
-from autobatch.probing.attempt import Bench, Outcome, attempt
+from autobatch.probing.attempt import Outcome, TrainSetup, attempt
 from autobatch.probing.child import SpillGuard, open_prober
 from autobatch.probing.find_limit import run_probe
-from autobatch.probing.setup import open_bench
+from autobatch.probing.setup import open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.probes import WIDTH, amsgrad, mlp, probed, vectors, work
 
@@ -79,10 +79,10 @@ SIMULATED = {
 
 
 def check_against_every_size(workload: Workload, device: str, budget: str) -> None:
-    bench = open_bench(workload, ProbeOptions(device=device, memory_budget=budget))
+    setup = open_setup(workload, ProbeOptions(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget)
     cap = min(found.micro_batch + 8, len(workload.train_data))
-    fits = {size: attempt(bench, size).attempt.fits for size in range(1, cap + 1)}
+    fits = {size: attempt(setup, size).attempt.fits for size in range(1, cap + 1)}
     assert fits[found.micro_batch]
     assert found.limited_by == "memory"
     assert not any(fits[size] for size in range(found.micro_batch + 1, cap + 1))
@@ -97,13 +97,13 @@ def test_every_size_up_to_the_limit_agrees_with_the_probe_on_the_host(case: str)
 
 
 @pytest.mark.parametrize("case", SIMULATED)
-def test_every_size_up_to_the_limit_agrees_with_the_probe_on_a_simulated_card(case: str) -> None:
+def test_every_size_up_to_the_limit_agrees_with_the_probe_on_a_simulated_gpu(case: str) -> None:
     check_against_every_size(SIMULATED[case][0], "sim:t4", SIMULATED[case][1])
 
 
-def test_the_words_of_a_simulated_card_are_those_of_cuda() -> None:
-    bench = open_bench(work(lambda: mlp(2048)), ProbeOptions(device="sim:t4", memory_budget="4MiB"))
-    failed = attempt(bench, 600).attempt
+def test_the_words_of_a_simulated_gpu_are_those_of_cuda() -> None:
+    setup = open_setup(work(lambda: mlp(2048)), ProbeOptions(device="sim:t4", memory_budget="4MiB"))
+    failed = attempt(setup, 600).attempt
     assert not failed.fits
     assert failed.reason is not None
     assert failed.reason.startswith("CUDA out of memory. Tried to allocate ")
@@ -113,21 +113,21 @@ def test_the_words_of_a_simulated_card_are_those_of_cuda() -> None:
 # What must not run out of memory afterwards.
 
 
-def survives(bench: Bench, size: int, windows: int, seed: int = 0) -> bool:
+def survives(setup: TrainSetup, size: int, steps: int, seed: int = 0) -> bool:
     """Train on samples drawn at random, through another path than an attempt: torch's own loop, by hand."""
     generator = torch.Generator().manual_seed(seed)
-    data, workload = bench.workload.train_data, bench.workload
+    data, workload = setup.workload.train_data, setup.workload
     join = workload.collate or torch.utils.data.default_collate
-    with bench.device.enforced() as meter:
+    with setup.device.enforced() as meter:
         model = workload.model()
         optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
         try:
-            for _ in range(windows):
+            for _ in range(steps):
                 for _ in range(2):
-                    with meter.aside():
+                    with meter.uncounted():
                         ids = torch.randint(len(data), (size,), generator=generator).tolist()
                         batch = join([data[index] for index in ids])
-                    meter.adopt(batch)
+                    meter.count(batch)
                     # As many operators as a window has: the loss is divided, as it is in one.
                     (workload.loss(model, batch) / 2).backward()
                     del batch
@@ -154,35 +154,35 @@ def test_large_state_that_comes_with_the_first_step_is_seen(
 ) -> None:
     """Tiny activations, AdamW with three states: one window alone accepts what training cannot run."""
     workload = work(model, optimizer=amsgrad, train_data=vectors(3000))
-    bench = open_bench(workload, ProbeOptions(device=device, memory_budget=budget))
+    setup = open_setup(workload, ProbeOptions(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget).micro_batch
-    assert survives(bench, found, windows)
+    assert survives(setup, found, windows)
     # The mutant: activations are gone when the first step makes the state, so they are never seen together.
-    monkeypatch.setattr(attempts, "WINDOWS", (1,))
-    monkeypatch.setattr(attempts, "OTHER_WINDOWS", (1,))
+    monkeypatch.setattr(attempts, "ATTEMPT_STEPS", (1,))
+    monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
     too_large = found + max(1, found // 4)
-    assert attempt(bench, too_large).attempt.fits
-    assert not survives(bench, too_large, windows=3)
+    assert attempt(setup, too_large).attempt.fits
+    assert not survives(setup, too_large, steps=3)
 
 
 def test_a_size_that_runs_in_one_order_of_windows_only_does_not_fit(monkeypatch) -> None:
     """A first window of two micro-batches leaves a cache in other pieces than one of one."""
     workload = WORKLOADS["resnet-bn"]()
     options = {"device": "sim:t4", "memory_budget": "2MiB"}
-    bench = open_bench(workload, ProbeOptions(**options))
+    setup = open_setup(workload, ProbeOptions(**options))
     found = autobatch.probe(workload, **options).micro_batch
-    assert survives(bench, found, windows=6)
-    monkeypatch.setattr(attempts, "OTHER_WINDOWS", (1,))
-    refused = [size for size in range(found + 1, found + 8) if attempt(bench, size).attempt.fits]
+    assert survives(setup, found, steps=6)
+    monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
+    refused = [size for size in range(found + 1, found + 8) if attempt(setup, size).attempt.fits]
     assert refused
-    assert not survives(bench, refused[-1], windows=3)
+    assert not survives(setup, refused[-1], steps=3)
 
 
 @pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_other_order_is_predicted_once_it_made_a_difference(isolated, tmp_path) -> None:
     """Then the second prediction is right: one error, two runs, and every size above it fails."""
     options = ProbeOptions(device="sim:t4", memory_budget="2MiB")
-    here = open_bench(WORKLOADS["resnet-bn"](), options)
+    here = open_setup(WORKLOADS["resnet-bn"](), options)
     file = tmp_path / "train.py"
     file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['resnet-bn']\n")
     with open_prober(f"{file}:train", options, isolated=isolated) as prober:
@@ -224,9 +224,9 @@ def test_samples_of_different_lengths_never_run_out_at_the_answer(size_of, windo
         train_data=Sequences(), collate=pad, loss=over_time, size_of=size_of,
     )  # fmt: skip
     found = autobatch.probe(workload, device="cpu", memory_budget="150KiB")
-    bench = open_bench(workload, ProbeOptions(device="cpu", memory_budget="150KiB"))
+    setup = open_setup(workload, ProbeOptions(device="cpu", memory_budget="150KiB"))
     assert 2 <= found.micro_batch < 60
-    assert survives(bench, found.micro_batch, windows)
+    assert survives(setup, found.micro_batch, windows)
 
 
 # Batches of one, caps, and what does not fit.
@@ -244,7 +244,7 @@ def test_batch_statistics_of_one_sample_are_not_needed() -> None:
 
 def test_a_budget_that_holds_only_a_sample_that_cannot_run_alone_says_so() -> None:
     probe = ProbeOptions(device="cpu", memory_budget="1GiB")
-    least = attempt(open_bench(work(normalised), probe), 2).attempt.peak_allocated_bytes
+    least = attempt(open_setup(work(normalised), probe), 2).attempt.peak_allocated_bytes
     with pytest.raises(DoesNotFitError, match=r"micro-batch of 2 does not fit.*1 cannot run.*Expected more"):
         autobatch.probe(work(normalised), device="cpu", memory_budget=str(least - 1))
     assert autobatch.probe(work(normalised), device="cpu", memory_budget=str(least)).micro_batch >= 2
@@ -265,7 +265,7 @@ def test_a_cap_is_reached_and_not_passed(cap: int) -> None:
 
 def test_the_target_batch_caps() -> None:
     options = PlanOptions(device="cpu", memory_budget="1GiB", target_batch=3)
-    result = run_plan_command(work(), options, Environment())
+    result = run_plan_command(work(), options, RunContext())
     assert (result.probe.micro_batch, result.probe.limited_by) == (3, "target_batch")
 
 
@@ -311,7 +311,7 @@ def test_a_smaller_size_that_is_slower_a_sample_does_not_spill() -> None:
             peak_allocated_bytes=1,
             peak_reserved_bytes=1,
             seconds=1.0,
-            window_seconds=seconds,
+            step_seconds=seconds,
         )
         return guard.judge(Outcome(ran, None)).attempt.fits
 

@@ -22,30 +22,30 @@ from torch import nn
 import autobatch
 from autobatch import api as fitting
 from autobatch import api as rating
-from autobatch.api import Environment
+from autobatch.api import RunContext
 from autobatch.cli.failures import Terminated
 from autobatch.core.errors import InputError
 from autobatch.core.options import TuneOptions, options_from
 from autobatch.core.progress import Silent
-from autobatch.core.records import RatePair, RateTuning
+from autobatch.core.records import LrComparison, LrTuning
 from autobatch.device.cpu import CpuDevice
 from autobatch.planning import make_plan
-from autobatch.probing.attempt import Bench
-from autobatch.tuning.find_fastest import Budget, Place
-from autobatch.tuning.find_learning_rate import MINIMUM_GAIN, decide, gain_over, tune_rate
+from autobatch.probing.attempt import TrainSetup
+from autobatch.tuning.find_fastest import Budget, StudyLocation
+from autobatch.tuning.find_learning_rate import MINIMUM_GAIN, decide, find_learning_rate, gain_over
 from autobatch.tuning.lr_trial import (
     PARTS,
     REACH,
     LocalRuns,
-    RunTask,
-    Seen,
-    Tried,
+    LrTrialResult,
+    LrTrialSpec,
+    StepLoss,
     open_runs,
     parts_of,
     short_run,
 )
 from autobatch.workload.contract import WholeBatchLoss, Workload
-from autobatch.workload.data import Costliest
+from autobatch.workload.data import WorstCaseSampler
 from tests.commandline import SMALL, environment
 from tests.training.helpers import Rows, make_workload
 from tests.untouched import fingerprint, with_gradients
@@ -69,9 +69,9 @@ def descend(rate: float) -> float:
     losses = []
     with np.errstate(over="ignore", invalid="ignore"):
         for _ in range(STEPS):
-            residuals = inputs @ weights - targets
-            losses.append(float(np.mean(residuals**2)))
-            weights = weights - rate * 2 / SAMPLES * inputs.T @ residuals
+            prediction_errors = inputs @ weights - targets
+            losses.append(float(np.mean(prediction_errors**2)))
+            weights = weights - rate * 2 / SAMPLES * inputs.T @ prediction_errors
         return float(np.mean(losses[-STEPS // 4 :]))
 
 
@@ -106,40 +106,40 @@ def workload(**fields: Any) -> Workload:
     return make_workload(**{"model": Linear, "train_data": data, "loss": squares, **fields})
 
 
-def bench(**fields: Any) -> Bench:
+def setup(**fields: Any) -> TrainSetup:
     mine = workload(**fields)
-    return Bench(
+    return TrainSetup(
         workload=mine,
         model=mine.model(),
         device=CpuDevice(memory_budget="1GiB"),
-        costliest=Costliest(mine),
+        worst_case=WorstCaseSampler(mine),
         precision="fp32",
     )
 
 
-def task_of(default: float, *, target_batch: int = SAMPLES, steps: int = STEPS) -> RunTask:
-    return RunTask(default, target_batch, 12, "fp32", {}, steps)
+def task_of(default: float, *, target_batch: int = SAMPLES, steps: int = STEPS) -> LrTrialSpec:
+    return LrTrialSpec(default, target_batch, 12, "fp32", {}, steps)
 
 
 def tuned(
-    made: Bench | None = None,
+    made: TrainSetup | None = None,
     *,
     default: float = 0.01,
     trials: int = 12,
     seed: int = 0,
     storage: str | None = None,
-    task: RunTask | None = None,
+    task: LrTrialSpec | None = None,
     runs: Any = None,
     made_for: dict[str, Any] | None = None,
     **more: Any,
-) -> RateTuning:
+) -> LrTuning:
     task = task or task_of(default)
-    return tune_rate(
-        runs or LocalRuns(made or bench(), task),
+    return find_learning_rate(
+        runs or LocalRuns(made or setup(), task),
         task,
         budget=Budget(trials, more.pop("expired", lambda: False)),
         seed=seed,
-        place=Place("study-learning-rate", storage, made_for or {"model": "m"}),
+        place=StudyLocation("study-learning-rate", storage, made_for or {"model": "m"}),
         **more,
     )
 
@@ -157,10 +157,10 @@ class Curves:
         self.loss = loss
         self.begun: list[tuple[float, int]] = []
 
-    def losses(self, rate: float, seed: int) -> Iterator[Seen]:
+    def losses(self, rate: float, seed: int) -> Iterator[StepLoss]:
         self.begun.append((rate, seed))
         for step in range(STEPS):
-            yield Seen(self.loss(rate, seed, step), 1.0)
+            yield StepLoss(self.loss(rate, seed, step), 1.0)
 
 
 @pytest.mark.parametrize(("seed", "default"), [(0, 0.01), (1, 0.4)])
@@ -221,10 +221,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
     def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
         return squares(model, batch) + 0 * (model.weights - model.weights.detach()).abs().sqrt().sum()  # type: ignore[operator, union-attr]
 
-    seen = list(short_run(bench(loss=spoiled), task_of(0.01), 0.01, 0))
+    seen = list(short_run(setup(loss=spoiled), task_of(0.01), 0.01, 0))
     assert [one.failure for one in seen] == ["its loss or gradient is not finite"]
     skipping = task_of(0.01)._replace(skips=True)
-    assert [one.failure for one in short_run(bench(loss=spoiled), skipping, 0.01, 0)] == [None] * STEPS
+    assert [one.failure for one in short_run(setup(loss=spoiled), skipping, 0.01, 0)] == [None] * STEPS
 
 
 def test_none_that_trains_leaves_the_default() -> None:
@@ -236,7 +236,7 @@ def test_none_that_trains_leaves_the_default() -> None:
 
 
 def test_short_runs_leave_nothing_behind() -> None:
-    made = bench()
+    made = setup()
     with_gradients(made.model)
     before = fingerprint(made.model)
     assert tuned(made, trials=8).best != 0.01
@@ -266,16 +266,23 @@ def test_a_short_run_trains_what_fit_trains(loss: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     task = task_of(0.1, target_batch=12, steps=8)._replace(micro_batch=4)
-    seen = [one.loss for one in short_run(bench(loss=loss), task, 0.1, 3)]
+    seen = [one.loss for one in short_run(setup(loss=loss), task, 0.1, 3)]
     assert seen == [json.loads(line)["loss"] for line in lines]
 
 
 def test_parts_are_means_over_what_was_counted() -> None:
-    windows = [Seen(8.0, 1), Seen(2.0, 3), Seen(math.nan, 0), Seen(4.0, 2), Seen(1.0, 1), Seen(3.0, 1)]
+    windows = [
+        StepLoss(8.0, 1),
+        StepLoss(2.0, 3),
+        StepLoss(math.nan, 0),
+        StepLoss(4.0, 2),
+        StepLoss(1.0, 1),
+        StepLoss(3.0, 1),
+    ]
     found = list(parts_of(windows, 6))
     assert [part.loss for part in found] == [8.0, 2.0, 4.0, 2.0]
     assert {part.first for part in found} == {8.0}
-    failed = list(parts_of([Seen(8.0, 1), Seen(math.nan, 0, "gone")], 4))
+    failed = list(parts_of([StepLoss(8.0, 1), StepLoss(math.nan, 0, "gone")], 4))
     assert [(part.loss, part.failure) for part in failed] == [(8.0, None), (None, "gone")]
 
 
@@ -320,16 +327,18 @@ def test_the_best_is_held_against_the_default_on_other_data() -> None:
     ],
 )
 def test_only_what_is_beyond_the_noise_replaces_the_default(gains: tuple[float, ...], better: bool) -> None:
-    pairs = [RatePair(seed=0, default_loss=1.0, other_loss=1.0, gain=gain) for gain in gains]
+    pairs = [LrComparison(seed=0, default_loss=1.0, other_loss=1.0, gain=gain) for gain in gains]
     assert decide(pairs) is better
 
 
 def test_a_gain_is_a_share_of_the_fall_whatever_the_scale_of_the_loss() -> None:
     for scale, shift in ((1.0, 0.0), (100.0, -500.0)):
-        default, other = (Tried(0.1, scale * loss + shift, scale * 4 + shift, None) for loss in (2.0, 1.0))
+        default, other = (
+            LrTrialResult(0.1, scale * loss + shift, scale * 4 + shift, None) for loss in (2.0, 1.0)
+        )
         assert gain_over(default, other) == pytest.approx(1 / 3)
         assert gain_over(other, default) == pytest.approx(-0.5)
-    gone = Tried(0.1, None, None, "it diverged")
+    gone = LrTrialResult(0.1, None, None, "it diverged")
     assert (gain_over(gone, other), gain_over(other, gone)) == (1.0, -1.0)
 
 
@@ -374,9 +383,9 @@ def test_no_trial_starts_when_the_time_is_over() -> None:
 
 KILLED = """
 import os, signal, sys
-from autobatch.tuning.find_learning_rate import tune_rate
-from autobatch.tuning.lr_trial import RunTask, Seen
-from autobatch.tuning.find_fastest import Budget, Place
+from autobatch.tuning.find_learning_rate import find_learning_rate
+from autobatch.tuning.lr_trial import LrTrialSpec, StepLoss
+from autobatch.tuning.find_fastest import Budget, StudyLocation
 
 begun = 0
 
@@ -387,11 +396,11 @@ class Runs:
         for step in range(8):
             if begun == 4 and step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            yield Seen(5.0 - step * rate, 1.0)
+            yield StepLoss(5.0 - step * rate, 1.0)
 
-task = RunTask(0.01, 8, 8, "fp32", {}, 8)
-place = Place("study-learning-rate", sys.argv[1], {"model": "m"})
-tune_rate(Runs(), task, budget=Budget(6), seed=0, place=place)
+task = LrTrialSpec(0.01, 8, 8, "fp32", {}, 8)
+place = StudyLocation("study-learning-rate", sys.argv[1], {"model": "m"})
+find_learning_rate(Runs(), task, budget=Budget(6), seed=0, place=place)
 """
 
 
@@ -426,11 +435,11 @@ def test_an_error_is_the_workload_s_at_the_default_and_the_rate_s_elsewhere() ->
 
         return make
 
-    found = tuned(bench(optimizer=brittle(0.02)))
+    found = tuned(setup(optimizer=brittle(0.02)))
     notes = {one.note for one in found.history if one.learning_rate >= 0.02}
     assert notes == {"ValueError: 0.02 is too much"}
     with pytest.raises(ValueError, match="too much"):
-        tuned(bench(optimizer=brittle(0.001)))
+        tuned(setup(optimizer=brittle(0.001)))
 
 
 CRASHES = """
@@ -449,8 +458,8 @@ def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     options = options_from(TuneOptions, {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB"})
-    task = RunTask(0.01, 32, 8, "fp32", {}, 4)
-    with open_runs(f"{path}:workload", options, task, bench=bench, isolated=True) as runs:
+    task = LrTrialSpec(0.01, 32, 8, "fp32", {}, 4)
+    with open_runs(f"{path}:workload", options, task, setup=setup, isolated=True) as runs:
         first = list(runs.losses(0.01, 0))
         assert len(first) == 4
         (lost,) = parts_of(runs.losses(0.02, 0), 4)
@@ -471,7 +480,7 @@ def test_an_interrupt_keeps_the_default_and_what_was_found_before(
 ) -> None:
     calls = []
 
-    def interrupted(*given: Any) -> Iterator[Seen]:
+    def interrupted(*given: Any) -> Iterator[StepLoss]:
         calls.append(given)
         raise KeyboardInterrupt
         yield
@@ -482,7 +491,7 @@ def test_an_interrupt_keeps_the_default_and_what_was_found_before(
     monkeypatch.setattr(LocalRuns, "losses", interrupted)
     storage = str(tmp_path / "s.log")
     asked = options(storage=storage, study="study")
-    result = rating.run_tune_command(workload(), asked, Environment(progress=progress))
+    result = rating.run_tune_command(workload(), asked, RunContext(progress=progress))
     assert calls
     assert result.plan is not None
     assert result.tuning is not None
@@ -492,13 +501,13 @@ def test_an_interrupt_keeps_the_default_and_what_was_found_before(
 
 
 def test_who_asks_for_the_end_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def terminated(*given: Any) -> Iterator[Seen]:
+    def terminated(*given: Any) -> Iterator[StepLoss]:
         raise Terminated
         yield
 
     monkeypatch.setattr(LocalRuns, "losses", terminated)
     with pytest.raises(Terminated):
-        rating.run_tune_command(workload(), options(), Environment())
+        rating.run_tune_command(workload(), options(), RunContext())
 
 
 def test_fit_trains_with_what_was_found_and_says_so(tmp_path: Path) -> None:
@@ -530,7 +539,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_what_was_found(
     options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
     options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
     first = autobatch.fit(workload(learning_rate=0.01), **options).plan
-    monkeypatch.setattr(fitting, "differences", lambda *_: ["device"])
+    monkeypatch.setattr(fitting, "changes_since_checkpoint", lambda *_: ["device"])
     again = autobatch.fit(workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
     assert first is not None
     assert again is not None
@@ -541,7 +550,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_what_was_found(
 
 def test_a_plan_whose_learning_rate_stays_is_the_same_plan() -> None:
     plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
-    stays = RateTuning(trials=1, steps=4, default=0.1, best=0.1, default_loss=1.0, best_loss=1.0, study="s")
+    stays = LrTuning(trials=1, steps=4, default=0.1, best=0.1, default_loss=1.0, best_loss=1.0, study="s")
     assert rating.with_rate(plan, stays, declared=0.1) is plan
 
 

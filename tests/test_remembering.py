@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from autobatch.probing.cache import SavedFit
+from autobatch.probing.cache import CachedLimit
 from tests.probes import WIDTH, amsgrad, mlp, probed, work
 
 
@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_read_is_no_answer(content: bytes, own_home: Path)
 def edited(file: Path, **fields) -> None:
     content = json.loads(file.read_bytes()) | fields
     file.write_text(json.dumps(content))
-    assert set(content) <= set(SavedFit.__struct_fields__)
+    assert set(content) <= set(CachedLimit.__struct_fields__)
 
 
 def test_an_answer_that_fits_no_more_is_searched_anew(own_home: Path) -> None:

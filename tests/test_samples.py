@@ -1,4 +1,4 @@
-"""Fetching and joining samples, and finding the costliest."""
+"""Fetching and joining samples, and finding the worst_case."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload
-from autobatch.workload.data import FIRST_LOOK, LONG_SCAN_SECONDS, SCAN_SECONDS, Costliest, elements, join
-from autobatch.workload.user_code import blamed_part
+from autobatch.workload.data import (
+    FIRST_LOOK,
+    LONG_SCAN_SECONDS,
+    SCAN_SECONDS,
+    WorstCaseSampler,
+    elements,
+    load_micro_batch,
+)
+from autobatch.workload.user_code import failed_part
 
 
 def workload(data: Any, **fields: Any) -> Workload:
@@ -48,15 +55,15 @@ class Slow:
         return self.now
 
 
-def first_of(costliest: Costliest, size: int = 1) -> list[int]:
-    return costliest._order[:size]
+def first_of(worst_case: WorstCaseSampler, size: int = 1) -> list[int]:
+    return worst_case._order[:size]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200))
 def test_the_longest_samples_are_found(lengths: list[int]) -> None:
     data = [[0] * length for length in lengths]
-    by_scan = Costliest(workload(data))
-    by_size = Costliest(workload(data, size_of=len))
+    by_scan = WorstCaseSampler(workload(data))
+    by_size = WorstCaseSampler(workload(data, size_of=len))
     longest = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     assert by_scan._order == by_size._order == longest
     assert not by_scan.notes
@@ -64,43 +71,43 @@ def test_the_longest_samples_are_found(lengths: list[int]) -> None:
 
 def test_a_batch_is_the_costliest_over_again_where_the_data_has_fewer() -> None:
     data = [torch.full((n,), float(n)) for n in (1, 3, 2)]
-    batch = Costliest(workload(data, collate=lambda samples: [len(one) for one in samples])).batch(5)
+    batch = WorstCaseSampler(workload(data, collate=lambda samples: [len(one) for one in samples])).batch(5)
     assert batch == [3, 2, 1, 3, 2]
 
 
 def test_one_size_is_believed_after_a_short_look_and_the_note_says_so() -> None:
     data = Slow([7] * 1000)
-    costliest = Costliest(workload(data), clock=data.clock)
+    worst_case = WorstCaseSampler(workload(data), clock=data.clock)
     assert data.now <= SCAN_SECONDS + 2
-    assert "of 1,000 samples were read in 5 s: give Workload(size_of=…)" in costliest.notes[0]
+    assert "of 1,000 samples were read in 5 s: give Workload(size_of=…)" in worst_case.notes[0]
 
 
 def test_sizes_that_differ_are_worth_a_longer_look() -> None:
     data = Slow([n % 10 for n in range(1000)])
-    costliest = Costliest(workload(data), clock=data.clock)
+    worst_case = WorstCaseSampler(workload(data), clock=data.clock)
     assert LONG_SCAN_SECONDS < data.now <= LONG_SCAN_SECONDS + 2
-    assert len(costliest._order) == data.now
-    assert "in 60 s" in costliest.notes[0]
+    assert len(worst_case._order) == data.now
+    assert "in 60 s" in worst_case.notes[0]
 
 
 def test_a_scan_that_reads_all_says_nothing_and_reads_each_once() -> None:
     data = Slow([1, 9, 4])
-    costliest = Costliest(workload(data), clock=data.clock)
-    assert (first_of(costliest, 3), data.now, costliest.notes) == ([1, 2, 0], 3, [])
+    worst_case = WorstCaseSampler(workload(data), clock=data.clock)
+    assert (first_of(worst_case, 3), data.now, worst_case.notes) == ([1, 2, 0], 3, [])
 
 
 def test_the_first_look_goes_all_over_the_data() -> None:
     data = Slow([1] * FIRST_LOOK * 4)
     data.lengths[-4] = 99
     fast = iter(range(10**6))
-    costliest = Costliest(workload(data), clock=lambda: next(fast) * SCAN_SECONDS / FIRST_LOOK / 2)
-    assert first_of(costliest) == [FIRST_LOOK * 4 - 4]
+    worst_case = WorstCaseSampler(workload(data), clock=lambda: next(fast) * SCAN_SECONDS / FIRST_LOOK / 2)
+    assert first_of(worst_case) == [FIRST_LOOK * 4 - 4]
 
 
 @pytest.mark.parametrize("size", [float("nan"), float("inf")])
 def test_a_size_is_a_number(size: float) -> None:
     with pytest.raises(InputError, match=r"size_of=…\) returned (nan|inf) for sample 0"):
-        Costliest(workload([1, 2], size_of=lambda _: size))
+        WorstCaseSampler(workload([1, 2], size_of=lambda _: size))
 
 
 @dataclass
@@ -138,7 +145,7 @@ def test_the_numbers_that_a_sample_holds(sample: Any, count: int) -> None:
 
 def test_samples_are_joined_as_torch_does() -> None:
     data = [{"x": np.full(2, n, dtype=np.float32), "y": n} for n in range(4)]
-    batch = join(workload(data), [3, 1])
+    batch = load_micro_batch(workload(data), [3, 1])
     assert batch["x"].tolist() == [[3.0, 3.0], [1.0, 1.0]]
     assert batch["y"].tolist() == [3, 1]
 
@@ -151,12 +158,12 @@ def test_data_that_can_fetch_many_at_once_is_asked_once() -> None:
             asked.append(ids)
             return [torch.zeros(1) for _ in ids]
 
-    assert join(workload(Together([1, 1, 1])), range(1, 3)).shape == (2, 1)
+    assert load_micro_batch(workload(Together([1, 1, 1])), range(1, 3)).shape == (2, 1)
     assert asked == [[1, 2]]
 
 
 def test_other_data_can_be_named() -> None:
-    assert join(workload([1]), [0], data=[5]).tolist() == [5]
+    assert load_micro_batch(workload([1]), [0], data=[5]).tolist() == [5]
 
 
 @pytest.mark.parametrize(
@@ -173,16 +180,16 @@ def test_samples_that_cannot_be_joined_are_named_in_one_line(samples: list[Any])
     with pytest.raises(
         InputError, match=r"cannot be joined.*shapes found: \[.*give Workload\(collate"
     ) as found:
-        join(workload(samples), [0, 1])
+        load_micro_batch(workload(samples), [0, 1])
     assert "\n" not in str(found.value)
 
 
 def test_samples_of_many_sizes_must_join_before_anything_is_probed() -> None:
-    """The costliest alone are of one size, and join."""
+    """The worst_case alone are of one size, and join."""
     data = [torch.zeros(3), torch.zeros(3), torch.zeros(2)]
     with pytest.raises(InputError, match=r"shapes found: \[\(2,\)\], \[\(3,\)\]; give Workload\(collate"):
-        Costliest(workload(data)).check_joins()
-    Costliest(workload(data, collate=torch.nn.utils.rnn.pad_sequence)).check_joins()
+        WorstCaseSampler(workload(data)).check_collate()
+    WorstCaseSampler(workload(data, collate=torch.nn.utils.rnn.pad_sequence)).check_collate()
 
 
 def test_a_want_of_memory_while_joining_is_not_blamed_on_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +198,7 @@ def test_a_want_of_memory_while_joining_is_not_blamed_on_the_shapes(monkeypatch:
 
     monkeypatch.setattr("autobatch.workload.data.default_collate", starved)
     with pytest.raises(torch.OutOfMemoryError):
-        join(workload([torch.zeros(2), torch.zeros(2)]), [0, 1])
+        load_micro_batch(workload([torch.zeros(2), torch.zeros(2)]), [0, 1])
 
 
 def test_errors_of_data_and_collate_pass_with_a_note_whose_they_are() -> None:
@@ -203,11 +210,11 @@ def test_errors_of_data_and_collate_pass_with_a_note_whose_they_are() -> None:
 
     for part, broken in (("data", workload(Broken([1]))), ("collate", workload([1], collate=fails))):
         with pytest.raises(KeyError) as found:
-            join(broken, [0])
-        assert blamed_part(found.value) == part
+            load_micro_batch(broken, [0])
+        assert failed_part(found.value) == part
     with pytest.raises(KeyError) as found:
-        Costliest(workload([1], size_of=fails))
-    assert blamed_part(found.value) == "size_of"
+        WorstCaseSampler(workload([1], size_of=fails))
+    assert failed_part(found.value) == "size_of"
 
 
 def test_an_endless_sample_is_not_read_to_its_end() -> None:

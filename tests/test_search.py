@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from autobatch.cli.failures import Terminated
 from autobatch.core.records import Attempt
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.probing.attempt import Outcome
-from autobatch.probing.limits import ReplayForecast
+from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import search
 
 BUDGET = 10_000
@@ -57,7 +57,7 @@ class Machine:
 
 
 def find(machine: Machine, cap: int):
-    return search(machine.run, cap=cap, forecast=ReplayForecast(lambda: Ledger(BUDGET)))
+    return search(machine.run, cap=cap, predictor=ReplayPredictor(lambda: CountingAllocator(BUDGET)))
 
 
 @given(
@@ -152,7 +152,7 @@ def test_the_time_limit_gives_the_best_size_so_far() -> None:
     found = search(
         machine.run,
         cap=10**6,
-        forecast=ReplayForecast(lambda: Ledger(BUDGET)),
+        predictor=ReplayPredictor(lambda: CountingAllocator(BUDGET)),
         expired=lambda: len(machine.asked) >= 2,
     )
     assert found.micro_batch == max(machine.asked)
@@ -169,7 +169,7 @@ def test_an_interrupt_gives_the_best_size_so_far(after: int) -> None:
             raise KeyboardInterrupt
         return machine.run(size)
 
-    found = search(run, cap=10**6, forecast=ReplayForecast(lambda: Ledger(BUDGET)))
+    found = search(run, cap=10**6, predictor=ReplayPredictor(lambda: CountingAllocator(BUDGET)))
     assert found.stopped_by == "interrupt"
     assert found.micro_batch == max(machine.asked, default=0)
 
@@ -183,4 +183,4 @@ def test_a_termination_is_not_answered_but_passed_on() -> None:
         return machine.run(size)
 
     with pytest.raises(Terminated):
-        search(run, cap=10**6, forecast=ReplayForecast(lambda: Ledger(BUDGET)))
+        search(run, cap=10**6, predictor=ReplayPredictor(lambda: CountingAllocator(BUDGET)))

@@ -11,9 +11,9 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.device.cpu import CpuDevice
-from autobatch.probing.attempt import Bench, attempt
-from autobatch.step.restore import lent
-from autobatch.workload.data import Costliest
+from autobatch.probing.attempt import TrainSetup, attempt
+from autobatch.step.restore import temporary_weights
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 from tests.training.helpers import fingerprint, make_workload, points
 
@@ -82,11 +82,11 @@ def test_an_attempt_leaves_everything_as_it_was(budget, micro_batch, precision) 
         optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr),
     )
     model = in_use()
-    bench = Bench(
+    setup = TrainSetup(
         workload=workload,
         model=model,
         device=CpuDevice(memory_budget=budget),
-        costliest=Costliest(workload),
+        worst_case=WorstCaseSampler(workload),
         precision=precision,
         max_grad_norm=1.0,
     )
@@ -94,7 +94,7 @@ def test_an_attempt_leaves_everything_as_it_was(budget, micro_batch, precision) 
     state = capture_random_state()
     expected = draws()
     restore_random_state(state)
-    outcome = attempt(bench, micro_batch)
+    outcome = attempt(setup, micro_batch)
     assert outcome.attempt.fits == (budget == "1GiB")
     assert looks(model) == before
     assert draws() == expected
@@ -107,16 +107,16 @@ def test_a_model_of_16_bit_parameters_comes_back_without_hooks() -> None:
         train_data=points(dtype=torch.bfloat16),
     )
     model = workload.model()
-    bench = Bench(
+    setup = TrainSetup(
         workload=workload,
         model=model,
         device=CpuDevice(memory_budget="1GiB"),
-        costliest=Costliest(workload),
+        worst_case=WorstCaseSampler(workload),
         precision="fp32",
     )
     before = looks(model)
     for _ in range(3):
-        assert attempt(bench, 4).attempt.fits
+        assert attempt(setup, 4).attempt.fits
     assert looks(model) == before
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
@@ -126,7 +126,7 @@ def test_what_is_lent_comes_back_after_an_error_too() -> None:
     before = looks(model)
 
     def fail() -> None:
-        with lent(model, CPU) as borrowed:
+        with temporary_weights(model, CPU) as borrowed:
             borrowed(torch.randn(4, 5)).sum().backward()
             borrowed.eval()
             with torch.no_grad():
@@ -143,14 +143,14 @@ def test_a_buffer_that_a_forward_pass_replaces_comes_back() -> None:
     model = Tied()
     model(torch.randn(4, 5))  # what it registers late is there now, so only "mean" changes
     before = looks(model)
-    with lent(model, CPU) as borrowed:
+    with temporary_weights(model, CPU) as borrowed:
         borrowed(torch.randn(4, 5))
     assert looks(model) == before
 
 
 def test_lazy_modules_are_refused_with_what_to_do() -> None:
     refused = pytest.raises(InputError, match=r"lazy modules .* run one forward pass")
-    with refused, lent(nn.LazyLinear(3), CPU):
+    with refused, temporary_weights(nn.LazyLinear(3), CPU):
         pass
 
 

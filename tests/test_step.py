@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.planning import micro_batches
-from autobatch.step.train_step import run_window
+from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Loss
 from tests.training.helpers import (
     IGNORED,
@@ -22,7 +22,7 @@ from tests.training.helpers import (
     tokens,
     weights,
 )
-from tests.training.steps import EXACT, SAMPLES, off, split, trainee_of
+from tests.training.steps import EXACT, SAMPLES, off, split, train_state_of
 
 
 def whole_tokens(model: nn.Module, batch) -> torch.Tensor:
@@ -56,12 +56,14 @@ def test_any_split_takes_the_step_of_the_whole_window(kind: str, parts: int) -> 
     changes, whole = KINDS[kind]
     workload = make_workload(**changes)
     expected, losses = reference(workload, [range(SAMPLES)], whole)
-    trainee = trainee_of(workload)
-    result = run_window(trainee, split(workload, micro_batches(SAMPLES, math.ceil(SAMPLES / parts))), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload)
+    result = train_step(
+        train_state, split(workload, micro_batches(SAMPLES, math.ceil(SAMPLES / parts))), SAMPLES
+    )
+    assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
     assert result.applied
-    assert all(p.grad is None for p in trainee.model.parameters())
+    assert all(p.grad is None for p in train_state.model.parameters())
 
 
 @pytest.mark.parametrize("sizes", [[1, 23], [20, 3, 1], [7, 7, 7, 3], [1] * 23 + [1]])
@@ -70,9 +72,9 @@ def test_ragged_sizes_are_weighted_by_what_they_count(kind: str, sizes: list[int
     changes, whole = KINDS[kind]
     workload = make_workload(**changes)
     expected, _ = reference(workload, [range(SAMPLES)], whole)
-    trainee = trainee_of(workload)
-    run_window(trainee, split(workload, sizes), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload)
+    train_step(train_state, split(workload, sizes), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
 
 
 def test_the_oracle_tells_a_mean_of_means_from_the_whole() -> None:
@@ -80,9 +82,9 @@ def test_the_oracle_tells_a_mean_of_means_from_the_whole() -> None:
     workload = make_workload(**KINDS["tokens"][0])
     expected, _ = reference(workload, [range(SAMPLES)], whole_tokens)
     mutant = make_workload(**{**KINDS["tokens"][0], "loss": whole_tokens})
-    trainee = trainee_of(mutant)
-    run_window(trainee, split(mutant, [4] * 6), SAMPLES)
-    assert off(trainee, workload, expected) > 1e-2
+    train_state = train_state_of(mutant)
+    train_step(train_state, split(mutant, [4] * 6), SAMPLES)
+    assert off(train_state, workload, expected) > 1e-2
 
 
 def test_counts_divided_in_float32_would_be_seen() -> None:
@@ -95,9 +97,9 @@ def test_counts_divided_in_float32_would_be_seen() -> None:
         return Loss(total * (share.double() / (count.double() / 7.0).clamp(min=1e-9)), count)
 
     mutant = make_workload(**{**KINDS["tokens"][0], "loss": in_float32})
-    trainee = trainee_of(mutant)
-    run_window(trainee, split(mutant, [4] * 6), SAMPLES)
-    assert off(trainee, workload, expected) > EXACT
+    train_state = train_state_of(mutant)
+    train_step(train_state, split(mutant, [4] * 6), SAMPLES)
+    assert off(train_state, workload, expected) > EXACT
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
@@ -106,9 +108,9 @@ def test_a_micro_batch_that_counts_nothing_adds_nothing(empty: int) -> None:
     data.columns[1][empty * 8 : empty * 8 + 8] = IGNORED
     workload = make_workload(model=language_model, train_data=data, loss=token_loss)
     expected, losses = reference(workload, [range(SAMPLES)], whole_tokens)
-    trainee = trainee_of(workload)
-    result = run_window(trainee, split(workload, [8, 8, 8]), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload)
+    result = train_step(train_state, split(workload, [8, 8, 8]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
 
@@ -122,14 +124,14 @@ def test_a_window_that_counts_nothing_takes_no_step_and_the_next_one_does(precis
         loss=token_loss,
         optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, weight_decay=0.5),
     )
-    trainee = trainee_of(workload, precision=precision)
-    before = weights(trainee.model)
-    result = run_window(trainee, split(workload, [8, 8, 8]), SAMPLES)
+    train_state = train_state_of(workload, precision=precision)
+    before = weights(train_state.model)
+    result = train_step(train_state, split(workload, [8, 8, 8]), SAMPLES)
     assert (result.applied, result.count) == (False, 0.0)
     assert math.isnan(result.loss)
-    assert torch.equal(weights(trainee.model), before)
-    assert not trainee.optimizers[0].state
-    after = run_window(trainee, split(workload, [8, 8, 8], first=24), SAMPLES)
+    assert torch.equal(weights(train_state.model), before)
+    assert not train_state.optimizers[0].state
+    after = train_step(train_state, split(workload, [8, 8, 8], first=24), SAMPLES)
     assert after.applied
     assert math.isfinite(after.loss)
 
@@ -143,9 +145,9 @@ def test_a_constant_where_nothing_counts_will_do() -> None:
     data.columns[1][:8] = IGNORED
     workload = make_workload(model=language_model, train_data=data, loss=loss)
     expected, _ = reference(workload, [range(SAMPLES)], whole_tokens)
-    trainee = trainee_of(workload)
-    run_window(trainee, split(workload, [8, 8, 8]), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload)
+    train_step(train_state, split(workload, [8, 8, 8]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
 
 
 @pytest.mark.parametrize("count", [int, float, torch.as_tensor, lambda c: torch.as_tensor(c).float()])
@@ -156,18 +158,18 @@ def test_a_count_may_be_a_number_or_a_tensor(count) -> None:
 
     workload = make_workload(**{**KINDS["tokens"][0], "loss": loss})
     expected, _ = reference(workload, [range(SAMPLES)], whole_tokens)
-    trainee = trainee_of(workload)
-    run_window(trainee, split(workload, [5, 19]), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload)
+    train_step(train_state, split(workload, [5, 19]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
 
 
 @pytest.mark.parametrize("clip", [1e-3, 0.1, 1e3])
 def test_clipping_is_that_of_the_whole_window(clip: float) -> None:
     workload = make_workload(**KINDS["tokens"][0])
     expected, _ = reference(workload, [range(SAMPLES)], whole_tokens, clip=clip)
-    trainee = trainee_of(workload, max_grad_norm=clip)
-    run_window(trainee, split(workload, [5, 1, 18]), SAMPLES)
-    assert off(trainee, workload, expected) <= EXACT
+    train_state = train_state_of(workload, max_grad_norm=clip)
+    train_step(train_state, split(workload, [5, 1, 18]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
 
 
 def test_the_norm_is_that_of_the_whole_window_before_clipping() -> None:
@@ -176,5 +178,5 @@ def test_the_norm_is_that_of_the_whole_window_before_clipping() -> None:
     model = workload.model()
     mean_loss(model, next(split(workload, [SAMPLES]))[0]).backward()
     expected = float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
-    result = run_window(trainee_of(workload, max_grad_norm=1e-3), split(workload, [7, 17]), SAMPLES)
+    result = train_step(train_state_of(workload, max_grad_norm=1e-3), split(workload, [7, 17]), SAMPLES)
     assert result.grad_norm == pytest.approx(expected, rel=EXACT)

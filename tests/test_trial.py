@@ -17,17 +17,17 @@ from autobatch import api as stages
 from autobatch.core.knobs import Configuration
 from autobatch.core.options import FitOptions, TuneOptions, options_from
 from autobatch.device.cpu import CpuDevice
-from autobatch.probing.attempt import Bench, attempt
+from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.setup import with_knobs
 from autobatch.training import build as opening
 from autobatch.tuning import trial as labs_module
 from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Measurement
-from autobatch.tuning.find_fastest import Tuned
+from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.loss_check import LossCheck
 from autobatch.tuning.timing import Timing, time_steps
-from autobatch.tuning.trial import IsolatedTrials, Lab, Task, micro_batch_of, open_trials
+from autobatch.tuning.trial import IsolatedTrials, TrialRunner, TrialSpec, micro_batch_of, open_trials
 from autobatch.workload.contract import Workload
-from autobatch.workload.data import Costliest
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import capture_random_state
 from tests.commandline import SMALL
 from tests.training.helpers import Rows, make_workload, mean_loss
@@ -76,22 +76,24 @@ def workload(**fields: Any) -> Workload:
     )
 
 
-def bench(budget: str | int = "1GiB", *, clock: Callable[[], float] | None = None, **fields: Any) -> Bench:
+def setup(
+    budget: str | int = "1GiB", *, clock: Callable[[], float] | None = None, **fields: Any
+) -> TrainSetup:
     mine = workload(**fields)
     torch.manual_seed(0)
-    made = Bench(
+    made = TrainSetup(
         workload=mine,
         model=mine.model(),
         device=CpuDevice(memory_budget=budget),
-        costliest=Costliest(mine),
+        worst_case=WorstCaseSampler(mine),
         precision="fp32",
     )
     return made if clock is None else replace(made, clock=clock)
 
 
-def lab(made: Bench, *, limit: int = 8, cap: int = 64, **more: Any) -> Lab:
-    task = Task(limit=limit, cap=cap, samples=64, planned_steps=100, seconds=0.0)
-    opened = Lab(made, options_from(TuneOptions, {"target_batch": 64}), task._replace(**more))
+def runner(made: TrainSetup, *, limit: int = 8, cap: int = 64, **more: Any) -> TrialRunner:
+    task = TrialSpec(limit=limit, cap=cap, samples=64, planned_steps=100, seconds=0.0)
+    opened = TrialRunner(made, options_from(TuneOptions, {"target_batch": 64}), task._replace(**more))
     opened.begin(DEFAULTS)
     return opened
 
@@ -126,17 +128,17 @@ def timed_fields(time: Time, *, a_sample: float = 1.0, a_step: float = 5.0) -> d
 
 def test_micro_batches_and_optimizer_steps_are_timed_apart() -> None:
     time = Time()
-    made = bench(clock=time, **timed_fields(time))
+    made = setup(clock=time, **timed_fields(time))
     assert time_steps(made, [8] * 8, 0.0) == Timing(micro=8.0, step=5.0, setup=0.0)
     assert Timing(8.0, 5.0, 300.0).a_step(8, planned_steps=100) == 8 * 8 + 5 + 3
-    found = lab(made).measure(DEFAULTS)
+    found = runner(made).measure(DEFAULTS)
     assert found.samples_per_s == pytest.approx(64 / (8 * 8 + 5))
     assert (found.micro_batch, found.feasible) == (8, True)
 
 
 def test_halving_the_micro_batch_runs_more_of_them() -> None:
     time = Time()
-    found = lab(bench(clock=time, **timed_fields(time))).measure(changed(micro_batch_shift=2))
+    found = runner(setup(clock=time, **timed_fields(time))).measure(changed(micro_batch_shift=2))
     assert found.micro_batch == 2
     assert found.samples_per_s == pytest.approx(64 / (64 + 5))
     assert [micro_batch_of(6, 64, {"micro_batch_shift": shift}) for shift in range(4)] == [6, 3, 1, 1]
@@ -156,7 +158,7 @@ def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch
         return run
 
     monkeypatch.setattr(torch, "compile", compiled)
-    opened = lab(bench(clock=time, **timed_fields(time)))
+    opened = runner(setup(clock=time, **timed_fields(time)))
     values = changed(compile="default")
     assert opened.measure(values).samples_per_s == pytest.approx(64 / (64 + 5 + 200 / 100), rel=0.1)
     first = opened._setups
@@ -165,10 +167,10 @@ def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
-    made = bench()
+    made = setup()
     before = {name: (id(t), t.detach().clone()) for name, t in made.model.state_dict(keep_vars=True).items()}
     random_state = capture_random_state()
-    opened = lab(made)
+    opened = runner(made)
     for values in (DEFAULTS, changed(checkpointing="full", optimizer="fused", precision="bf16")):
         assert opened.measure(values).feasible
     after = made.model.state_dict(keep_vars=True)
@@ -180,31 +182,31 @@ def test_a_trial_leaves_nothing_behind() -> None:
 
 
 def test_what_takes_less_memory_gets_larger_micro_batches_that_fit() -> None:
-    made = bench(budget=400_000, train_data=rows(512))
+    made = setup(budget=400_000, train_data=rows(512))
     limit = autobatch.probe(workload(train_data=rows(512)), device="cpu", memory_budget=400_000).micro_batch
-    opened = lab(made, limit=limit, cap=512, samples=512)
+    opened = runner(made, limit=limit, cap=512, samples=512)
     found = opened.measure(changed(checkpointing="full"))
     assert found.micro_batch > 1.5 * limit
-    assert opened.certify(changed(checkpointing="full")) is None
+    assert opened.confirm_fits(changed(checkpointing="full")) is None
     assert attempt(with_knobs(made, changed(checkpointing="full")), found.micro_batch).attempt.fits
 
 
 def test_what_is_predicted_to_fit_with_room_or_not_at_all_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
     monkeypatch.setattr(labs_module, "attempt", lambda *given: attempts.append(given) or attempt(*given))
-    assert lab(bench()).measure(changed(optimizer="foreach")).feasible
+    assert runner(setup()).measure(changed(optimizer="foreach")).feasible
     assert not attempts
-    tight = bench(budget=60_000)
-    refused = lab(tight, limit=1).measure(changed(optimizer="foreach"))
+    tight = setup(budget=60_000)
+    refused = runner(tight, limit=1).measure(changed(optimizer="foreach"))
     assert (refused.failure or "").startswith("not even a micro-batch of 1 is predicted to fit in")
     assert refused.constraints[MEMORY] > 0
     assert not attempts
 
 
 def test_without_a_prediction_it_is_run_and_a_smaller_size_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labs_module, "prior_footprint", lambda _: None)
-    made = bench(budget=400_000, train_data=rows(512))
-    found = lab(made, limit=8, cap=512, samples=512).measure(changed(optimizer="fused"))
+    monkeypatch.setattr(labs_module, "trace_footprint", lambda _: None)
+    made = setup(budget=400_000, train_data=rows(512))
+    found = runner(made, limit=8, cap=512, samples=512).measure(changed(optimizer="fused"))
     assert found.feasible
     assert attempt(made, found.micro_batch).attempt.fits
 
@@ -214,7 +216,7 @@ def test_losses_that_are_not_the_reference_s_are_refused() -> None:
         factor = 1.5 if torch.is_autocast_enabled("cpu") else 1.0
         return mean_loss(model, batch) * factor
 
-    found = lab(bench(loss=spoiled)).measure(changed(precision="bf16"))
+    found = runner(setup(loss=spoiled)).measure(changed(precision="bf16"))
     assert (found.failure or "").startswith("its losses are not those of the reference")
     assert found.constraints[LOSS] == pytest.approx(0.48, abs=0.1)
 
@@ -223,7 +225,7 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
     def nan(model: nn.Module, batch: Any) -> torch.Tensor:
         return mean_loss(model, batch) * (float("nan") if torch.is_autocast_enabled("cpu") else 1.0)
 
-    found = lab(bench(loss=nan)).measure(changed(precision="bf16"))
+    found = runner(setup(loss=nan)).measure(changed(precision="bf16"))
     assert found.constraints == {LOSS: 1.0}
 
 
@@ -231,14 +233,14 @@ def test_a_model_that_draws_at_random_is_given_its_noise() -> None:
     def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
         return mean_loss(model, batch) * (1 + torch.rand(()))
 
-    made = bench(loss=noisy)
+    made = setup(loss=noisy)
     check = LossCheck(made, 8)
     assert check.over(with_knobs(made, changed(checkpointing="full"))) < 0
     assert check._noise > 0.02
 
 
 def test_16_bits_train_as_32_do() -> None:
-    assert lab(bench()).measure(changed(precision="bf16")).feasible
+    assert runner(setup()).measure(changed(precision="bf16")).feasible
 
 
 def test_an_error_is_the_workload_s_at_the_default_and_the_knob_s_elsewhere() -> None:
@@ -247,7 +249,7 @@ def test_an_error_is_the_workload_s_at_the_default_and_the_knob_s_elsewhere() ->
             raise TypeError("no such kernel in 16 bits")
         return mean_loss(model, batch)
 
-    found = lab(bench(loss=brittle)).measure(changed(precision="bf16"))
+    found = runner(setup(loss=brittle)).measure(changed(precision="bf16"))
     assert found.failure == "TypeError: no such kernel in 16 bits"
     assert found.constraints == {RUNS: 1.0}
 
@@ -255,7 +257,7 @@ def test_an_error_is_the_workload_s_at_the_default_and_the_knob_s_elsewhere() ->
         raise TypeError("always")
 
     with pytest.raises(TypeError, match="always"):
-        lab(bench(loss=broken)).measure(DEFAULTS)
+        runner(setup(loss=broken)).measure(DEFAULTS)
 
 
 def test_running_out_of_memory_while_it_is_timed_is_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,29 +265,31 @@ def test_running_out_of_memory_while_it_is_timed_is_infeasible(monkeypatch: pyte
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(labs_module, "time_steps", full)
-    found = lab(bench()).measure(DEFAULTS)
+    found = runner(setup()).measure(DEFAULTS)
     assert found.constraints == {MEMORY: 1.0}
     assert "Tried to allocate" in (found.failure or "")
 
 
 def test_what_applies_is_read_off_the_workload() -> None:
-    here = lab(bench()).situation()
+    here = runner(setup()).context()
     assert (here.device_kind, here.blocks, here.images, here.micro_batch) == ("cpu", 6, False, 8)
     assert here.optimizers == ("default", "foreach", "fused")
     assert here.precisions[0] == "fp32"
-    made = bench(
+    made = setup(
         model=lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)),
         train_data=Rows(torch.randn(8, 1, 4, 4), torch.randint(3, (8,))),
         optimizer=lambda params, lr: torch.optim.Adam(params, lr=lr, foreach=True),
     )
-    there = lab(made).situation()
+    there = runner(made).context()
     assert (there.images, there.blocks, there.optimizers) == (True, 0, ("default",))
-    asked = Lab(made, options_from(TuneOptions, {"target_batch": 8, "precision": "fp32"}), there_task())
-    assert asked.situation().precisions == ("fp32",)
+    asked = TrialRunner(
+        made, options_from(TuneOptions, {"target_batch": 8, "precision": "fp32"}), there_task()
+    )
+    assert asked.context().precisions == ("fp32",)
 
 
-def there_task() -> Task:
-    return Task(limit=4, cap=8, samples=8, planned_steps=1, seconds=0.0)
+def there_task() -> TrialSpec:
+    return TrialSpec(limit=4, cap=8, samples=8, planned_steps=1, seconds=0.0)
 
 
 CRASHES = """
@@ -303,10 +307,10 @@ def test_a_trial_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tm
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
     options = options_from(TuneOptions, {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB"})
-    task = Task(limit=8, cap=32, samples=32, planned_steps=10, seconds=0.0)
-    with open_trials(f"{path}:workload", options, task, bench=bench, isolated=True) as trials:
+    task = TrialSpec(limit=8, cap=32, samples=32, planned_steps=10, seconds=0.0)
+    with open_trials(f"{path}:workload", options, task, setup=setup, isolated=True) as trials:
         assert isinstance(trials, IsolatedTrials)
-        assert trials.situation().optimizers == ("default", "foreach", "fused")
+        assert trials.context().optimizers == ("default", "foreach", "fused")
         values = {"micro_batch_shift": 0, "precision": "fp32"}
         trials.begin(values)
         assert trials.measure(values).feasible
@@ -315,7 +319,7 @@ def test_a_trial_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tm
         assert "(SIGSEGV)" in (refused.failure or "")
         assert "\n" not in (refused.failure or "")
         assert trials.measure(values).feasible
-        assert trials.certify(values) is None
+        assert trials.confirm_fits(values) is None
 
 
 def test_tuning_puts_the_choice_into_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +336,7 @@ def test_tuning_puts_the_choice_into_the_plan(monkeypatch: pytest.MonkeyPatch) -
     options = options_from(
         TuneOptions, {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
     )
-    again = rating.run_tune_command(workload(), options, stages.Environment(progress=progress))
+    again = rating.run_tune_command(workload(), options, stages.RunContext(progress=progress))
     assert again.tuning is not None
     assert (again.tuning.study, again.tuning.history, started) == (
         first.tuning.study,
@@ -345,17 +349,19 @@ def test_what_was_chosen_is_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_pat
     best = {"micro_batch_shift": 1, "checkpointing": "full", "optimizer": "fused"}
     real = stages.find_fastest
 
-    def chosen(*given: Any, **more: Any) -> Tuned:
+    def chosen(*given: Any, **more: Any) -> TuningResult:
         found = real(*given, **more)
         import msgspec
 
-        return Tuned(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
+        return TuningResult(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
 
     seen = []
-    assemble = opening.assemble
+    build_train_state = opening.build_train_state
     monkeypatch.setattr(stages, "find_fastest", chosen)
     monkeypatch.setattr(
-        opening, "assemble", lambda *given, **more: seen.append(assemble(*given, **more)) or seen[-1]
+        opening,
+        "build_train_state",
+        lambda *given, **more: seen.append(build_train_state(*given, **more)) or seen[-1],
     )
     result = autobatch.fit(
         workload(),
@@ -377,7 +383,7 @@ def test_what_was_chosen_is_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_run_is_tuned_for_its_own_length() -> None:
     def planned(**options: Any) -> int:
-        facts = type("Facts", (), {"samples": 100})
+        facts = type("SetupInfo", (), {"samples": 100})
         kind = FitOptions if options else TuneOptions
         return stages._planned_steps(options_from(kind, {"target_batch": 30, **options}), facts)  # type: ignore[arg-type]
 

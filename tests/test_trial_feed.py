@@ -23,15 +23,15 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import Bench, attempt
+from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.tuning import trial as lab_module
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.context import usable_cores
-from autobatch.tuning.find_fastest import Tuned
-from autobatch.tuning.lr_trial import RunTask, short_run
+from autobatch.tuning.find_fastest import TuningResult
+from autobatch.tuning.lr_trial import LrTrialSpec, short_run
 from autobatch.tuning.timing import Timing, fetch_share
-from autobatch.tuning.trial import Lab, Task, open_trials
-from autobatch.workload.data import Costliest
+from autobatch.tuning.trial import TrialRunner, TrialSpec, open_trials
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import capture_random_state
 from tests.commandline import SMALL
 from tests.training.helpers import make_workload, mean_loss, points
@@ -64,29 +64,31 @@ def signed(seen: set[int], **fields: Any):
     return make_workload(**{"model": model, "train_data": data, "loss": loss, **fields})
 
 
-def opened(workload, device=None, *, options: Any = None, **more: Any) -> Lab:
+def opened(workload, device=None, *, options: Any = None, **more: Any) -> TrialRunner:
     torch.manual_seed(0)
-    made = Bench(
+    made = TrainSetup(
         workload=workload,
         model=workload.model(),
         device=device or CpuDevice(memory_budget="1GiB"),
-        costliest=Costliest(workload),
+        worst_case=WorstCaseSampler(workload),
         precision="fp32",
     )
-    task = Task(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)
-    lab = Lab(made, options or options_from(TuneOptions, {"target_batch": 64}), task._replace(**more))
-    lab.begin(DEFAULTS)
-    return lab
+    task = TrialSpec(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)
+    runner = TrialRunner(
+        made, options or options_from(TuneOptions, {"target_batch": 64}), task._replace(**more)
+    )
+    runner.begin(DEFAULTS)
+    return runner
 
 
 def test_a_trial_with_workers_measures_windows_that_workers_fed() -> None:
     seen: set[int] = set()
-    lab = opened(signed(seen))
-    assert lab.measure(DEFAULTS).feasible
+    runner = opened(signed(seen))
+    assert runner.measure(DEFAULTS).feasible
     assert seen == {os.getpid()}
     seen.clear()
     before = capture_random_state()
-    assert lab.measure({**DEFAULTS, "loader_workers": 2}).feasible
+    assert runner.measure({**DEFAULTS, "loader_workers": 2}).feasible
     assert len(seen - {os.getpid()}) == 2
     assert not multiprocessing.active_children()
     assert torch.equal(capture_random_state().torch, before.torch)
@@ -95,11 +97,11 @@ def test_a_trial_with_workers_measures_windows_that_workers_fed() -> None:
 def test_a_number_of_workers_that_was_asked_for_feeds_every_trial_and_is_not_tuned() -> None:
     seen: set[int] = set()
     options = options_from(FitOptions, {"target_batch": 64, "workers": 1})
-    lab = opened(signed(seen), options=options)
-    assert lab.measure({"micro_batch_shift": 1}).feasible
+    runner = opened(signed(seen), options=options)
+    assert runner.measure({"micro_batch_shift": 1}).feasible
     assert len(seen - {os.getpid()}) == 1
-    assert lab.situation().loader == "a number of workers was asked for"
-    _, notes = applicable(lab.situation(), [LOADER_WORKERS])
+    assert runner.context().loader == "a number of workers was asked for"
+    _, notes = applicable(runner.context(), [LOADER_WORKERS])
     assert notes == ["loader_workers is not tuned: a number of workers was asked for"]
 
 
@@ -130,11 +132,11 @@ def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> No
                 raise ValueError("not here")
             return super().__getitem__(index)
 
-    lab = opened(signed(set(), train_data=Shy(*points(64, dtype=torch.float32).columns)))
-    refused = lab.measure({**DEFAULTS, "loader_workers": 2})
+    runner = opened(signed(set(), train_data=Shy(*points(64, dtype=torch.float32).columns)))
+    refused = runner.measure({**DEFAULTS, "loader_workers": 2})
     assert "the workload's data raised ValueError: not here" in (refused.failure or "")
     assert not multiprocessing.active_children()
-    assert lab.measure(DEFAULTS).feasible
+    assert runner.measure(DEFAULTS).feasible
 
 
 @pytest.mark.parametrize(("a_fetch", "share"), [(1.0, 0.25), (9.0, 0.75), (0.0001, 0.0)])
@@ -151,10 +153,10 @@ def test_the_share_of_fetching_is_measured(a_fetch: float, share: float) -> None
         return mean_loss(model, batch)
 
     workload = signed(set(), loss=loss, train_data=Timed(*points(64, dtype=torch.float32).columns))
-    lab = opened(workload)
-    clocked = replace(lab.bench, clock=lambda: now[0])
+    runner = opened(workload)
+    clocked = replace(runner.setup, clock=lambda: now[0])
     assert fetch_share(clocked, 8) == pytest.approx(share)
-    here = replace(lab, bench=clocked).situation()
+    here = replace(runner, setup=clocked).context()
     assert (here.cores, here.loader) == (usable_cores(), None)
     assert here.fetch_share == pytest.approx(share if usable_cores() > 1 else 0.0)
 
@@ -165,11 +167,11 @@ def test_where_memory_runs_out_the_share_is_not_known() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    lab = opened(signed(set(), loss=loss))
-    assert fetch_share(replace(lab.bench, clock=lambda: float(next(ticks))), 8) == 0.0
+    runner = opened(signed(set(), loss=loss))
+    assert fetch_share(replace(runner.setup, clock=lambda: float(next(ticks))), 8) == 0.0
 
 
-def card(folder: Path, budget: str, **more: Any) -> SimulatedDevice:
+def gpu(folder: Path, budget: str, **more: Any) -> SimulatedDevice:
     return SimulatedDevice(load_profile("rtx-4090", user_dir=folder), memory_budget=budget, **more)
 
 
@@ -197,19 +199,19 @@ def test_expandable_segments_have_a_limit_of_their_own_that_really_runs(
 ) -> None:
     """Against attempts on a card that is expandable from the start."""
     workload = signed(set(), model=deep)
-    device = card(tmp_path, "60MiB")
-    lab = opened(workload, device, cap=4096, samples=4096, limit=16)
+    device = gpu(tmp_path, "60MiB")
+    runner = opened(workload, device, cap=4096, samples=4096, limit=16)
     values = {**DEFAULTS, "expandable_segments": True}
-    limit = lab._limit(values)
+    limit = runner._limit(values)
     assert isinstance(limit, int)
-    oracle = replace(lab.bench, device=card(tmp_path, "60MiB", expandable_segments=True))
+    oracle = replace(runner.setup, device=gpu(tmp_path, "60MiB", expandable_segments=True))
     assert attempt(oracle, limit).attempt.fits
     assert not attempt(oracle, limit + 1).attempt.fits
     assert limit != autobatch.probe(workload, device="sim:rtx-4090", memory_budget="60MiB").micro_batch
-    assert lab.certify(values) is None
+    assert runner.confirm_fits(values) is None
     assert device.new_allocator().config.expandable_segments is False
     made.clear()
-    assert lab.measure(values).micro_batch == micro_batches(4096, limit)[0]
+    assert runner.measure(values).micro_batch == micro_batches(4096, limit)[0]
     assert {one.config.expandable_segments for one in made} == {True}
 
 
@@ -218,20 +220,20 @@ def test_where_segments_can_be_expandable() -> None:
     assert (
         CpuDevice(memory_budget="1GiB").why_not_expandable() == "only the allocator of a card keeps segments"
     )
-    assert card(home, "1GiB").why_not_expandable() is None
-    assert card(home, "1GiB").expandable().why_not_expandable() == "segments are expandable already"
-    lab = opened(signed(set()), card(home, "1GiB"))
-    assert [axis.name for axis in applicable(lab.situation(), ["expandable_segments"])[0]]
+    assert gpu(home, "1GiB").why_not_expandable() is None
+    assert gpu(home, "1GiB").expandable().why_not_expandable() == "segments are expandable already"
+    runner = opened(signed(set()), gpu(home, "1GiB"))
+    assert [axis.name for axis in applicable(runner.context(), ["expandable_segments"])[0]]
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_short_runs_of_learning_rates_have_the_segments_of_the_plan(
     tmp_path: Path, made: list[CachingAllocator], expandable: bool
 ) -> None:
-    lab = opened(signed(set()), card(tmp_path, "1GiB"))
+    runner = opened(signed(set()), gpu(tmp_path, "1GiB"))
     knobs = {"expandable_segments": True} if expandable else {}
-    task = RunTask(default=0.1, target_batch=8, micro_batch=4, precision="fp32", knobs=knobs, steps=4)
-    assert [seen.failure for seen in short_run(lab.bench, task, 0.1, 0)] == [None] * 4
+    task = LrTrialSpec(default=0.1, target_batch=8, micro_batch=4, precision="fp32", knobs=knobs, steps=4)
+    assert [seen.failure for seen in short_run(runner.setup, task, 0.1, 0)] == [None] * 4
     assert {one.config.expandable_segments for one in made} == {expandable}
 
 
@@ -249,12 +251,12 @@ def test_a_child_that_runs_trials_may_have_workers(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{TALKING}\n")
     options = options_from(TuneOptions, {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB"})
-    task = Task(limit=8, cap=32, samples=32, planned_steps=10, seconds=0.0)
+    task = TrialSpec(limit=8, cap=32, samples=32, planned_steps=10, seconds=0.0)
 
-    def bench() -> Bench:
+    def setup() -> TrainSetup:
         raise AssertionError
 
-    with open_trials(f"{path}:workload", options, task, bench=bench, isolated=True) as trials:
+    with open_trials(f"{path}:workload", options, task, setup=setup, isolated=True) as trials:
         trials.begin(DEFAULTS)
         assert trials.measure({**DEFAULTS, "loader_workers": 2}).failure is None
 
@@ -266,9 +268,9 @@ def choosing(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None
     def choose(best: dict[str, Any]) -> None:
         real = stages.find_fastest
 
-        def chosen(*given: Any, **more: Any) -> Tuned:
+        def chosen(*given: Any, **more: Any) -> TuningResult:
             found = real(*given, **more)
-            return Tuned(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
+            return TuningResult(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
 
         monkeypatch.setattr(stages, "find_fastest", chosen)
 
@@ -315,9 +317,9 @@ def test_what_was_chosen_trains_and_goes_on_when_the_run_is_resumed(
 
 
 def test_figures_of_another_number_of_workers_are_of_another_study(tmp_path: Path) -> None:
-    facts: Any = type("Facts", (), {"key": {"model": "a"}, "name": "w"})
-    task = Task(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)
-    here = stages.Environment(environ={"AUTOBATCH_HOME": str(tmp_path)})
+    facts: Any = type("SetupInfo", (), {"key": {"model": "a"}, "name": "w"})
+    task = TrialSpec(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)
+    here = stages.RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
     names = {
         stages._place(facts, options_from(FitOptions, {"target_batch": 64, **given}), task, [], here).name
         for given in ({}, {"workers": 0}, {"workers": 2})

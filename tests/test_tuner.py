@@ -10,6 +10,7 @@ import random
 import socket
 import sqlite3
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,21 @@ import pytest
 from optuna.trial import TrialState
 
 from autobatch.core.errors import InputError
-from autobatch.core.knobs import Axis, Configuration, defaults
+from autobatch.core.knobs import Configuration, SearchAxis, defaults
 from autobatch.core.records import Tuning
 from autobatch.tuning import sampler as samplers
 from autobatch.tuning import storage as storages
 from autobatch.tuning.compare import MINIMUM_GAIN, compare
-from autobatch.tuning.configuration import LOSS, MEMORY, Measurement, every, key_of, refused, size_of
-from autobatch.tuning.find_fastest import Budget, Place, Tuned, tune
+from autobatch.tuning.configuration import LOSS, MEMORY, Measurement, every, infeasible, key_of, size_of
+from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
 from autobatch.tuning.storage import this_worker
 from autobatch.tuning.study import Study, check_storage
 
 AXES = [
-    Axis("micro_batch_shift", (0, 1, 2, 3)),
-    Axis("precision", ("fp32", "bf16")),
-    Axis("checkpointing", ("none", "full")),
-    Axis("optimizer", ("default", "foreach", "fused")),
+    SearchAxis("micro_batch_shift", (0, 1, 2, 3)),
+    SearchAxis("precision", ("fp32", "bf16")),
+    SearchAxis("checkpointing", ("none", "full")),
+    SearchAxis("optimizer", ("default", "foreach", "fused")),
 ]
 SMALL = AXES[:2]
 
@@ -64,7 +65,7 @@ class Counting:
 
 def search(
     measure: Callable[[Configuration], Measurement] = exactly,
-    axes: list[Axis] = AXES,
+    axes: list[SearchAxis] = AXES,
     *,
     trials: int = 12,
     seed: int = 0,
@@ -72,13 +73,13 @@ def search(
     made_for: Mapping[str, Any] = {"target_batch": 64},
     expired: Callable[[], bool] = lambda: False,
     **more: Any,
-) -> Tuned:
-    return tune(
+) -> TuningResult:
+    return find_fastest(
         measure,
         axes,
         budget=Budget(trials, expired),
         seed=seed,
-        place=Place("study", storage, made_for),
+        place=StudyLocation("study", storage, made_for),
         **more,
     )
 
@@ -139,9 +140,9 @@ def test_the_default_stays_where_nothing_is_faster() -> None:
 def test_what_does_not_run_is_complete_and_infeasible_and_never_chosen(tmp_path: Path) -> None:
     def with_limits(values: Configuration) -> Measurement:
         if values["precision"] == "bf16":
-            return refused(LOSS, "its losses are not those of the reference", over=0.3)
+            return infeasible(LOSS, "its losses are not those of the reference", over=0.3)
         if values["checkpointing"] == "full":
-            return refused(MEMORY, "out of memory")
+            return infeasible(MEMORY, "out of memory")
         return exactly(values)
 
     found = search(with_limits, trials=16, storage=str(tmp_path / "s.log")).tuning
@@ -164,7 +165,7 @@ def test_what_does_not_run_is_complete_and_infeasible_and_never_chosen(tmp_path:
 
 
 def test_without_a_feasible_trial_the_plan_stays_and_it_says_why() -> None:
-    answered = search(lambda _: refused(MEMORY, "the card is full"), SMALL)
+    answered = search(lambda _: infeasible(MEMORY, "the card is full"), SMALL)
     assert answered.winner is None
     assert answered.tuning.best == defaults(SMALL)
     assert (answered.tuning.best_samples_per_s, answered.tuning.baseline_samples_per_s) == (0.0, 0.0)
@@ -175,7 +176,7 @@ def test_without_a_feasible_trial_the_plan_stays_and_it_says_why() -> None:
 
 def test_a_default_that_does_not_run_stays_all_the_same() -> None:
     def measure(values: Configuration) -> Measurement:
-        return refused(MEMORY, "full") if values == defaults(SMALL) else exactly(values)
+        return infeasible(MEMORY, "full") if values == defaults(SMALL) else exactly(values)
 
     found = search(measure, SMALL).tuning
     assert found.best == defaults(SMALL)
@@ -184,10 +185,10 @@ def test_a_default_that_does_not_run_stays_all_the_same() -> None:
 
 def test_a_winner_that_does_not_fit_leaves_the_place_to_the_next() -> None:
     best = {"micro_batch_shift": 1, "precision": "bf16"}
-    found = search(axes=SMALL, certify=lambda values: "too big" if values == best else None)
+    found = search(axes=SMALL, confirm_fits=lambda values: "too big" if values == best else None)
     assert found.tuning.best == {"micro_batch_shift": 0, "precision": "bf16"}
     assert found.tuning.notes == ["a faster configuration does not fit, and is left out: too big"]
-    none = search(axes=SMALL, certify=lambda _: "too big").tuning
+    none = search(axes=SMALL, confirm_fits=lambda _: "too big").tuning
     assert none.best == defaults(SMALL)
 
 
@@ -312,7 +313,11 @@ def test_a_study_that_somebody_else_made_is_refused(tmp_path: Path) -> None:
         ("postgresql://user:secret@127.0.0.1:9/x", "does not answer: 127.0.0.1, port 9: Connection refused"),
         ("mysql+nodriver://user:secret@/x", "nodriver"),
         ("mysql+pymysql:///x", "needs the package pymysql, which is not installed"),
-        ("grpc://127.0.0.1:9", "grpcio"),
+        pytest.param(
+            "grpc://127.0.0.1:9",
+            "grpcio",
+            marks=pytest.mark.skipif(find_spec("grpc") is not None, reason="grpcio is installed"),
+        ),
     ],
 )
 def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path: Path, storage: str, said: str) -> None:
@@ -354,7 +359,7 @@ def test_the_lock_of_a_journal_leads_to_it_from_anywhere(
 
 def test_where_nothing_runs_in_a_large_space_the_model_has_nothing_to_say() -> None:
     """Figures that are all alike are no reason for a warning, nor for an end."""
-    found = search(lambda _: refused(MEMORY, "the card is full"), trials=12).tuning
+    found = search(lambda _: infeasible(MEMORY, "the card is full"), trials=12).tuning
     assert (found.trials, found.best) == (12, defaults(AXES))
     assert found.notes[0].startswith("none of 12 configurations could be run")
 

@@ -21,12 +21,13 @@ TRIALS = 14
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
-from autobatch.core.knobs import Axis
+from autobatch.core.knobs import SearchAxis
 from autobatch.tuning.configuration import Measurement
-from autobatch.tuning.find_fastest import Budget, Place, tune
+from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
 
 name, storage, trials = sys.argv[1], sys.argv[2], int(sys.argv[3])
-axes = [Axis("a", (0, 1, 2, 3)), Axis("b", ("x", "y")), Axis("c", (False, True)), Axis("d", ("m", "n"))]
+choices = {"a": (0, 1, 2, 3), "b": ("x", "y"), "c": (False, True), "d": ("m", "n")}
+axes = [SearchAxis(*pair) for pair in choices.items()]
 
 def measure(values):
     if name == "victim":
@@ -35,7 +36,8 @@ def measure(values):
     time.sleep(0.05)
     return Measurement(1000.0 + 100 * values["a"] + 50 * (values["b"] == "y"), 8)
 
-found = tune(measure, axes, budget=Budget(trials), seed=0, place=Place("shared", storage, {"model": "m"}))
+place = StudyLocation("shared", storage, {"model": "m"})
+found = find_fastest(measure, axes, budget=Budget(trials), seed=0, place=place)
 print(json.dumps([found.tuning.trials, found.tuning.best]))
 """
 

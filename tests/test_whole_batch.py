@@ -20,21 +20,21 @@ from autobatch.core.units import KiB
 from autobatch.device.cpu import SilentMeter
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.trace_step import record
-from autobatch.probing.attempt import WINDOWS, attempt
+from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from autobatch.probing.estimate import run_estimate
-from autobatch.probing.setup import facts_of, open_bench
-from autobatch.step.train_state import assemble
-from autobatch.step.train_step import run_window
+from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.step.train_state import build_train_state
+from autobatch.step.train_step import train_step
 from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck
 from autobatch.tuning.loss_check import SAMPLES as COMPARED
 from autobatch.tuning.timing import Timing, time_steps
 from autobatch.workload.nested import feed
-from tests.footprint.test_recorder import bench, setting
+from tests.footprint.test_recorder import setting, setup
 from tests.footprint.workloads import WORKLOADS
 from tests.probes import WIDTH, probed, vectors, work
 from tests.test_knobs import convolutional, images
 from tests.test_trial import Time
-from tests.test_trial import bench as trial_bench
+from tests.test_trial import setup as trial_bench
 from tests.training.helpers import make_workload
 from tests.training.steps import split
 
@@ -87,8 +87,8 @@ def test_the_loss_of_an_attempt_sees_as_many_rows_as_that_of_the_training(window
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_is_traced_is_what_an_attempt_allocates(window: int | None, precision: Any) -> None:
     found = WORKLOADS["perceptron"]()
-    made = replace(bench(replace(found, loss=LOSS), precision=precision), window=window)
-    traced = replace(setting(made, windows=WINDOWS), samples=window)
+    made = replace(setup(replace(found, loss=LOSS), precision=precision), window=window)
+    traced = replace(setting(made, steps=ATTEMPT_STEPS), samples=window)
     for size in (3, 11, 25, 30):
         assert record(traced, size).trace == attempt(made, size).trace.canonical()
     # Affine, or quadratic where the window grows with the micro-batch.
@@ -108,7 +108,7 @@ def test_a_plan_is_for_the_whole_batch_and_by_brute_force_the_largest(device, ta
     assert sum(found.micro_batches) == target
     assert found.probe.limited_by == "memory"
     asked = {"target_batch": target, "device": device, "memory_budget": budget}
-    made = open_bench(contrastive(), options_from(PlanOptions, asked))
+    made = open_setup(contrastive(), options_from(PlanOptions, asked))
     assert made.window == target
     assert attempt(made, size).attempt.fits
     assert not any(attempt(made, size + more).attempt.fits for more in (1, 2, 10))
@@ -128,7 +128,7 @@ def test_what_fitted_is_remembered_by_target_batch() -> None:
 
 def key(workload: Workload, **options: Any) -> dict[str, Any]:
     asked = {"device": "cpu", "memory_budget": "1MiB", "target_batch": 64} | options
-    return facts_of(open_bench(workload, options_from(PlanOptions, asked))).key
+    return describe_setup(open_setup(workload, options_from(PlanOptions, asked))).key
 
 
 def test_the_key_holds_the_window_and_both_parts_of_such_a_loss_alone() -> None:
@@ -205,9 +205,9 @@ def test_what_is_tuned_reaches_the_rows_in_both_passes() -> None:
         torch.manual_seed(0)
         mine = make_workload(model=convolutional, train_data=images(), loss=replace(LOSS, represent=rows))
         model = mine.model()
-        trainee = assemble(mine, model, CPU, precision="fp32", learning_rate=0.1, knobs=knobs)
+        train_state = build_train_state(mine, model, CPU, precision="fp32", learning_rate=0.1, knobs=knobs)
         parts = feed(split(mine, [8, 8]), CPU, SilentMeter(), twice=True)
-        assert run_window(trainee, parts, 16).applied
+        assert train_step(train_state, parts, 16).applied
         return model.state_dict()
 
     plain = step({})

@@ -12,7 +12,14 @@ import pytest
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload
 from autobatch.workload.reference import load_workload
-from autobatch.workload.user_code import blame, blamed_part, describe, remarks_on, user_code, user_frame
+from autobatch.workload.user_code import (
+    describe,
+    failed_part,
+    mark_user_error,
+    remarks_on,
+    user_code,
+    user_frame,
+)
 
 FIELDS: dict[str, Any] = {
     "model": lambda: None,
@@ -136,7 +143,7 @@ def test_what_their_code_raises_is_blamed_on_its_line(
     with pytest.raises(kind) as found:
         load_workload(reference)
     assert user_frame(found.value) == f"{tmp_path / 'broken_mod.py'}:{line}"
-    assert blamed_part(found.value) is not None
+    assert failed_part(found.value) is not None
     assert describe(found.value).endswith(f"broken_mod.py:{line})")
     assert kind is ZeroDivisionError or "broken_mod" not in sys.modules
 
@@ -178,11 +185,11 @@ def test_whose_line_it_is() -> None:
 
 def test_an_error_is_described_in_one_line() -> None:
     error = KeyError("first\nsecond")
-    blame(error, "loss")
-    blame(error, "model")
+    mark_user_error(error, "loss")
+    mark_user_error(error, "model")
     error.add_note("a remark")
     error.add_note("Traceback\n of somewhere")
-    assert blamed_part(error) == "loss"
+    assert failed_part(error) == "loss"
     assert remarks_on(error) == ["a remark"]
     assert describe(ValueError("two\nlines")) == "the workload raised ValueError: two"
     assert describe(ValueError()) == "the workload raised ValueError"
@@ -192,4 +199,4 @@ def test_an_error_is_described_in_one_line() -> None:
 def test_our_own_errors_are_not_blamed_on_them() -> None:
     with pytest.raises(InputError) as found, user_code("loss"):
         raise InputError("ours")
-    assert blamed_part(found.value) is None
+    assert failed_part(found.value) is None

@@ -49,7 +49,7 @@ def profiles(arguments: list[str], say: Say) -> int:
             profile = load_profile(name, user_dir=home)
             say(_json(profile) if as_json else format_profile(profile).rstrip())
         case ["save", name]:
-            path = save_profile(this_card(name), user_dir=home)
+            path = save_profile(this_gpu(name), user_dir=home)
             say(_json({"profile": str(path)}) if as_json else f"saved {path}")
         case _:
             raise InputError(f"profiles {' '.join(words)}: write profiles list, show NAME or save NAME")
@@ -96,27 +96,26 @@ def examine() -> dict[str, Any]:
     """Read the machine: host, cards, NVML, versions, and what is missing."""
     import torch
 
-    from autobatch.device.cuda import visible_cards
+    from autobatch.device.cuda import visible_gpus
     from autobatch.device.host import cpu_name, host_memory
-    from autobatch.device.nvml import NvmlAbsent, read_cards, read_holders
+    from autobatch.device.nvml import NvmlAbsent, read_gpus, read_holders
 
     memory = host_memory()
-    reading = read_cards()
+    reading = read_gpus()
     absent = isinstance(reading, NvmlAbsent)
     nvml: dict[str, Any] = {"available": not absent}
     if isinstance(reading, NvmlAbsent):
         nvml["reason"] = reading.reason
     else:
-        nvml["cards"] = [
-            msgspec.to_builtins(card) | {"holders": _holders(read_holders(card.uuid))}
-            for card in reading.cards
+        nvml["gpus"] = [
+            msgspec.to_builtins(gpu) | {"holders": _holders(read_holders(gpu.uuid))} for gpu in reading.gpus
         ]
     return {
         "host": {"name": cpu_name(), **memory._asdict(), "cores": os.cpu_count()},
         "cuda": {
             "available": torch.cuda.is_available(),
             "built_for": torch.version.cuda,
-            "cards": msgspec.to_builtins(visible_cards()),
+            "gpus": msgspec.to_builtins(visible_gpus()),
         },
         "nvml": nvml,
         "versions": {"python": platform.python_version(), **_versions()},
@@ -125,7 +124,7 @@ def examine() -> dict[str, Any]:
     }
 
 
-def this_card(name: str) -> HardwareProfile:
+def this_gpu(name: str) -> HardwareProfile:
     """The profile of the card that is here, with what can be read of it.
 
     Raises:
@@ -196,14 +195,14 @@ def _doctor_lines(findings: dict[str, Any]) -> list[str]:
         f"cuda     {build}",
     ]
     lines += [
-        f"         cuda:{card['index']} {card['name']}, {format_bytes(card['total_bytes'])}, "
-        f"{format_bytes(card['free_bytes'])} free, cc {card['capability']}"
-        for card in cuda["cards"]
+        f"         cuda:{gpu['index']} {gpu['name']}, {format_bytes(gpu['total_bytes'])}, "
+        f"{format_bytes(gpu['free_bytes'])} free, cc {gpu['capability']}"
+        for gpu in cuda["gpus"]
     ]
     lines.append(f"nvml     {'answers' if nvml['available'] else 'no: ' + nvml['reason']}")
-    for card in nvml.get("cards", ()):
-        lines.append(f"         {card['name']}: {format_bytes(card['free_bytes'])} free")
-        for holder in card["holders"]:
+    for gpu in nvml.get("gpus", ()):
+        lines.append(f"         {gpu['name']}: {format_bytes(gpu['free_bytes'])} free")
+        for holder in gpu["holders"]:
             who = f"process {holder['pid']} {holder['name'] or ''}"
             lines.append(f"           {who} {format_bytes(holder['used_bytes'])}")
     versions = findings["versions"]

@@ -26,7 +26,7 @@ EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Of two options that exclude each other, the one from the later place wins."""
 
 
-class Given(NamedTuple):
+class OptionValue(NamedTuple):
     """A value that somebody gave."""
 
     value: Any
@@ -34,7 +34,7 @@ class Given(NamedTuple):
     """What the option is called there: ``--steps``, ``AUTOBATCH_STEPS``, ``steps in autobatch.toml``."""
 
 
-def configured(folder: Path, user_config: Path | None, environ: Mapping[str, str]) -> dict[str, Given]:
+def configured(folder: Path, user_config: Path | None, environ: Mapping[str, str]) -> dict[str, OptionValue]:
     """The options that stand in config files and variables, ``workload`` among them.
 
     Args:
@@ -48,9 +48,9 @@ def configured(folder: Path, user_config: Path | None, environ: Mapping[str, str
     return layered(*file_layers(folder, user_config), environment_values(environ))
 
 
-def layered(*layers: Mapping[str, Given]) -> dict[str, Given]:
+def layered(*layers: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """Lay values over each other; later ones win."""
-    values: dict[str, Given] = {}
+    values: dict[str, OptionValue] = {}
     for layer in layers:
         for name in layer:
             if EXCLUSIVE.get(name) not in layer:
@@ -59,7 +59,7 @@ def layered(*layers: Mapping[str, Given]) -> dict[str, Given]:
     return values
 
 
-def file_layers(folder: Path, user_config: Path | None) -> list[dict[str, Given]]:
+def file_layers(folder: Path, user_config: Path | None) -> list[dict[str, OptionValue]]:
     """Read the options that stand in config files, earliest place first.
 
     Raises:
@@ -70,7 +70,7 @@ def file_layers(folder: Path, user_config: Path | None) -> list[dict[str, Given]
     return [_read_layer(path) for path in files if path is not None and path.is_file()]
 
 
-def environment_values(environ: Mapping[str, str]) -> dict[str, Given]:
+def environment_values(environ: Mapping[str, str]) -> dict[str, OptionValue]:
     """Read the options that stand in ``AUTOBATCH_…`` variables (``AUTOBATCH_MEMORY_BUDGET=6GiB``).
 
     A variable that is empty counts as not set.
@@ -79,17 +79,17 @@ def environment_values(environ: Mapping[str, str]) -> dict[str, Given]:
         InputError: a variable starts like an option, and there is no such option.
     """
     names = {PREFIX + name.upper(): name for name in _all_names()}
-    values: dict[str, Given] = {}
+    values: dict[str, OptionValue] = {}
     for key, value in environ.items():
         if not key.startswith(PREFIX) or key in NO_OPTIONS or not value:
             continue
         if key not in names:
             raise InputError(f"the environment: {unknown_option(key, names)}")
-        values[names[key]] = Given(value.split() if names[key] == "profile" else value, key)
+        values[names[key]] = OptionValue(value.split() if names[key] == "profile" else value, key)
     return values
 
 
-def _read_layer(path: Path) -> dict[str, Given]:
+def _read_layer(path: Path) -> dict[str, OptionValue]:
     try:
         table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -98,12 +98,12 @@ def _read_layer(path: Path) -> dict[str, Given]:
         table = table.get(name, {})
         if not isinstance(table, dict):
             raise InputError(f"{path}: {name} must be a table, found {table!r}")
-    values: dict[str, Given] = {}
+    values: dict[str, OptionValue] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in _all_names():
             raise InputError(f"{path}: {unknown_option(name, _all_names())}")
-        values[name] = Given(value, f"{name} in {path}")
+        values[name] = OptionValue(value, f"{name} in {path}")
     return values
 
 

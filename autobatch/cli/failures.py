@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autobatch.core.errors import AutobatchError, UserCodeError
 from autobatch.core.version import __version__
-from autobatch.workload.user_code import blamed_part, describe, remarks_on, user_frame
+from autobatch.workload.user_code import describe, failed_part, remarks_on, user_frame
 
 LOG = "run.log"
 """Name of the log in the folder of a run."""
@@ -35,7 +35,7 @@ class Terminated(BaseException):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Complaint:
+class ErrorReport:
     """What is said of an exception, and what the process exits with."""
 
     line: str
@@ -84,7 +84,7 @@ class RunLog:
         return None
 
 
-def complaint_of(error: BaseException, *, folder: Path | None = None) -> Complaint:
+def describe_failure(error: BaseException, *, folder: Path | None = None) -> ErrorReport:
     """Put an exception into one line.
 
     Args:
@@ -93,24 +93,24 @@ def complaint_of(error: BaseException, *, folder: Path | None = None) -> Complai
     """
     if isinstance(error, KeyboardInterrupt | Terminated):
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
-        return Complaint(line=f"{how}; {_kept(folder)}", exit_code=code, logged=False)
+        return ErrorReport(line=f"{how}; {_kept(folder)}", exit_code=code, logged=False)
     if isinstance(error, AutobatchError):
         remarks = remarks_on(error)
         logged = isinstance(error, UserCodeError) or error.exit_code == 1
         line = "; ".join([str(error), *remarks])
-        return Complaint(line=_one_line(line), exit_code=error.exit_code, logged=logged)
+        return ErrorReport(line=_one_line(line), exit_code=error.exit_code, logged=logged)
     # Every exit of our own is a return: a SystemExit is the workload's.
-    theirs = blamed_part(error) is not None or user_frame(error) is not None
+    theirs = failed_part(error) is not None or user_frame(error) is not None
     if theirs or isinstance(error, SystemExit):
-        return Complaint(line=_one_line(describe(error)), exit_code=2, logged=True)
+        return ErrorReport(line=_one_line(describe(error)), exit_code=2, logged=True)
     if isinstance(error, OSError) and error.errno in _REFUSALS:
-        return Complaint(line=_one_line(f"the system refuses: {error}"), exit_code=1, logged=True)
+        return ErrorReport(line=_one_line(f"the system refuses: {error}"), exit_code=1, logged=True)
     line = f"unexpected {type(error).__name__}: {error}; this is a fault of autobatch, please report it"
-    return Complaint(line=_one_line(line), exit_code=1, logged=True)
+    return ErrorReport(line=_one_line(line), exit_code=1, logged=True)
 
 
 @contextlib.contextmanager
-def termination_raises() -> Iterator[None]:
+def raise_on_termination() -> Iterator[None]:
     """Inside, what asks a process to stop unwinds like Ctrl-C, so that what was opened is closed.
 
     That is SIGTERM, and SIGUSR1, by which schedulers warn of the end of a job. Training has its own handlers.

@@ -15,7 +15,7 @@ from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
     from autobatch.cli.failures import RunLog
-    from autobatch.cli.output import Outlet
+    from autobatch.cli.output import SafeStream
     from autobatch.core.options import EstimateOptions, Options
     from autobatch.report.result import Estimates, Result
 
@@ -97,7 +97,7 @@ def run(arguments: list[str]) -> int:
 
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; whatever it raises becomes one line, an exit code and, where it is not plain, a log."""
-    from autobatch.cli.failures import RunLog, termination_raises
+    from autobatch.cli.failures import RunLog, raise_on_termination
     from autobatch.device.profiles import data_home
 
     log = RunLog(data_home(os.environ), shlex.join(["autobatch", name, *arguments]))
@@ -114,7 +114,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
         except OSError as error:  # or could not be
             return _undelivered(error)
         verbose = options.verbose
-        with termination_raises():
+        with raise_on_termination():
             return _run_workload(name, workload, options, log)
     except BaseException as error:
         return _complain(error, log, verbose=verbose)
@@ -122,22 +122,22 @@ def _guarded(name: str, arguments: list[str]) -> int:
 
 def _run_other(name: str, arguments: list[str]) -> int:
     from autobatch.cli.commands import doctor, profiles, report
-    from autobatch.cli.output import Outlet
+    from autobatch.cli.output import SafeStream
 
-    outlet = Outlet(sys.stdout)
+    stream = SafeStream(sys.stdout)
     code = {"doctor": doctor, "profiles": profiles, "report": report}[name](
-        arguments, lambda text: print(text, file=cast("TextIO", outlet))
+        arguments, lambda text: print(text, file=cast("TextIO", stream))
     )
-    outlet.flush()
-    return code if outlet.failure is None else _undelivered(outlet.failure)
+    stream.flush()
+    return code if stream.failure is None else _undelivered(stream.failure)
 
 
 def _run_workload(name: str, workload: str | None, options: Options, log: RunLog) -> int:
-    from autobatch.cli.output import Outlet, stdout_reserved
+    from autobatch.cli.output import SafeStream, reserve_stdout
 
-    with stdout_reserved() if options.json else contextlib.nullcontext():
-        outlet = Outlet(sys.stderr if options.json else sys.stdout)
-        result = _result_of(name, workload, options, outlet, log)
+    with reserve_stdout() if options.json else contextlib.nullcontext():
+        stream = SafeStream(sys.stderr if options.json else sys.stdout)
+        result = _result_of(name, workload, options, stream, log)
     if options.json:
         import msgspec
 
@@ -146,14 +146,14 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
             sys.stdout.flush()
         except OSError as error:
             return _undelivered(error)
-    return 0 if outlet.failure is None else _undelivered(outlet.failure)
+    return 0 if stream.failure is None else _undelivered(stream.failure)
 
 
 def _result_of(
-    name: str, workload: str | None, options: Options, outlet: Outlet, log: RunLog
+    name: str, workload: str | None, options: Options, stream: SafeStream, log: RunLog
 ) -> Result | Estimates:
     from autobatch.api import (
-        Environment,
+        RunContext,
         run_fit_command,
         run_plan_command,
         run_probe_command,
@@ -162,19 +162,19 @@ def _result_of(
     from autobatch.cli.terminal import Terminal
     from autobatch.probing.estimate import run_estimate
 
-    run_it: dict[str, Callable[[Any, Any, Environment], Result]] = {
+    run_it: dict[str, Callable[[Any, Any, RunContext], Result]] = {
         "fit": run_fit_command,
         "plan": run_plan_command,
         "probe": run_probe_command,
         "tune": run_tune_command,
     }
-    with Terminal(cast("TextIO", outlet), quiet=options.quiet) as terminal:
+    with Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal:
         terminal.begin(workload, predicts=name == "estimate")
         if name == "estimate":
             estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
             terminal.estimated(estimates)
             return estimates
-        environment = Environment(
+        environment = RunContext(
             progress=terminal, isolated=True, environ=os.environ, command=log.command, entered=log.enter
         )
         result = run_it[name](workload, options, environment)
@@ -185,9 +185,9 @@ def _result_of(
 def _complain(error: BaseException, log: RunLog, *, verbose: bool) -> int:
     import traceback
 
-    from autobatch.cli.failures import complaint_of
+    from autobatch.cli.failures import describe_failure
 
-    complaint = complaint_of(error, folder=log.folder)
+    complaint = describe_failure(error, folder=log.folder)
     where = ""
     if complaint.logged:
         path = log.write(error)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 
-class Outlet:
+class SafeStream:
     """Passes on what is written until that fails; what comes after is dropped.
 
     Args:
@@ -53,7 +53,7 @@ class Outlet:
 
 
 @contextlib.contextmanager
-def stdout_reserved() -> Iterator[None]:
+def reserve_stdout() -> Iterator[None]:
     """Inside, what anything prints goes to standard error: standard output is for one JSON object alone."""
     sys.stdout.flush()
     try:

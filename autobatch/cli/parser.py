@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from autobatch.cli.config_files import Given, configured, layered
+from autobatch.cli.config_files import OptionValue, configured, layered
 from autobatch.core.errors import InputError
 from autobatch.core.options import COMMANDS, Options, expected, options_from
 
@@ -69,7 +69,7 @@ def parse(
     known = configured(folder, user_config, environ)
     _refuse_unknown(arguments, kind)
     given = layered(known, _read(name, arguments, known))
-    workload = given.pop("workload", Given(None, ""))
+    workload = given.pop("workload", OptionValue(None, ""))
     if workload.value is not None and not (workload.value and isinstance(workload.value, str)):
         raise InputError(
             f"{workload.name} must be module:function or path/to/file.py:function, found {workload.value!r}"
@@ -82,7 +82,7 @@ def parse(
     )
 
 
-def _read(name: str, arguments: list[str], known: Mapping[str, Given]) -> dict[str, Given]:
+def _read(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """What stands on the command line alone, as text."""
     import tyro
 
@@ -108,11 +108,11 @@ def _read(name: str, arguments: list[str], known: Mapping[str, Given]) -> dict[s
     mentioned = {_option_of(word) for word in arguments}
     values = {option: _flat(getattr(found, option)) for option in kind.__struct_fields__}
     given = {
-        option: Given(value, _spelled(option))
+        option: OptionValue(value, _spelled(option))
         for option, value in values.items()
         if value is not None and (not isinstance(value, bool) or option in mentioned)
     }
-    return given if found.workload is None else given | {"workload": Given(found.workload, "WORKLOAD")}
+    return given if found.workload is None else given | {"workload": OptionValue(found.workload, "WORKLOAD")}
 
 
 def _flat(value: Any) -> Any:
@@ -120,7 +120,7 @@ def _flat(value: Any) -> Any:
     return list(itertools.chain(*value)) or None if isinstance(value, tuple) else value
 
 
-def _form(kind: type[Options], known: Mapping[str, Given], *, with_help: bool) -> type:
+def _form(kind: type[Options], known: Mapping[str, OptionValue], *, with_help: bool) -> type:
     """A dataclass whose fields are the words that a command takes, for tyro to read."""
     import tyro
 
@@ -155,7 +155,7 @@ def _form(kind: type[Options], known: Mapping[str, Given], *, with_help: bool) -
     return make_dataclass(kind.__name__, fields)
 
 
-def _hint(given: Given | None, default: object, *, required: bool = False) -> str:
+def _hint(given: OptionValue | None, default: object, *, required: bool = False) -> str:
     """What stands after the help of an option: where its value would come from."""
     if given is not None:
         return f"(default: {given.value}, from {given.name})"

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         Attempt,
         DeviceRecord,
         Estimate,
+        LrTuning,
         Plan,
         Probe,
-        RateTuning,
         StepRecord,
         Training,
         Tuning,
@@ -299,7 +299,7 @@ def describe_tuning(tuning: Tuning) -> str:
     )
 
 
-def describe_rate(found: RateTuning) -> str:
+def describe_rate(found: LrTuning) -> str:
     """What was found of the learning rate, in words."""
     tried = f"{found.trials} tried in runs of {found.steps:,} steps"
     if found.best == found.default:
@@ -320,7 +320,7 @@ def describe_training(training: Training) -> str:
     recoveries = (
         f", {training.oom_recoveries} recoveries from out of memory" if training.oom_recoveries else ""
     )
-    skipped = f" and {training.skipped_windows:,} skipped" if training.skipped_windows else ""
+    skipped = f" and {training.skipped_steps:,} skipped" if training.skipped_steps else ""
     rate = "" if training.samples_per_s is None else f" at {training.samples_per_s:,.0f}/s"
     return (
         f"{training.optimizer_steps:,} steps{skipped}, {training.samples:,} samples{rate}{loss}{held_out}"

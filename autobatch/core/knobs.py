@@ -65,7 +65,7 @@ WORTH_COMPILING = 500
 """Optimizer steps from which half a minute of compiling, in every trial that tries it, may come back."""
 
 
-class Situation(NamedTuple):
+class TuningContext(NamedTuple):
     """What decides which knobs apply: the device, the workload, and what was asked for."""
 
     device_kind: str
@@ -100,26 +100,26 @@ class Knob(NamedTuple):
     name: str
     effect: str
     """What it does, for people."""
-    choices: Callable[[Situation], tuple[Value, ...]]
+    choices: Callable[[TuningContext], tuple[Value, ...]]
     """What can be chosen, the default first; fewer than two where it does not apply."""
-    why_not: Callable[[Situation], str]
+    why_not: Callable[[TuningContext], str]
     """Why it does not apply."""
     changes_memory: bool
     """Whether it changes what a micro-batch takes: each choice then has a limit of its own."""
     changes_numbers: bool
     """Whether it may change what is computed, be it by rounding: each choice then has its loss checked."""
-    by_itself: Callable[[Situation], bool] = lambda _: True
+    by_itself: Callable[[TuningContext], bool] = lambda _: True
     """Whether it is tuned without being asked for by name."""
 
 
-class Axis(NamedTuple):
+class SearchAxis(NamedTuple):
     """A knob that applies, with what can be chosen here, the default first."""
 
     name: str
     choices: tuple[Value, ...]
 
 
-def _loader_counts(here: Situation) -> tuple[int, ...]:
+def _loader_counts(here: TuningContext) -> tuple[int, ...]:
     """0 and the powers of two from 2 on that there are cores for; nothing where workers cannot serve."""
     if here.loader is not None:
         return ()
@@ -241,7 +241,7 @@ def parse_knobs(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def applicable(here: Situation, asked: Sequence[str] | None = None) -> tuple[list[Axis], list[str]]:
+def applicable(here: TuningContext, asked: Sequence[str] | None = None) -> tuple[list[SearchAxis], list[str]]:
     """The knobs that make a difference here.
 
     Args:
@@ -251,20 +251,20 @@ def applicable(here: Situation, asked: Sequence[str] | None = None) -> tuple[lis
     Returns:
         Each with what can be chosen; and a line for each that was asked for and does not apply.
     """
-    axes: list[Axis] = []
+    axes: list[SearchAxis] = []
     notes: list[str] = []
     for knob in KNOBS:
         if not (knob.by_itself(here) if asked is None else knob.name in asked):
             continue
         choices = knob.choices(here)
         if len(choices) > 1:
-            axes.append(Axis(knob.name, choices))
+            axes.append(SearchAxis(knob.name, choices))
         elif asked is not None:
             notes.append(f"{knob.name} is not tuned: {knob.why_not(here)}")
     return axes, notes
 
 
-def defaults(axes: Sequence[Axis]) -> dict[str, Value]:
+def defaults(axes: Sequence[SearchAxis]) -> dict[str, Value]:
     """Every knob at its default."""
     return {axis.name: axis.choices[0] for axis in axes}
 

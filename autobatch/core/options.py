@@ -113,7 +113,7 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Optimizer steps to train."""
     epochs: AtLeastOne | None = None
     """Passes over the training data; 1 where neither steps nor epochs are given."""
-    last_window: Literal["carry", "flush", "drop"] = "carry"
+    last_batch: Literal["carry", "flush", "drop"] = "carry"
     """carry windows over the end of an epoch, flush a short one, or drop it."""
     checkpoint_every: AtLeastOne | None = None
     """Write a checkpoint every this many optimizer steps, besides the one at the end."""

@@ -61,7 +61,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     peak_reserved_bytes: int | None
     seconds: float
     """Of the whole attempt."""
-    window_seconds: float | None = None
+    step_seconds: float | None = None
     """Of its last window, two micro-batches in the steady state."""
     reason: str | None = None
     """Why it does not fit: the first line of the error, or the rule that it broke."""
@@ -119,7 +119,7 @@ class Plan(Record, frozen=True, kw_only=True):
     learning_rate_factor: float = 1.0
     learning_rate_source: str = ""
     precision: Precision = "fp32"
-    last_window: Literal["carry", "flush", "drop"] = "carry"
+    last_batch: Literal["carry", "flush", "drop"] = "carry"
     knobs: dict[str, str | int | float | bool | None] = {}
     """What the tuner chose besides, by the knob's name."""
 
@@ -139,7 +139,7 @@ class Trial(Record, frozen=True, kw_only=True):
     """Why it is not feasible, or where its figure comes from."""
 
 
-class RateTrial(Record, frozen=True, kw_only=True):
+class LrTrial(Record, frozen=True, kw_only=True):
     """One learning rate that was tried in a short run."""
 
     number: int
@@ -152,7 +152,7 @@ class RateTrial(Record, frozen=True, kw_only=True):
     """Why it is not feasible."""
 
 
-class RatePair(Record, frozen=True, kw_only=True):
+class LrComparison(Record, frozen=True, kw_only=True):
     """The default learning rate and the best of the trials on the same data."""
 
     seed: int
@@ -164,7 +164,7 @@ class RatePair(Record, frozen=True, kw_only=True):
     stands against a default that does not train; at least -1, which also stands for one that does not."""
 
 
-class RateTuning(Record, frozen=True, kw_only=True):
+class LrTuning(Record, frozen=True, kw_only=True):
     """What was found of the learning rate in short runs."""
 
     trials: int
@@ -178,9 +178,9 @@ class RateTuning(Record, frozen=True, kw_only=True):
     """Mean over the last quarter of a run; ``None`` where it was not run, or is not finite."""
     best_loss: float | None
     study: str
-    history: list[RateTrial] = []
+    history: list[LrTrial] = []
     """Every learning rate that was tried, in order."""
-    pairs: list[RatePair] = []
+    pairs: list[LrComparison] = []
     """What decided."""
     sampler: str = ""
     """Who chose what to try, in words."""
@@ -209,7 +209,7 @@ class Tuning(Record, frozen=True, kw_only=True):
     """What choosing and keeping the trials took of it."""
     notes: list[str] = []
     """What a person should know of the choice, a line each."""
-    learning_rate: RateTuning | None = None
+    learning_rate: LrTuning | None = None
     """What was found of the learning rate, where that was asked for."""
 
 
@@ -260,7 +260,7 @@ class Training(Record, frozen=True, kw_only=True):
     resumed_from: str | None
     checkpoint: str | None
     seconds: float = 0.0
-    skipped_windows: int = 0
+    skipped_steps: int = 0
     validation: dict[str, float | None] = {}
     """Held-out figures at the end; ``None``: not finite."""
     noise_scale: float | None = None

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class Meter(Protocol):
     """Readings of one session on a device."""
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made out of the device's sight (a batch, say) as held on it.
 
         Raises:
             torch.OutOfMemoryError: they do not fit in the budget.
         """
 
-    def aside(self) -> AbstractContextManager[None]:
+    def uncounted(self) -> AbstractContextManager[None]:
         """Inside, nothing is counted: for what a card would never see, such as a batch being joined."""
 
     def mark(self, phase: str) -> None:

@@ -15,9 +15,9 @@ import torch
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
-from autobatch.device.allocator.ledger import Ledger, MemoryStats, OutOfBudget
+from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator, MemoryStats
 from autobatch.device.allocator.trace import Trace
-from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 
@@ -32,11 +32,11 @@ workers that load data, and what operators use besides tensors."""
 class SilentMeter:
     """A meter of a session in which nothing is counted."""
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing."""
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Do nothing."""
         yield
 
@@ -85,9 +85,9 @@ class CpuDevice:
         """What live tensors may hold."""
         return self._budget_bytes
 
-    def new_allocator(self) -> Ledger:
+    def new_allocator(self) -> CountingAllocator:
         """An empty allocator with the budget, to replay in."""
-        return Ledger(self._budget_bytes)
+        return CountingAllocator(self._budget_bytes)
 
     def describe(self) -> DeviceRecord:
         """Name, total and budget; what others hold shows in what is available."""
@@ -104,7 +104,7 @@ class CpuDevice:
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
         """Inside, a step that outgrows the budget raises ``torch.OutOfMemoryError``."""
-        with StorageTracker(self.new_allocator(), text=refusal_text) as tracker:
+        with StorageMeter(self.new_allocator(), text=refusal_text) as tracker:
             yield tracker
 
     @contextmanager
@@ -132,7 +132,7 @@ class CpuDevice:
         """Do nothing: operators on the processor are done when they return."""
 
 
-def refusal_text(error: OutOfBudget) -> str:
+def refusal_text(error: BudgetExceeded) -> str:
     """Say what was asked, what is held, and the budget."""
     return (
         f"CPU out of memory: {format_bytes(error.attempted)} asked for, {format_bytes(error.free)} free: "

@@ -39,7 +39,7 @@ _HEADROOM_SHARE = 0.05
 _HEADROOM_LEAST_BYTES = 512 * MiB
 
 
-class VisibleCard(Record, frozen=True, kw_only=True):
+class VisibleGpu(Record, frozen=True, kw_only=True):
     """A card that torch can use, for people."""
 
     index: int
@@ -68,10 +68,10 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(index)
         self._retries_before = self._retries()
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing: the batch really lies on the card, and its allocator has counted it."""
 
-    def aside(self) -> contextlib.AbstractContextManager[None]:
+    def uncounted(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: what is joined on the host is not on the card."""
         return contextlib.nullcontext()
 
@@ -118,16 +118,16 @@ class CudaDevice:
     """
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
-        _require_card(index)
+        _require_gpu(index)
         first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
         self._index = index
         self._expandable = False
         """Whether its sessions tell the allocator to use expandable segments."""
         self._properties = torch.cuda.get_device_properties(index)
         self._uuid = str(getattr(self._properties, "uuid", "")) or None
-        before = _nvml_card(self._uuid)
+        before = _nvml_gpu(self._uuid)
         torch.cuda.synchronize(index)  # makes the context
-        after = _nvml_card(self._uuid)
+        after = _nvml_gpu(self._uuid)
         self._context_bytes = _growth(before, after) if first else None
         free_bytes, source, self._notes = self._free(after)
         self._budget_bytes, self._budget_source = resolve_budget(
@@ -155,14 +155,14 @@ class CudaDevice:
 
     def describe(self) -> DeviceRecord:
         """Name, total, budget and who else holds memory; reads the driver anew."""
-        card = _nvml_card(self._uuid)
+        gpu = _nvml_gpu(self._uuid)
         notes = list(self._notes)
         others = None
         holders: list[MemoryHolder] = []
-        if isinstance(card, nvml.NvmlCard) and not self._properties.is_integrated:
+        if isinstance(gpu, nvml.NvmlGpu) and not self._properties.is_integrated:
             held = torch.cuda.memory_reserved(self._index) + (self._context_bytes or 0)
-            others = others_bytes(card, held_bytes=held)
-            found = nvml.read_holders(card.uuid)
+            others = others_bytes(gpu, held_bytes=held)
+            found = nvml.read_holders(gpu.uuid)
             if not isinstance(found, nvml.NvmlAbsent):
                 holders = [holder for holder in found if holder.pid != os.getpid()]
             if others is not None and self._context_bytes is None:
@@ -266,16 +266,16 @@ class CudaDevice:
         fraction = 1.0 if read is None else read(self._index)
         return round(fraction * self._properties.total_memory)
 
-    def _free(self, card: nvml.NvmlCard | nvml.NvmlAbsent) -> tuple[int, str, list[str]]:
+    def _free(self, gpu: nvml.NvmlGpu | nvml.NvmlAbsent) -> tuple[int, str, list[str]]:
         """What is free now, in bytes, who says so, and what a person should know of it."""
         if self._properties.is_integrated:
             # The driver's own figure is the free memory of the host, which counts its page cache as taken.
             host = host_memory()
             if host.available_bytes is not None:
                 return host.available_bytes, host.source, ["the card shares the host's memory"]
-        if isinstance(card, nvml.NvmlCard) and card.free_bytes is not None:
-            return card.free_bytes, "NVML", []
-        reason = card.reason if isinstance(card, nvml.NvmlAbsent) else "the card does not tell what is free"
+        if isinstance(gpu, nvml.NvmlGpu) and gpu.free_bytes is not None:
+            return gpu.free_bytes, "NVML", []
+        reason = gpu.reason if isinstance(gpu, nvml.NvmlAbsent) else "the card does not tell what is free"
         free_bytes, _ = torch.cuda.mem_get_info(self._index)
         return free_bytes, "the CUDA driver", [f"no figures from NVML: {reason}"]
 
@@ -285,26 +285,26 @@ def _allocator_settings() -> Callable[[str], None] | None:
     return getattr(torch._C, "_accelerator_setAllocatorSettings", None)
 
 
-def visible_cards() -> list[VisibleCard]:
+def visible_gpus() -> list[VisibleGpu]:
     """List the cards that torch can use, in its order; none where there is no card or no CUDA build."""
     if not torch.cuda.is_available():
         return []
-    cards = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", "")) or None
-        card = _nvml_card(uuid)
-        cards.append(
-            VisibleCard(
+        gpu = _nvml_gpu(uuid)
+        gpus.append(
+            VisibleGpu(
                 index=index,
                 name=properties.name,
                 uuid=uuid,
                 total_bytes=properties.total_memory,
-                free_bytes=card.free_bytes if isinstance(card, nvml.NvmlCard) else None,
+                free_bytes=gpu.free_bytes if isinstance(gpu, nvml.NvmlGpu) else None,
                 capability=f"{properties.major}.{properties.minor}",
             )
         )
-    return cards
+    return gpus
 
 
 def resolve_budget(
@@ -403,19 +403,19 @@ def why_refused(stats: MemoryStats, budget_bytes: int) -> str | None:
     return None
 
 
-def others_bytes(card: nvml.NvmlCard, *, held_bytes: int) -> int | None:
+def others_bytes(gpu: nvml.NvmlGpu, *, held_bytes: int) -> int | None:
     """Return what other processes hold of a card, in bytes; ``None`` where NVML has no figures.
 
     Args:
-        card: The reading; its total less its free counts the driver's own share, which belongs to nobody.
+        gpu: The reading; its total less its free counts the driver's own share, which belongs to nobody.
         held_bytes: What this process holds: its allocator's segments and its context.
     """
-    if card.total_bytes is None or card.free_bytes is None:
+    if gpu.total_bytes is None or gpu.free_bytes is None:
         return None
-    return max(0, card.total_bytes - card.free_bytes - (card.driver_reserved_bytes or 0) - held_bytes)
+    return max(0, gpu.total_bytes - gpu.free_bytes - (gpu.driver_reserved_bytes or 0) - held_bytes)
 
 
-def _require_card(index: int) -> None:
+def _require_gpu(index: int) -> None:
     if not torch.cuda.is_available():
         raise InputError(
             f"cuda:{index} was asked for, and torch {torch.__version__} finds no CUDA card: "
@@ -426,19 +426,19 @@ def _require_card(index: int) -> None:
         raise InputError(f"cuda:{index} was asked for, and torch finds {count}: cuda:0 to cuda:{count - 1}")
 
 
-def _nvml_card(uuid: str | None) -> nvml.NvmlCard | nvml.NvmlAbsent:
+def _nvml_gpu(uuid: str | None) -> nvml.NvmlGpu | nvml.NvmlAbsent:
     """Find a card in NVML by torch's UUID, which lacks the prefix that tells a MIG slice from a card."""
     if uuid is None:
         return nvml.NvmlAbsent(reason="torch does not tell the UUID of the card")
-    card = nvml.read_card(f"MIG-{uuid}")
-    if isinstance(card, nvml.NvmlAbsent):
-        card = nvml.read_card(f"GPU-{uuid}")
-    if isinstance(card, nvml.NvmlCard) and card.mig_mode:
+    gpu = nvml.read_gpu(f"MIG-{uuid}")
+    if isinstance(gpu, nvml.NvmlAbsent):
+        gpu = nvml.read_gpu(f"GPU-{uuid}")
+    if isinstance(gpu, nvml.NvmlGpu) and gpu.mig_mode:
         return nvml.NvmlAbsent(reason="the card is cut by MIG, and its figures are not those of the slice")
-    return card
+    return gpu
 
 
-def _growth(before: nvml.NvmlCard | nvml.NvmlAbsent, after: nvml.NvmlCard | nvml.NvmlAbsent) -> int | None:
+def _growth(before: nvml.NvmlGpu | nvml.NvmlAbsent, after: nvml.NvmlGpu | nvml.NvmlAbsent) -> int | None:
     """What the context took, in bytes; ``None`` where that cannot be told."""
     if isinstance(before, nvml.NvmlAbsent) or isinstance(after, nvml.NvmlAbsent):
         return None

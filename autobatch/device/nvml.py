@@ -3,7 +3,7 @@
 Every reading opens NVML, asks, and shuts it down again; nothing is kept. NVML is a help and never needed, so
 whatever it fails with becomes an `NvmlAbsent` with one line of reason, and a figure that a card does not give
 becomes ``None``. Sizes are bytes. NVML knows nothing of ``CUDA_VISIBLE_DEVICES``: cards are named by UUID,
-and `visible_cards` says which of them CUDA will show, before any CUDA context exists.
+and `visible_gpus` says which of them CUDA will show, before any CUDA context exists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REINSTALL = "pip uninstall pynvml, then pip install --force-reinstall nvidia-ml
 _ORDINAL = re.compile(r"[+-]?[0-9]+")
 
 
-class NvmlCard(Record, frozen=True, kw_only=True):
+class NvmlGpu(Record, frozen=True, kw_only=True):
     """A card, or a MIG slice of one, as NVML sees it."""
 
     uuid: str
@@ -66,7 +66,7 @@ class NvmlReading(Record, frozen=True, kw_only=True):
     """All cards that the driver shows to this process, by PCI bus."""
 
     driver_version: str | None
-    cards: list[NvmlCard]
+    gpus: list[NvmlGpu]
     notes: list[str]
     """Cards that did not answer, a line each."""
 
@@ -77,7 +77,7 @@ class NvmlAbsent(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class VisibleCards(Record, frozen=True, kw_only=True):
+class VisibleGpus(Record, frozen=True, kw_only=True):
     """The cards that CUDA will show, in its order."""
 
     uuids: list[str] | None
@@ -85,14 +85,14 @@ class VisibleCards(Record, frozen=True, kw_only=True):
     note: str | None = None
 
 
-def read_cards() -> NvmlReading | NvmlAbsent:
+def read_gpus() -> NvmlReading | NvmlAbsent:
     """List the cards with their memory, or say why that cannot be done."""
-    return _ask(_read_cards)
+    return _ask(_read_gpus)
 
 
-def read_card(uuid: str) -> NvmlCard | NvmlAbsent:
+def read_gpu(uuid: str) -> NvmlGpu | NvmlAbsent:
     """Read one card, or one MIG slice, by its UUID with prefix (``GPU-…``, ``MIG-…``)."""
-    return _ask(lambda nvml: _card(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+    return _ask(lambda nvml: _gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
 
 
 def read_holders(uuid: str) -> list[MemoryHolder] | NvmlAbsent:
@@ -103,7 +103,7 @@ def read_holders(uuid: str) -> list[MemoryHolder] | NvmlAbsent:
     return _ask(lambda nvml: _holders(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
 
 
-def visible_cards(environ: Mapping[str, str], cards: Sequence[NvmlCard]) -> VisibleCards:
+def visible_gpus(environ: Mapping[str, str], gpus: Sequence[NvmlGpu]) -> VisibleGpus:
     """Resolve ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` to UUIDs in the order of CUDA.
 
     As CUDA reads it: the first entry says whether indices, ``GPU-`` prefixes or ``MIG-`` names are listed;
@@ -112,23 +112,23 @@ def visible_cards(environ: Mapping[str, str], cards: Sequence[NvmlCard]) -> Visi
 
     Args:
         environ: The environment to read, ``os.environ`` as a rule.
-        cards: All cards of the machine, as `read_cards` lists them.
+        gpus: All cards of the machine, as `read_gpus` lists them.
     """
     asked = environ.get("CUDA_VISIBLE_DEVICES")
     entries = None if asked is None else [entry.strip() for entry in asked.split(",")]
     if entries and entries[0].startswith("MIG-"):
-        slices = [uuid for card in cards for uuid in card.mig_uuids]
+        slices = [uuid for gpu in gpus for uuid in gpu.mig_uuids]
         return _by_name(entries, "MIG-", slices, known=bool(slices))
     if entries and entries[0].startswith("GPU-"):
-        found = _by_name(entries, "GPU-", [card.uuid for card in cards], known=True)
+        found = _by_name(entries, "GPU-", [gpu.uuid for gpu in gpus], known=True)
     else:
-        found = _by_index(entries, environ.get("CUDA_DEVICE_ORDER"), cards)
-    if any(card.mig_mode and card.uuid in (found.uuids or ()) for card in cards):
-        return VisibleCards(uuids=None, note="a card is cut by MIG: name its slice in CUDA_VISIBLE_DEVICES")
+        found = _by_index(entries, environ.get("CUDA_DEVICE_ORDER"), gpus)
+    if any(gpu.mig_mode and gpu.uuid in (found.uuids or ()) for gpu in gpus):
+        return VisibleGpus(uuids=None, note="a card is cut by MIG: name its slice in CUDA_VISIBLE_DEVICES")
     return found
 
 
-def _by_name(entries: list[str], prefix: str, known_uuids: list[str], *, known: bool) -> VisibleCards:
+def _by_name(entries: list[str], prefix: str, known_uuids: list[str], *, known: bool) -> VisibleGpus:
     uuids: list[str] = []
     for entry in entries:
         # Slices may be hidden from NVML by lack of privilege: then the name is taken at its word.
@@ -139,27 +139,27 @@ def _by_name(entries: list[str], prefix: str, known_uuids: list[str], *, known: 
     return _without_repeats(uuids)
 
 
-def _by_index(entries: list[str] | None, order: str | None, cards: Sequence[NvmlCard]) -> VisibleCards:
-    by_bus = [card.uuid for card in sorted(cards, key=lambda card: card.pci_bus_id or "")]
+def _by_index(entries: list[str] | None, order: str | None, gpus: Sequence[NvmlGpu]) -> VisibleGpus:
+    by_bus = [gpu.uuid for gpu in sorted(gpus, key=lambda gpu: gpu.pci_bus_id or "")]
     indices = list(range(len(by_bus))) if entries is None else []
     for entry in entries or ():
         match = _ORDINAL.match(entry)  # as strtoul reads it: "1x" is 1
         if match is None or not 0 <= int(match[0]) < len(by_bus):
             break
         indices.append(int(match[0]))
-    alike = len({card.name for card in cards}) == 1 and None not in {card.name for card in cards}
-    if indices and order != "PCI_BUS_ID" and len(cards) > 1 and not alike:
-        return VisibleCards(
+    alike = len({gpu.name for gpu in gpus}) == 1 and None not in {gpu.name for gpu in gpus}
+    if indices and order != "PCI_BUS_ID" and len(gpus) > 1 and not alike:
+        return VisibleGpus(
             uuids=None,
             note="CUDA numbers unlike cards by speed: set CUDA_DEVICE_ORDER=PCI_BUS_ID to number them by bus",
         )
     return _without_repeats([by_bus[index] for index in indices])
 
 
-def _without_repeats(uuids: list[str]) -> VisibleCards:
+def _without_repeats(uuids: list[str]) -> VisibleGpus:
     if len(set(uuids)) < len(uuids):
-        return VisibleCards(uuids=[], note="CUDA_VISIBLE_DEVICES names a card twice: CUDA then shows none")
-    return VisibleCards(uuids=uuids)
+        return VisibleGpus(uuids=[], note="CUDA_VISIBLE_DEVICES names a card twice: CUDA then shows none")
+    return VisibleGpus(uuids=uuids)
 
 
 def _ask(question: Callable[[Any], T]) -> T | NvmlAbsent:
@@ -225,26 +225,26 @@ def _optional(nvml: Any, function: str, *args: Any) -> Any:
         return None
 
 
-def _read_cards(nvml: Any) -> NvmlReading:
-    cards, notes = [], []
+def _read_gpus(nvml: Any) -> NvmlReading:
+    gpus, notes = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            cards.append(_card(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+            gpus.append(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
         except _failures(nvml) as error:
             notes.append(f"card {index} does not answer: {_reason(error)}")
     version = _optional(nvml, "nvmlSystemGetDriverVersion")
-    cards.sort(key=lambda card: card.pci_bus_id or "")
-    return NvmlReading(driver_version=version, cards=cards, notes=notes)
+    gpus.sort(key=lambda gpu: gpu.pci_bus_id or "")
+    return NvmlReading(driver_version=version, gpus=gpus, notes=notes)
 
 
-def _card(nvml: Any, handle: Any) -> NvmlCard:
+def _gpu(nvml: Any, handle: Any) -> NvmlGpu:
     memory = _optional(nvml, "nvmlDeviceGetMemoryInfo", handle)
     if memory is not None and not memory.total:
         memory = None  # unified memory, on drivers that do not call it "not supported"
     detailed = _optional(nvml, "nvmlDeviceGetMemoryInfo", handle, getattr(nvml, "nvmlMemory_v2", None))
     pci = _optional(nvml, "nvmlDeviceGetPciInfo", handle)
     mig = _optional(nvml, "nvmlDeviceGetMigMode", handle)
-    return NvmlCard(
+    return NvmlGpu(
         uuid=nvml.nvmlDeviceGetUUID(handle),
         name=_optional(nvml, "nvmlDeviceGetName", handle),
         total_bytes=memory.total if memory else None,

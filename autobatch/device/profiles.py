@@ -171,7 +171,7 @@ __all__ = [
 ]
 
 
-SAME_CARD = 0.05
+SAME_GPU = 0.05
 """How far two totals of the same card may lie apart: driver, ECC and system take up to that share."""
 
 
@@ -240,7 +240,7 @@ def match_profile(
     """Find the profile of a card that is here.
 
     The driver's name and the compute capability must be equal (but for case, and the words NVIDIA and Tesla),
-    and the totals within ``SAME_CARD``, for some names stand for cards of several sizes. Nothing is guessed
+    and the totals within ``SAME_GPU``, for some names stand for cards of several sizes. Nothing is guessed
     from a part of a name: an H200 is no H20.
 
     Args:
@@ -258,7 +258,7 @@ def match_profile(
         for profile in list_profiles(user_dir=user_dir, package=package).profiles
         if _plain(name) in {_plain(known) for known in (profile.title, *profile.device_names)}
         and profile.compute_capability == compute_capability
-        and abs(profile.total_bytes - total_bytes) <= SAME_CARD * profile.total_bytes
+        and abs(profile.total_bytes - total_bytes) <= SAME_GPU * profile.total_bytes
     ]
     return min(fitting, key=lambda profile: abs(profile.total_bytes - total_bytes), default=None)
 

@@ -21,8 +21,8 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import MemoryStats, OutOfBudget, cuda_oom_text
-from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats, cuda_oom_text
+from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
 
 HEADROOM_SHARE = 0.05
@@ -36,7 +36,7 @@ USUAL_CONTEXT_BYTES = 512 * MiB
 """For a card whose context was never seen: between 0.1 and 0.7 GiB in CUDA's out-of-memory texts."""
 
 
-class Card(Protocol):
+class Gpu(Protocol):
     """What is needed of a hardware profile."""
 
     @property
@@ -56,7 +56,7 @@ class Card(Protocol):
         """Held by the CUDA context; ``None``: not known."""
 
 
-def card_budget(profile: Card, memory_budget: str | int | None = None) -> tuple[int, str]:
+def simulated_budget(profile: Gpu, memory_budget: str | int | None = None) -> tuple[int, str]:
     """What the allocator may hold on a card with nobody else on it, in bytes, and how that came about.
 
     Raises:
@@ -85,7 +85,7 @@ def card_budget(profile: Card, memory_budget: str | int | None = None) -> tuple[
     )
 
 
-def context_bytes(profile: Card) -> int:
+def context_bytes(profile: Gpu) -> int:
     """What the CUDA context takes of a card."""
     return USUAL_CONTEXT_BYTES if profile.context_bytes is None else profile.context_bytes
 
@@ -106,10 +106,10 @@ class SimulatedDevice:
     """
 
     def __init__(
-        self, profile: Card, memory_budget: str | int | None = None, *, expandable_segments: bool = False
+        self, profile: Gpu, memory_budget: str | int | None = None, *, expandable_segments: bool = False
     ) -> None:
         self._profile = profile
-        self._budget_bytes, self._budget_source = card_budget(profile, memory_budget)
+        self._budget_bytes, self._budget_source = simulated_budget(profile, memory_budget)
         self._config = AllocatorConfig(expandable_segments=expandable_segments)
         self._session: CachingAllocator | None = None
 
@@ -179,15 +179,15 @@ class SimulatedDevice:
     def synchronize(self) -> None:
         """Do nothing: operators on the processor are done when they return."""
 
-    def _text(self, error: OutOfBudget) -> str:
+    def _text(self, error: BudgetExceeded) -> str:
         profile = self._profile
         return cuda_oom_text(error, total_bytes=profile.total_bytes, context_bytes=context_bytes(profile))
 
     @contextmanager
-    def _tracked(self, *, record: bool) -> Iterator[StorageTracker]:
+    def _tracked(self, *, record: bool) -> Iterator[StorageMeter]:
         outer, self._session = self._session, self.new_allocator()
         try:
-            with StorageTracker(self._session, text=self._text, record=record) as tracker:
+            with StorageMeter(self._session, text=self._text, record=record) as tracker:
                 yield tracker
         finally:
             self._session = outer

@@ -78,7 +78,7 @@ _FUSED = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_sof
 
 
 @contextmanager
-def cuda_personality(capability: tuple[int, int]) -> Iterator[None]:
+def cuda_policy(capability: tuple[int, int]) -> Iterator[None]:
     """Inside, the operators of CPU tensors follow CUDA's policy.
 
     Args:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autobatch.core.records import MemoryCurve, PredictedPoint
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.ledger import Allocator, Ledger
+from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Polynomial, Untraceable
@@ -54,7 +54,7 @@ def explain(step: Footprint, micro_batch: int, *, depth: int = 2) -> Explanation
         Untraceable: the step follows no rule at that size.
     """
     trace = step.program.at(micro_batch)
-    outcome = replay(trace, Ledger())
+    outcome = replay(trace, CountingAllocator())
     live: dict[int, Polynomial] = {}
     for (block, size), (_, rule) in zip(
         trace.events[: outcome.peak_at + 1], step.program.events[: outcome.peak_at + 1], strict=True
@@ -122,7 +122,7 @@ def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> Mem
         Untraceable: the step follows no rule at that size.
     """
     trace = step.program.at(micro_batch)
-    first = _last_window(trace)
+    first = _last_step(trace)
     live = dict.fromkeys(KINDS, 0)
     handles: dict[int, tuple[object, int]] = {}
     rows: list[tuple[int, dict[str, int]]] = []
@@ -171,7 +171,7 @@ def predicted_points(
     return points
 
 
-def _last_window(trace: Trace) -> int:
+def _last_step(trace: Trace) -> int:
     """Index of the first event of the last window: behind the optimizer's step of the one before."""
     starts = [
         position

@@ -22,7 +22,7 @@ from torch import nn
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, Trace, replay
 from autobatch.footprint.cuda_policy import missing_parts
 from autobatch.footprint.program import Program, Untraceable, largest
@@ -149,7 +149,7 @@ def predict(
 
     try:
         # Each is a cap for the next: what live bytes alone outgrow fits in no allocator.
-        high = largest(program, lambda: Ledger(budget_bytes), cap, neighbours=0) or 0
+        high = largest(program, lambda: CountingAllocator(budget_bytes), cap, neighbours=0) or 0
         best = largest(program, allocator, high) or 0
         low = largest(program, lambda: allocator(1 - step.margin), best, neighbours=0) or 0
         asked = best if micro_batch is None else micro_batch
@@ -184,7 +184,7 @@ def _fit(setting: Setting, first: Trace) -> Program:
     """The program behind traces at the first sizes, that a trace at the size after them begins like."""
     points = [(SIZES[0], first)]
     # Sizes follow the micro-batch in the first window as in all; only the first ends without later ones.
-    short = replace(setting, windows=setting.windows[:1])
+    short = replace(setting, steps=setting.steps[:1])
     for size, check in pairwise(SIZES[1:]):
         points.append((size, _record(setting, size).trace))
         program = Program.fit(points)

@@ -221,7 +221,8 @@ def largest(
 
     What is reserved is not monotone in the micro-batch, so "largest" has a limit: the answer m fits, and none
     of the next 16 sizes up to ``cap`` does, unless larger ones were found eight times over; m+1 never does.
-    Where fitting is monotone, as for a `Ledger` over a program whose sizes grow, m is the largest of all.
+    Where fitting is monotone, as for a `CountingAllocator` over a program whose sizes grow, m is the largest
+    of all.
 
     Args:
         program: the step.

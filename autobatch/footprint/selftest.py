@@ -47,7 +47,7 @@ def self_test() -> str | None:
         batch_of=lambda size: torch.zeros(size, _WIDTH),
         precision="bf16",
         capability=(8, 0),
-        windows=(1,),
+        steps=(1,),
     )
     try:
         found = record(setting, _SAMPLES)

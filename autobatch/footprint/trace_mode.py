@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.output_size import Workspaces
 from autobatch.device.allocator.trace import Trace, repetition
-from autobatch.device.allocator.tracker import StorageMode
+from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.footprint.attention import backward_scratch_bytes
 
 aten = torch.ops.aten
@@ -84,12 +84,12 @@ class Recording:
     """Whether a selection by values was met, and taken to keep everything."""
 
 
-class Recorder(StorageMode):  # type: ignore[no-untyped-call]
+class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
     """A storage mode for fakes that answers what only values could tell."""
 
-    def __init__(self, *, on_card: bool) -> None:
-        super().__init__(Ledger(), storage_device="meta", on_new=self._label_new)
-        self._on_card = on_card
+    def __init__(self, *, on_gpu: bool) -> None:
+        super().__init__(CountingAllocator(), storage_device="meta", on_new=self._label_new)
+        self._on_gpu = on_gpu
         self.modules: list[str] = []
         self._labels: list[Label] = []
         self._phase = "setup"
@@ -140,7 +140,7 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
     def adopt_as(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made elsewhere, and say what they are for."""
         adopted = list(tensors)
-        self.adopt(adopted)
+        self.count(adopted)
         self.label(kind, adopted)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -159,7 +159,7 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         if func.name().startswith("aten::_foreach_") and func._schema.name.endswith("_"):
             # In place over hundreds of tensors: nothing comes of it but time.
             return None
-        if self._on_card and func is aten.lift_fresh.default:
+        if self._on_gpu and func is aten.lift_fresh.default:
             # ``torch.tensor(1.0)``: where no device is named, it stands on the host, also with a card.
             return func(*args, **(kwargs or {}))
         if func in _PRODUCTS:
@@ -176,7 +176,7 @@ class Recorder(StorageMode):  # type: ignore[no-untyped-call]
         if func is _RECURRENT:
             out = (*out[:3], self._empty([self._workspaces.bytes_of(args)], torch.uint8))
         scratch = backward_scratch_bytes(func, args)
-        if self._on_card and scratch:
+        if self._on_gpu and scratch:
             self.transient(scratch)
         return out
 

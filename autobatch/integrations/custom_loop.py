@@ -14,17 +14,17 @@ from torch.utils.data import IterableDataset
 
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.records import Plan
-from autobatch.integrations.stream import Piece, as_piece, rejoin, samples_of, split, windows_of
+from autobatch.integrations.stream import Piece, as_piece, cut_epoch, rejoin, samples_of, split
 from autobatch.planning import micro_batches
 from autobatch.step.gradients import LOW_PRECISION, Gradients
-from autobatch.step.restore import BufferKeeper
-from autobatch.step.train_state import Trainee
-from autobatch.step.train_step import Tally, WindowResult, add_backward, finish, share_of
+from autobatch.step.restore import BufferSnapshot
+from autobatch.step.train_state import TrainState
+from autobatch.step.train_step import StepAccumulator, StepResult, backward_scaled, finish, scaled_loss
 from autobatch.training.loop import LEAST_LOSS_SCALE
-from autobatch.workload.contract import Batch, Loss, kind_of
-from autobatch.workload.data import fetch, join_samples
+from autobatch.workload.contract import Collated, Loss, kind_of
+from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.nested import form_of
-from autobatch.workload.order import Course
+from autobatch.workload.order import GlobalBatchSampler
 
 Optimizer = torch.optim.Optimizer
 
@@ -33,7 +33,7 @@ Optimizer = torch.optim.Optimizer
 class MicroBatch:
     """What one forward and backward pass takes."""
 
-    batch: Batch
+    batch: Collated
     """As the collate or the loader made it; on the device that it came from."""
     samples: int
 
@@ -42,19 +42,19 @@ class MicroBatch:
         return self.samples
 
 
-class Window:
+class Batch:
     """The samples of one optimizer step, in micro-batches."""
 
     def __init__(
-        self, trainee: Trainee, index: int, samples: int, batches: Iterator[tuple[Batch, int]]
+        self, train_state: TrainState, index: int, samples: int, batches: Iterator[tuple[Collated, int]]
     ) -> None:
         self.index = index
         """Number of the window in the run, from 0."""
         self.samples = samples
         """The plan's target batch; fewer where the data of the window end."""
-        self._trainee = trainee
+        self._trainee = train_state
         self._batches = batches
-        self._tally = Tally(samples=samples)
+        self._tally = StepAccumulator(samples=samples)
         self._open: int | None = None
         self._stepped = False
 
@@ -92,17 +92,17 @@ class Window:
             )
         gradients = self._trainee.gradients
         if not self._tally.micro_batches:
-            gradients.discard()
-        share = share_of(self._trainee, self._tally, loss, self._open)
-        with gradients.adding():
-            add_backward(self._trainee, self._tally, share, self._open)
+            gradients.clear()
+        share = scaled_loss(self._trainee, self._tally, loss, self._open)
+        with gradients.accumulating():
+            backward_scaled(self._trainee, self._tally, share, self._open)
         self._open = None
 
-    def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> WindowResult:
+    def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:
         """Take the optimizer step of the window, and free its gradients.
 
         Args:
-            optimizers: those whose parameters the window trains; none: those given to `windows`.
+            optimizers: those whose parameters the window trains; none: those given to `batches`.
             max_grad_norm: clip the window's gradient to this 2-norm; ``None``: no clipping.
 
         Returns:
@@ -114,12 +114,12 @@ class Window:
             NonFiniteError: the loss or the gradient is not finite; no step was taken.
         """
         self._refuse_unfinished()
-        trainee = self._trainee
-        _train(trainee, optimizers, len(self._tally.micro_batches))
-        trainee.max_grad_norm = max_grad_norm
+        train_state = self._trainee
+        _train(train_state, optimizers, len(self._tally.micro_batches))
+        train_state.max_grad_norm = max_grad_norm
         self._stepped = True
-        result = finish(trainee, self._tally, mark=lambda _: None)
-        scaler = trainee.scaler
+        result = finish(train_state, self._tally, mark=lambda _: None)
+        scaler = train_state.scaler
         if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
             return result
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
@@ -128,7 +128,7 @@ class Window:
             "learning rate and at the precision"
         )
 
-    def refuse_unstepped(self) -> None:
+    def check_stepped(self) -> None:
         """Refuse to go on to the next window where gradients of this one would leak into it.
 
         Raises:
@@ -161,10 +161,10 @@ class Window:
         return f"window {self.index}"
 
 
-def trainee_of(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None) -> Trainee:
+def train_state_of(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None) -> TrainState:
     """What a step needs to know, of a model that only the user's own loop sees."""
     nobody = nn.Module()
-    trainee = Trainee(
+    train_state = TrainState(
         model=nobody,
         loss=_no_loss,
         optimizers=(),
@@ -175,26 +175,26 @@ def trainee_of(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | N
         scaler=scaler if scaler is not None and scaler.is_enabled() else None,
         max_grad_norm=None,
         gradients=Gradients(nobody, ()),
-        buffers=BufferKeeper(nobody),
+        buffers=BufferSnapshot(nobody),
     )
-    _train(trainee, tuple(optimizers), 0)
-    return trainee
+    _train(train_state, tuple(optimizers), 0)
+    return train_state
 
 
 def _no_loss(*_: object) -> Tensor:
     raise AssertionError("the forward pass is the user's")
 
 
-def _train(trainee: Trainee, optimizers: tuple[Optimizer, ...], micro_batches: int) -> None:
+def _train(train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches: int) -> None:
     """Let a window's gradients be those of these optimizers."""
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise InputError(f"window.step() takes optimizers of torch.optim, found {kind_of(one)}")
-    if not (optimizers or trainee.optimizers or not micro_batches):
+    if not (optimizers or train_state.optimizers or not micro_batches):
         raise InputError(
             "window.step() needs an optimizer: give it here, or to autobatch.windows(optimizer=…)"
         )
-    if not optimizers or optimizers == trainee.optimizers:
+    if not optimizers or optimizers == train_state.optimizers:
         return
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     low = {
@@ -207,18 +207,18 @@ def _train(trainee: Trainee, optimizers: tuple[Optimizer, ...], micro_batches: i
             f"parameters in {', '.join(sorted(low))}: their gradients must be added up in float32 from the "
             "first micro-batch on, so give the optimizer to autobatch.windows(…, optimizer=…) already"
         )
-    trainee.optimizers = optimizers
-    trainee.parameters = list({id(p): p for p in parameters}.values())
-    trainee.gradients = Gradients(trainee.model, optimizers)
+    train_state.optimizers = optimizers
+    train_state.parameters = list({id(p): p for p in parameters}.values())
+    train_state.gradients = Gradients(train_state.model, optimizers)
 
 
-Collate: TypeAlias = Callable[[list[Any]], Batch] | None
+Collate: TypeAlias = Callable[[list[Any]], Collated] | None
 
 
-class Windows:
-    """The windows of a run; see `windows`."""
+class Batches:
+    """The windows of a run; see `batches`."""
 
-    def __init__(self, drawn: Iterable[Window], total: int | None) -> None:
+    def __init__(self, drawn: Iterable[Batch], total: int | None) -> None:
         self._drawn = drawn
         self._total = total
         self._begun = False
@@ -233,7 +233,7 @@ class Windows:
             raise TypeError("how many windows a stream gives is not known beforehand: give steps=")
         return self._total
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[Batch]:
         """Draw the windows.
 
         Raises:
@@ -248,10 +248,10 @@ class Windows:
         self._begun = True
         for window in self._drawn:
             yield window
-            window.refuse_unstepped()
+            window.check_stepped()
 
 
-def windows(
+def batches(
     data: Any,
     plan: Plan,
     *,
@@ -264,7 +264,7 @@ def windows(
     batched: bool | None = None,
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scaler: torch.amp.GradScaler | None = None,
-) -> Windows:
+) -> Batches:
     """Cut data into windows of exactly the plan's target batch, for a loop of your own.
 
     Gradients must be clear before the first window (``optimizer.zero_grad()``), or be cleared by it: give the
@@ -273,7 +273,7 @@ def windows(
     Args:
         data: map-style data (in the order of ``autobatch.fit`` with this seed); or an iterable of samples; or
             a ``DataLoader``, whose batches are cut and joined anew along dimension 0.
-        plan: its target batch, its split and its ``last_window`` count; of `autobatch.plan`, say.
+        plan: its target batch, its split and its ``last_batch`` count; of `autobatch.plan`, say.
         steps: windows to run, ``start`` included; where both are given, the fewer.
         epochs: passes over the data; with neither, one.
         start: windows to leave out at the front, to go on with a run.
@@ -281,7 +281,7 @@ def windows(
         sampler: the order of an epoch of map-style data, as indices: ``range(len(data))`` shuffles nothing.
         collate: joins samples to a batch; ``None``: torch's default.
         batched: whether ``data`` gives batches; ``None``: so if it has a ``batch_size`` or ``batch_sampler``.
-        optimizer: one or several; needed here where parameters are in 16 bits, and then not in `Window.step`.
+        optimizer: one or several; needed here where parameters are in 16 bits, and then not in `Batch.step`.
         scaler: of fp16 training; windows whose gradients overflow take no step.
 
     Returns:
@@ -296,16 +296,16 @@ def windows(
     source = _Source(data, sampler=sampler, collate=collate, batched=batched)
     drawn: Iterable[list[Piece]]
     if source.is_map_style and sampler is None:
-        course = _course(len(data), plan, seed, steps=steps, epochs=epochs)
-        total: int | None = max(0, course.total - start)
-        drawn = ([Piece(index, 0, 1) for index in window.ids] for window in course.windows(start))
+        own = _sampler_of(len(data), plan, seed, steps=steps, epochs=epochs)
+        total: int | None = max(0, own.total - start)
+        drawn = ([Piece(index, 0, 1) for index in window.ids] for window in own.batches(start))
     else:
-        endless = windows_of(source.epoch, plan.target_batch, epochs=epochs, last_window=plan.last_window)
+        endless = cut_epoch(source.epoch, plan.target_batch, epochs=epochs, last_batch=plan.last_batch)
         drawn = itertools.islice(endless, start, steps)
         total = max(0, steps - start) if steps is not None and epochs is None else None
-    trainee = trainee_of([optimizer] if isinstance(optimizer, Optimizer) else optimizer, scaler)
+    train_state = train_state_of([optimizer] if isinstance(optimizer, Optimizer) else optimizer, scaler)
     numbered = enumerate(drawn, start)
-    return Windows((_window(trainee, plan, source, number, pieces) for number, pieces in numbered), total)
+    return Batches((_batch(train_state, plan, source, number, pieces) for number, pieces in numbered), total)
 
 
 class _Source:
@@ -337,7 +337,7 @@ class _Source:
             return map(as_piece, self._data)
         return (Piece(one, 0, 1) for one in (self._data if self._sampler is None else self._sampler))
 
-    def join(self, pieces: list[Piece]) -> Iterator[tuple[Batch, int]]:
+    def join(self, pieces: list[Piece]) -> Iterator[tuple[Collated, int]]:
         """A micro-batch; several where batches cannot be joined."""
         if self._batched:
             yield from rejoin(pieces)
@@ -345,35 +345,37 @@ class _Source:
         samples = [piece.content for piece in pieces]
         if self.is_map_style:
             samples = fetch(self._data, samples)
-        yield join_samples(samples, self._collate, option="collate= to autobatch.windows"), len(samples)
+        yield collate_samples(samples, self._collate, option="collate= to autobatch.windows"), len(samples)
 
 
-def _window(trainee: Trainee, plan: Plan, source: _Source, number: int, pieces: list[Piece]) -> Window:
+def _batch(train_state: TrainState, plan: Plan, source: _Source, number: int, pieces: list[Piece]) -> Batch:
     samples = samples_of(pieces)
     sizes = plan.micro_batches
     if sum(sizes) != samples:
         sizes = micro_batches(samples, plan.micro_batch)
     batches = itertools.chain.from_iterable(map(source.join, split(pieces, sizes)))
-    return Window(trainee, number, samples, batches)
+    return Batch(train_state, number, samples, batches)
 
 
-def _course(samples: int, plan: Plan, seed: int, *, steps: int | None, epochs: int | None) -> Course:
+def _sampler_of(
+    samples: int, plan: Plan, seed: int, *, steps: int | None, epochs: int | None
+) -> GlobalBatchSampler:
     if not samples:
         raise InputError("the data have 0 samples: at least 1 is needed")
-    course = Course(
+    sampler = GlobalBatchSampler(
         samples=samples,
         target_batch=plan.target_batch,
         seed=seed,
         steps=steps,
         epochs=epochs,
-        last_window=plan.last_window,
+        last_batch=plan.last_batch,
     )
-    if plan.last_window == "drop" and samples < plan.target_batch:
+    if plan.last_batch == "drop" and samples < plan.target_batch:
         raise InputError(
-            f"last_window='drop' leaves no window: {samples} samples for a target batch of "
+            f"last_batch='drop' leaves no window: {samples} samples for a target batch of "
             f"{plan.target_batch}; 'carry' or 'flush' keeps them"
         )
-    return course
+    return sampler
 
 
 def _check(plan: Plan, **numbers: int | None) -> None:

@@ -11,10 +11,10 @@ What its ``Trainer`` then does not do exactly:
 - Micro-batches are equal (see `even_split`), and the last one of an epoch may be short and counts like a
   whole one: give ``drop_last=True`` to the loader.
 - The last window of an epoch may have fewer micro-batches and is still divided by all of them: its gradient
-  is too small. ``plan.last_window`` is not followed.
+  is too small. ``plan.last_batch`` is not followed.
 - The learning rate is the optimizer's: take ``plan.learning_rate`` in ``configure_optimizers``.
 
-`autobatch.windows` has none of these limits.
+`autobatch.batches` has none of these limits.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Batch
-from autobatch.workload.order import LastWindow
+from autobatch.workload.contract import Collated
+from autobatch.workload.order import LastBatch
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
@@ -33,8 +33,8 @@ class Piece(NamedTuple):
     stop: int
 
 
-def windows_of(
-    epoch: Callable[[], Iterable[Piece]], target: int, *, epochs: int | None, last_window: LastWindow
+def cut_epoch(
+    epoch: Callable[[], Iterable[Piece]], target: int, *, epochs: int | None, last_batch: LastBatch
 ) -> Iterator[list[Piece]]:
     """Cut a stream into windows.
 
@@ -42,7 +42,7 @@ def windows_of(
         epoch: starts a pass over the data.
         target: samples a window.
         epochs: passes; ``None``: without end.
-        last_window: what becomes of samples that an epoch leaves over.
+        last_batch: what becomes of samples that an epoch leaves over.
 
     Yields:
         The pieces of each window, ``target`` samples together; fewer where the data of a window end.
@@ -65,10 +65,10 @@ def windows_of(
                 if not room:
                     yield window
                     window, room = [], target
-        _check_epoch(number, samples, target, last_window)
-        if last_window == "flush" and window:
+        _check_epoch(number, samples, target, last_batch)
+        if last_batch == "flush" and window:
             yield window
-        if last_window != "carry":
+        if last_batch != "carry":
             window, room = [], target
     if window:
         yield window
@@ -94,7 +94,7 @@ def samples_of(pieces: Iterable[Piece]) -> int:
     return sum(piece.stop - piece.first for piece in pieces)
 
 
-def as_piece(batch: Batch) -> Piece:
+def as_piece(batch: Collated) -> Piece:
     """A whole batch as a piece.
 
     Raises:
@@ -107,7 +107,7 @@ def as_piece(batch: Batch) -> Piece:
     return Piece(batch, 0, sizes[0])
 
 
-def rejoin(pieces: Sequence[Piece]) -> Iterator[tuple[Batch, int]]:
+def rejoin(pieces: Sequence[Piece]) -> Iterator[tuple[Collated, int]]:
     """Join pieces of batches along dimension 0, with their samples.
 
     Batches that are not built alike, padded to different lengths say, are not joined: they follow one
@@ -119,7 +119,7 @@ def rejoin(pieces: Sequence[Piece]) -> Iterator[tuple[Batch, int]]:
         yield cut[0] if len(cut) == 1 else _joined(cut), samples_of(parts)
 
 
-def _check_epoch(number: int, samples: int, target: int, last_window: LastWindow) -> None:
+def _check_epoch(number: int, samples: int, target: int, last_batch: LastBatch) -> None:
     if not samples and number:
         raise InputError(
             f"the data gave no sample in epoch {number + 1}: an iterator runs once, so hand over something "
@@ -127,9 +127,9 @@ def _check_epoch(number: int, samples: int, target: int, last_window: LastWindow
         )
     if not samples:
         raise InputError("the data gave no sample at all")
-    if last_window == "drop" and samples < target:
+    if last_batch == "drop" and samples < target:
         raise InputError(
-            f"last_window='drop' leaves no window: {samples} samples an epoch, a target batch of {target}; "
+            f"last_batch='drop' leaves no window: {samples} samples an epoch, a target batch of {target}; "
             "'carry' or 'flush' keeps them"
         )
 

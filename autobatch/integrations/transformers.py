@@ -8,9 +8,9 @@ What its ``Trainer`` then does not do exactly:
   ``num_items_in_batch``; for others, and for a ``compute_loss`` that ignores it, each micro-batch counts the
   same, whatever it holds: a mean of means.
 - Micro-batches are equal (see `even_split`), and the last one of an epoch may be short.
-- The last window of an epoch is short (``flush``), never carried over; ``plan.last_window`` is not followed.
+- The last window of an epoch is short (``flush``), never carried over; ``plan.last_batch`` is not followed.
 
-`autobatch.windows` has none of these limits.
+`autobatch.batches` has none of these limits.
 """
 
 from __future__ import annotations

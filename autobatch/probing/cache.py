@@ -34,7 +34,7 @@ DIGEST = re.compile("[0-9a-f]{16}")
 _LOG = logging.getLogger(__name__)
 
 
-class SavedFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CachedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest micro-batch of a workload on a device, as it was found."""
 
     schema: int = SCHEMA
@@ -68,10 +68,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.field} {old} → {new}"
 
 
-class Stale(msgspec.Struct, frozen=True, kw_only=True):
+class StaleEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A fit of the same workload, found under other circumstances."""
 
-    fit: SavedFit
+    fit: CachedLimit
     changed: tuple[Change, ...]
 
     def __str__(self) -> str:
@@ -79,17 +79,17 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True):
         return f"saved fit of {self.fit.date} is stale: {', '.join(map(str, self.changed))}"
 
 
-def remember(fit: SavedFit, home: Path) -> Path:
+def store(fit: CachedLimit, home: Path) -> Path:
     """Save a fit, whole or not at all, in the place of an earlier one of the same key; return its path.
 
     Raises:
         InputError: the directory cannot be written.
     """
     content = msgspec.json.format(msgspec.json.encode(fit, order="deterministic"))
-    return save_or_explain(fit_path(fit.key, home), content + b"\n", what="fit")
+    return save_or_explain(entry_path(fit.key, home), content + b"\n", what="fit")
 
 
-def recall(key: Mapping[str, KeyValue], home: Path) -> SavedFit | Stale | None:
+def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleEntry | None:
     """Look up what fitted before.
 
     Args:
@@ -98,15 +98,15 @@ def recall(key: Mapping[str, KeyValue], home: Path) -> SavedFit | Stale | None:
 
     Returns:
         The fit of exactly this key; else the fit of the same ``workload`` that differs in the fewest fields
-        (the newest of those), as :class:`Stale`; else ``None``.
+        (the newest of those), as :class:`StaleEntry`; else ``None``.
     """
-    exact = _read(fit_path(key, home))
+    exact = _read(entry_path(key, home))
     if exact is not None and _known(exact.key) == _known(key):
         return exact
     if key.get("workload") is None:
         return None
     relatives = [
-        Stale(fit=fit, changed=_changes(fit.key, key))
+        StaleEntry(fit=fit, changed=_changes(fit.key, key))
         for fit in _read_all(home)
         if fit.key.get("workload") == key["workload"] and _known(fit.key) != _known(key)
     ]
@@ -114,7 +114,7 @@ def recall(key: Mapping[str, KeyValue], home: Path) -> SavedFit | Stale | None:
     return min(newest_first, key=lambda stale: len(stale.changed), default=None)
 
 
-def residuals(home: Path, devices: Iterable[str]) -> list[float]:
+def prediction_errors(home: Path, devices: Iterable[str]) -> list[float]:
     """How far traces were off on cards of these names: measured ÷ predicted − 1, for every fit that knows."""
     names = {name.casefold() for name in devices}
     return [
@@ -124,7 +124,7 @@ def residuals(home: Path, devices: Iterable[str]) -> list[float]:
     ]
 
 
-def fit_path(key: Mapping[str, KeyValue], home: Path) -> Path:
+def entry_path(key: Mapping[str, KeyValue], home: Path) -> Path:
     """Where the fit of a key is kept."""
     canonical = msgspec.json.encode(_known(key), order="deterministic")
     return home / "fits" / f"{hashlib.sha256(canonical).hexdigest()}.json"
@@ -143,7 +143,7 @@ def _changes(old: Mapping[str, KeyValue], new: Mapping[str, KeyValue]) -> tuple[
     )
 
 
-def _read_all(home: Path) -> Iterator[SavedFit]:
+def _read_all(home: Path) -> Iterator[CachedLimit]:
     try:
         files = sorted((home / "fits").glob("*.json"))
     except OSError as error:
@@ -155,7 +155,7 @@ def _read_all(home: Path) -> Iterator[SavedFit]:
             yield fit
 
 
-def _read(file: Path) -> SavedFit | None:
+def _read(file: Path) -> CachedLimit | None:
     """Read one file; one that is absent is nothing, one that cannot be used is nothing with a reason."""
     try:
         found = msgspec.json.decode(file.read_bytes())
@@ -163,7 +163,7 @@ def _read(file: Path) -> SavedFit | None:
         if isinstance(schema, int) and schema > SCHEMA:
             _LOG.warning("saved fit %s is ignored: schema %d, this autobatch reads %d", file, schema, SCHEMA)
             return None
-        return msgspec.convert(found, SavedFit)
+        return msgspec.convert(found, CachedLimit)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:

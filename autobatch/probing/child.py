@@ -29,11 +29,11 @@ from autobatch.core.options import Options
 from autobatch.core.records import Attempt, Remedy
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program
-from autobatch.probing.attempt import Bench, Outcome, attempt_at
-from autobatch.probing.limits import other_order, prior_footprint, remedies_of, traced_peak
-from autobatch.probing.setup import Facts, facts_of, find_workload, open_bench
+from autobatch.probing.attempt import Outcome, TrainSetup, attempt_at
+from autobatch.probing.limits import other_order, remedies_of, trace_footprint, traced_peak
+from autobatch.probing.setup import SetupInfo, describe_setup, find_workload, open_setup
 from autobatch.workload.contract import Workload
-from autobatch.workload.user_code import portable
+from autobatch.workload.user_code import to_picklable
 
 PRIOR = "prior"
 
@@ -68,10 +68,10 @@ OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 """Where Linux counts such kills: of a container's control group (version 2), and of the whole machine."""
 
 
-Answers = Callable[[Bench, Options], Callable[[Any], Any]]
+Answers = Callable[[TrainSetup, Options], Callable[[Any], Any]]
 
 
-class ChildLost(AutobatchError, RuntimeError):  # noqa: N818 - what became of it, not what went wrong
+class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - what became of it, not what went wrong
     """A child process crashed or hung; the message says how, and what it wrote."""
 
 
@@ -100,7 +100,7 @@ class ProbeChild:
         self._answers = answers or probe_answers
         self._answer_seconds = answer_seconds
         self._oom_kills = oom_kills or count_oom_kills
-        self.facts: Facts
+        self.facts: SetupInfo
         self.step: Footprint | None = None
 
     def __enter__(self) -> Self:
@@ -138,10 +138,10 @@ class ProbeChild:
                 self._log.close()
                 self._start()
                 return Outcome(_killed(micro_batch, time.perf_counter() - started), None)
-            raise AutobatchError(self._epitaph(code, f"at a micro-batch of {micro_batch}")) from None
+            raise AutobatchError(self._crash_message(code, f"at a micro-batch of {micro_batch}")) from None
         return outcome
 
-    def prior(self) -> Footprint | None:
+    def trace_footprint(self) -> Footprint | None:
         """What is predicted before anything runs; a child that tracing has crashed is replaced.
 
         Raises:
@@ -183,7 +183,7 @@ class ProbeChild:
         """An answer that can be done without; a child that was lost over it is replaced."""
         try:
             return self.ask(message, what)
-        except ChildLost:
+        except ChildCrashed:
             self.restart()
         except AutobatchError:
             pass
@@ -197,14 +197,14 @@ class ProbeChild:
             what: what it does, for people.
 
         Raises:
-            ChildLost: it crashed, or gave no answer in time; `restart` starts another.
+            ChildCrashed: it crashed, or gave no answer in time; `restart` starts another.
             AutobatchError: what the child raised.
         """
         try:
             self._connection.send(message)
             return self._receive(what)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise ChildLost(self._epitaph(self._stop(), f"during {what}")) from None
+            raise ChildCrashed(self._crash_message(self._stop(), f"during {what}")) from None
 
     def restart(self) -> None:
         """Replace the child by a new one."""
@@ -220,13 +220,13 @@ class ProbeChild:
             args=(theirs, self._reference, self._options, self._log.name, self._answers),
             daemon=True,
         )
-        with _interrupts_held_back():
+        with _hold_back_interrupts():
             self._process.start()
         theirs.close()
         try:
             self.facts = self._receive("opening the workload")
         except (EOFError, ConnectionResetError):
-            raise AutobatchError(self._epitaph(self._stop(), "while it opened the workload")) from None
+            raise AutobatchError(self._crash_message(self._stop(), "while it opened the workload")) from None
 
     def _receive(self, what: str) -> Any:
         """Wait for an answer; a Ctrl-C ends the waiting here, the child ignores it."""
@@ -234,7 +234,7 @@ class ProbeChild:
         while not self._connection.poll(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 self._stop(patience=0.0)
-                raise ChildLost(
+                raise ChildCrashed(
                     f"the probe's process gave no answer in {self._answer_seconds:.0f} s during {what}, "
                     f"and was ended; it wrote: {self._tail()}"
                 )
@@ -253,7 +253,7 @@ class ProbeChild:
             self._process.join()
         return self._process.exitcode
 
-    def _epitaph(self, code: int | None, when: str) -> str:
+    def _crash_message(self, code: int | None, when: str) -> str:
         how = f"exit code {code}"
         if code is not None and code < 0:
             how = signal.Signals(-code).name
@@ -276,23 +276,23 @@ class ProbeChild:
         return "nothing"
 
 
-def probe_answers(bench: Bench, _: Options) -> Callable[[Any], Any]:
+def probe_answers(setup: TrainSetup, _: Options) -> Callable[[Any], Any]:
     """What a child for a probe does with what it is asked: a micro-batch and a level, or for a prediction."""
     step: Footprint | None = None
 
     def answer(asked: Any) -> Any:
         nonlocal step
         if asked == PRIOR:
-            step = prior_footprint(bench)
+            step = trace_footprint(setup)
             return step
         if asked == OTHER_ORDER:
-            return other_order(bench)
+            return other_order(setup)
         if asked == OTHERS:
-            return bench.device.describe().other_processes_bytes
+            return setup.device.describe().other_processes_bytes
         if asked == REMEDIES:
-            return remedies_of(bench, step)
+            return remedies_of(setup, step)
         what, size = asked
-        return traced_peak(bench, size) if what == TRACED else attempt_at(bench, *asked)
+        return traced_peak(setup, size) if what == TRACED else attempt_at(setup, *asked)
 
     return answer
 
@@ -311,19 +311,19 @@ def serve(
     # Trials start loader workers, which a daemon may not; those end with this process all the same.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
-        bench = open_bench(find_workload(reference), options, demo=reference is None)
-        connection.send(("facts", facts_of(bench)))
-        answer = answers(bench, options)
+        setup = open_setup(find_workload(reference), options, demo=reference is None)
+        connection.send(("facts", describe_setup(setup)))
+        answer = answers(setup, options)
         while True:
             connection.send(("answer", answer(connection.recv())))
     except (EOFError, BrokenPipeError):
         return
     except (Exception, SystemExit) as error:
-        connection.send(("error", portable(error)))
+        connection.send(("error", to_picklable(error)))
 
 
 @contextmanager
-def _interrupts_held_back() -> Iterator[None]:
+def _hold_back_interrupts() -> Iterator[None]:
     """Inside, a Ctrl-C waits; a process that is started here never sees one."""
     # Started here, for it lifts the block when it starts by itself.
     resource_tracker.ensure_running()
@@ -383,9 +383,9 @@ class SpillGuard:
     def judge(self, outcome: Outcome) -> Outcome:
         """The outcome, or the same as one that does not fit."""
         attempted = outcome.attempt
-        if not (self._active and attempted.fits and attempted.window_seconds):
+        if not (self._active and attempted.fits and attempted.step_seconds):
             return outcome
-        a_sample = attempted.window_seconds / attempted.micro_batch
+        a_sample = attempted.step_seconds / attempted.micro_batch
         is_larger = attempted.micro_batch > self._largest
         if self._best is None or not is_larger or a_sample <= SPILL_FACTOR * self._best:
             self._best = a_sample if self._best is None else min(self._best, a_sample)
@@ -401,11 +401,11 @@ class SpillGuard:
 class Prober(Protocol):
     """Makes attempts, here or in a child process."""
 
-    facts: Facts
+    facts: SetupInfo
     step: Footprint | None
-    """What `prior` answered; ``None`` before."""
+    """What `trace_footprint` answered; ``None`` before."""
 
-    def prior(self) -> Footprint | None:
+    def trace_footprint(self) -> Footprint | None:
         """What is predicted before anything runs, where it can be."""
 
     def other_order(self) -> Program | None:
@@ -428,34 +428,34 @@ class Prober(Protocol):
 class LocalProber:
     """Attempts in this process."""
 
-    bench: Bench
-    facts: Facts
+    setup: TrainSetup
+    facts: SetupInfo
     step: Footprint | None = None
 
-    def prior(self) -> Footprint | None:
-        """See `autobatch.probing.limits.prior_footprint`."""
-        self.step = prior_footprint(self.bench)
+    def trace_footprint(self) -> Footprint | None:
+        """See `autobatch.probing.limits.trace_footprint`."""
+        self.step = trace_footprint(self.setup)
         return self.step
 
     def other_order(self) -> Program | None:
         """See `autobatch.probing.limits.other_order`."""
-        return other_order(self.bench)
+        return other_order(self.setup)
 
     def others_bytes(self) -> int | None:
         """See `Prober`."""
-        return self.bench.device.describe().other_processes_bytes
+        return self.setup.device.describe().other_processes_bytes
 
     def traced_peak(self, micro_batch: int) -> int | None:
         """See `autobatch.probing.limits.traced_peak`."""
-        return traced_peak(self.bench, micro_batch)
+        return traced_peak(self.setup, micro_batch)
 
     def remedies(self) -> list[Remedy]:
         """See `autobatch.probing.limits.remedies_of`."""
-        return remedies_of(self.bench, self.step)
+        return remedies_of(self.setup, self.step)
 
     def run(self, micro_batch: int, level: float | None = None) -> Outcome:
         """See `autobatch.probing.attempt.attempt_at`."""
-        return attempt_at(self.bench, micro_batch, level)
+        return attempt_at(self.setup, micro_batch, level)
 
 
 @contextmanager
@@ -465,5 +465,5 @@ def open_prober(workload: Workload | str | None, options: Options, *, isolated: 
         with ProbeChild(workload, options) as child:
             yield child
         return
-    bench = open_bench(find_workload(workload), options, demo=workload is None)
-    yield LocalProber(bench, facts_of(bench))
+    setup = open_setup(find_workload(workload), options, demo=workload is None)
+    yield LocalProber(setup, describe_setup(setup))

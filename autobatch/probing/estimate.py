@@ -21,17 +21,17 @@ from autobatch.core.records import Estimate, Plan, Precision, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.profiles import HardwareProfile, data_home, list_profiles, load_profile
-from autobatch.device.simulated import card_budget
+from autobatch.device.simulated import simulated_budget
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint, footprint, predict
 from autobatch.footprint.remedies import NATIVE_BF16, Spending, find_remedies, in_words
 from autobatch.footprint.trace_step import Setting
 from autobatch.planning import make_plan
-from autobatch.probing.cache import residuals
-from autobatch.probing.setup import build_model, find_workload, window_notes, window_of
+from autobatch.probing.cache import prediction_errors
+from autobatch.probing.setup import build_model, find_workload, whole_batch_notes, whole_batch_of
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import Workload
-from autobatch.workload.data import Costliest
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
 
 
@@ -48,7 +48,7 @@ def run_estimate(
     home = data_home(environ)
     simulated = [options.device.removeprefix("sim:")] if options.device.startswith("sim:") else []
     names = options.profile or simulated
-    cards = (
+    gpus = (
         [load_profile(name, user_dir=home) for name in names]
         if names
         else list(list_profiles(user_dir=home).profiles)
@@ -56,16 +56,16 @@ def run_estimate(
     found = find_workload(workload)
     with preserved_random_state():
         seed_everything(options.seed)
-        tracer = _Tracer(found, window_of(found, options))
-    off = {card.name: residuals(home, (card.title, *card.device_names)) for card in cards}
-    estimates = [_estimate(tracer, card, options, off[card.name]) for card in cards]
-    if len(cards) == 1:
-        remedies = _remedies(tracer, cards[0], estimates[0], options)
+        tracer = _Tracer(found, whole_batch_of(found, options))
+    off = {gpu.name: prediction_errors(home, (gpu.title, *gpu.device_names)) for gpu in gpus}
+    estimates = [_estimate(tracer, gpu, options, off[gpu.name]) for gpu in gpus]
+    if len(gpus) == 1:
+        remedies = _remedies(tracer, gpus[0], estimates[0], options)
         estimates = [msgspec.structs.replace(estimates[0], remedies=remedies)]
     if estimates and not any(one.fits for one in estimates):
         raise DoesNotFitError(_nothing_fits(estimates, options))
     compared = [_compared(name, shares) for name, shares in off.items() if shares]
-    notes = dict.fromkeys([*tracer.costliest.notes, *tracer.notes(), *compared])
+    notes = dict.fromkeys([*tracer.worst_case.notes, *tracer.notes(), *compared])
     return Estimates(estimates=estimates, notes=list(notes))
 
 
@@ -76,8 +76,8 @@ class _Tracer:
         self.workload = workload
         self.window = window
         self.model = on_meta(workload)
-        self.costliest = Costliest(workload)
-        self.costliest.check_joins()
+        self.worst_case = WorstCaseSampler(workload)
+        self.worst_case.check_collate()
         self._steps: dict[tuple[bool, Precision], Footprint] = {}
 
     def trace(self, capability: tuple[int, int], precision: Precision) -> Footprint:
@@ -94,7 +94,7 @@ class _Tracer:
         return Setting(
             workload=self.workload,
             model=self.model,
-            batch_of=self.costliest.batch,
+            batch_of=self.worst_case.batch,
             precision=precision,
             capability=capability,
             samples=self.window,
@@ -102,7 +102,7 @@ class _Tracer:
 
     def notes(self) -> Iterator[str]:
         """What a person should know of the traces."""
-        yield from window_notes(self.workload, self.window)
+        yield from whole_batch_notes(self.workload, self.window)
         for step in self._steps.values():
             yield from step.notes
 
@@ -128,25 +128,25 @@ def _compared(name: str, shares: list[float]) -> str:
 
 
 def _estimate(
-    tracer: _Tracer, card: HardwareProfile, options: EstimateOptions, residuals: list[float]
+    tracer: _Tracer, gpu: HardwareProfile, options: EstimateOptions, prediction_errors: list[float]
 ) -> Estimate:
     start = time.perf_counter()
-    budget, source = card_budget(card, options.memory_budget)
-    precision = _precision(options, card.compute_capability)
-    step = tracer.trace(card.compute_capability, precision)
+    budget, source = simulated_budget(gpu, options.memory_budget)
+    precision = _precision(options, gpu.compute_capability)
+    step = tracer.trace(gpu.compute_capability, precision)
     # Runs that took more than predicted widen the interval: what is predicted must then be so much smaller.
-    margins = [step.margin, *(1 - 1 / (1 + residual) for residual in residuals)]
+    margins = [step.margin, *(1 - 1 / (1 + residual) for residual in prediction_errors)]
     step = replace(step, margin=max(margins))
     found = predict(
         step,
         budget_bytes=budget,
         cap=_cap(tracer.workload, options),
         micro_batch=options.micro_batch,
-        workspaces=card.workspaces,
+        workspaces=gpu.workspaces,
     )
     where = explain(step, max(1, found.micro_batch))
     return Estimate(
-        profile=card.name,
+        profile=gpu.name,
         budget_bytes=budget,
         budget_source=source,
         precision=precision,
@@ -165,10 +165,8 @@ def _estimate(
     )
 
 
-def _remedies(
-    tracer: _Tracer, card: HardwareProfile, one: Estimate, options: EstimateOptions
-) -> list[Remedy]:
-    capability = card.compute_capability
+def _remedies(tracer: _Tracer, gpu: HardwareProfile, one: Estimate, options: EstimateOptions) -> list[Remedy]:
+    capability = gpu.compute_capability
 
     def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
         return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
@@ -177,7 +175,7 @@ def _remedies(
         allocator=partial(allocator, one.budget_bytes),
         unlimited=partial(allocator, None),
         cap=_cap(tracer.workload, options),
-        workspaces=card.workspaces,
+        workspaces=gpu.workspaces,
     )
     with preserved_random_state():
         step = tracer.trace(capability, one.precision)

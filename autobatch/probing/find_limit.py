@@ -23,11 +23,11 @@ from autobatch.footprint.program import Untraceable
 from autobatch.footprint.remedies import in_words
 from autobatch.planning import make_plan, rank_share
 from autobatch.probing.attempt import Outcome
-from autobatch.probing.cache import SavedFit, Stale, fit_path, recall, remember
+from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup, store
 from autobatch.probing.child import Prober, SpillGuard
-from autobatch.probing.limits import ReplayForecast
+from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import search
-from autobatch.probing.setup import Facts, new_allocator
+from autobatch.probing.setup import SetupInfo, new_allocator
 from autobatch.workload.user_code import describe
 
 ASKED_FOR = {
@@ -94,7 +94,7 @@ def run_probe(
     result = _with_others(result, prober, progress)
     progress.probed(result)
     if saved is not None and confirmed is not None:
-        return result, fit_path(saved.key, home)
+        return result, entry_path(saved.key, home)
     return result, _remember(result, prober, min(caps.values()), home, progress)
 
 
@@ -104,15 +104,15 @@ def run_lengths(prober: Prober, options: Options, found: Probe, progress: Progre
     The limit on tokens of a micro-batch follows from it: size times micro-batch, where that is flat.
     """
     caps = caps_of(prober.facts, options)
-    if not prober.facts.levels or found.stopped_by is not None:
+    if not prober.facts.size_quartiles or found.stopped_by is not None:
         return found
-    *shorter, longest = prober.facts.levels
+    *shorter, longest = prober.facts.size_quartiles
     lengths = [LengthLimit(size=longest, micro_batch=found.micro_batch, upper_bound_by=found.upper_bound_by)]
     for level in reversed(shorter):
         one = search(
             lambda size, level=level: prober.run(size, level),  # type: ignore[misc]
             cap=min(caps.values()),
-            forecast=ReplayForecast(lambda: new_allocator(prober.facts)),
+            predictor=ReplayPredictor(lambda: new_allocator(prober.facts)),
         )
         lengths.append(
             LengthLimit(size=level, micro_batch=one.micro_batch, upper_bound_by=one.upper_bound_by)
@@ -121,7 +121,7 @@ def run_lengths(prober: Prober, options: Options, found: Probe, progress: Progre
     return msgspec.structs.replace(found, lengths=lengths[::-1])
 
 
-def caps_of(facts: Facts, options: Options) -> dict[LimitedBy, int]:
+def caps_of(facts: SetupInfo, options: Options) -> dict[LimitedBy, int]:
     """What the micro-batch cannot exceed besides memory, in samples."""
     caps: dict[LimitedBy, int] = {}
     if isinstance(options, PlanOptions):
@@ -132,7 +132,7 @@ def caps_of(facts: Facts, options: Options) -> dict[LimitedBy, int]:
     return caps
 
 
-def plan_from(facts: Facts, limit: int, options: PlanOptions) -> Plan:
+def plan_from(facts: SetupInfo, limit: int, options: PlanOptions) -> Plan:
     """Plan the batch for a limit on the micro-batch.
 
     Raises:
@@ -157,8 +157,8 @@ def _expiry(options: Options, clock: Callable[[], float]) -> Callable[[], bool]:
 def _search(
     run: Callable[[int], Outcome], prober: Prober, caps: dict[LimitedBy, int], expired: Callable[[], bool]
 ) -> Probe:
-    step = prober.prior()
-    forecast = ReplayForecast(
+    step = prober.trace_footprint()
+    predictor = ReplayPredictor(
         lambda: new_allocator(prober.facts), None if step is None else step.program, prober.other_order
     )
     tried: list[Attempt] = []
@@ -174,7 +174,7 @@ def _search(
         tried.append(outcome.attempt)
         return outcome
 
-    found = search(noted, cap=min(caps.values()), forecast=forecast, expired=expired)
+    found = search(noted, cap=min(caps.values()), predictor=predictor, expired=expired)
     if not found.micro_batch:
         if found.stopped_by == "interrupt":
             raise KeyboardInterrupt
@@ -194,7 +194,7 @@ def _limit(micro_batch: int, caps: dict[LimitedBy, int]) -> LimitedBy:
     return next((name for name, cap in caps.items() if cap == micro_batch == min(caps.values())), "memory")
 
 
-def _single(attempted: Attempt, facts: Facts) -> Probe:
+def _single(attempted: Attempt, facts: SetupInfo) -> Probe:
     """The answer to "does this one fit?"."""
     if not attempted.fits:
         raise DoesNotFitError(
@@ -212,10 +212,10 @@ def _single(attempted: Attempt, facts: Facts) -> Probe:
     )
 
 
-def _saved(facts: Facts, options: Options, home: Path, progress: Progress) -> SavedFit | None:
+def _saved(facts: SetupInfo, options: Options, home: Path, progress: Progress) -> CachedLimit | None:
     """What fitted before under these very circumstances; where they differ, says which did."""
-    saved = recall(facts.key, home)
-    if not isinstance(saved, Stale):
+    saved = lookup(facts.key, home)
+    if not isinstance(saved, StaleEntry):
         return saved
     if options.memory_budget is None and [one.field for one in saved.changed] == ["budget_bytes"]:
         old, new = saved.changed[0].old, saved.changed[0].new
@@ -227,7 +227,7 @@ def _saved(facts: Facts, options: Options, home: Path, progress: Progress) -> Sa
 
 
 def _confirm(
-    run: Callable[[int], Outcome], saved: SavedFit, caps: dict[LimitedBy, int], progress: Progress
+    run: Callable[[int], Outcome], saved: CachedLimit, caps: dict[LimitedBy, int], progress: Progress
 ) -> Probe | None:
     """Run what fitted before once; ``None`` where it answers another question, or fits no more."""
     cap = min(caps.values())
@@ -254,7 +254,7 @@ def _remember(result: Probe, prober: Prober, cap: int, home: Path, progress: Pro
     if result.upper_bound_by is None:
         return None
     traced_bytes = prober.traced_peak(result.micro_batch)
-    fit = SavedFit(
+    fit = CachedLimit(
         key=prober.facts.key,
         micro_batch=result.micro_batch,
         limited_by=result.limited_by,
@@ -265,7 +265,7 @@ def _remember(result: Probe, prober: Prober, cap: int, home: Path, progress: Pro
         measured_bytes=None if traced_bytes is None else _peak_of(result),
     )
     try:
-        return remember(fit, home)
+        return store(fit, home)
     except InputError as error:
         progress.note(f"what fitted is not remembered: {error}")
         return None

@@ -26,8 +26,8 @@ from autobatch.footprint.predict import Footprint, footprint, with_workspaces
 from autobatch.footprint.program import Program, Untraceable, largest
 from autobatch.footprint.remedies import Spending, find_remedies
 from autobatch.footprint.trace_step import Setting
-from autobatch.probing.attempt import OTHER_WINDOWS, WINDOWS, Bench, Outcome
-from autobatch.probing.setup import Facts, facts_of, new_allocator
+from autobatch.probing.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, Outcome, TrainSetup
+from autobatch.probing.setup import SetupInfo, describe_setup, new_allocator
 from autobatch.workload.rng import preserved_random_state
 
 FIRST_SIZE = 2
@@ -43,23 +43,23 @@ ENOUGH_POINTS = 3
 """Sizes that settle whether the events are lines, parabolas or neither."""
 
 
-class ReplayForecast:
-    """Replays the events of attempts at other sizes; see `autobatch.probing.search.Forecast`.
+class ReplayPredictor:
+    """Replays the events of attempts at other sizes; see `autobatch.probing.search.Predictor`.
 
     Args:
         new_allocator: an empty allocator with the device's budget.
-        prior: a program predicted without running anything, if there is one.
+        program: a program predicted without running anything, if there is one.
         other_order: predicts the second look of an attempt; asked once it refused what the first let pass.
     """
 
     def __init__(
         self,
         new_allocator: Callable[[], Allocator],
-        prior: Program | None = None,
+        program: Program | None = None,
         other_order: Callable[[], Program | None] = lambda: None,
     ) -> None:
         self._new_allocator = new_allocator
-        self._program = prior
+        self._program = program
         self._predict_other = other_order
         self._other: Program | None = None
         self._exact = True
@@ -88,7 +88,7 @@ class ReplayForecast:
         self._confirmed = False
         self._program = self._fit()
 
-    def calibration(self, cap: int) -> int | None:
+    def next_calibration_size(self, cap: int) -> int | None:
         """A size that is safe to run and teaches most; ``None``: enough has run."""
         known = sorted(self._peaks)
         if not known:
@@ -120,7 +120,7 @@ class ReplayForecast:
             return None
         return self._from_peaks(cap)
 
-    def certifies(self, micro_batch: int) -> bool:
+    def proves_next_fails(self, micro_batch: int) -> bool:
         """Whether a program that a further run agreed with shows that ``micro_batch + 1`` does not fit."""
         if self._program is None or not self._confirmed:
             return False
@@ -181,59 +181,59 @@ def peak_bytes(attempt: Attempt) -> int | None:
     return attempt.peak_allocated_bytes
 
 
-def prior_footprint(bench: Bench, windows: Sequence[int] = WINDOWS) -> Footprint | None:
+def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> Footprint | None:
     """Trace an attempt on tensors without memory; ``None`` where that would not tell what will be recorded.
 
     On a card the first runs tell more: its libraries take workspaces that no trace sees.
 
     Args:
-        bench: what attempts run on.
-        windows: micro-batches a window.
+        setup: what attempts run on.
+        steps: micro-batches of each step.
     """
-    if bench.device.kind == "cuda":
+    if setup.device.kind == "cuda":
         return None
     try:
         # Data that is augmented draws while it is read.
         with preserved_random_state():
-            return footprint(replace(_setting(bench), windows=windows))
+            return footprint(replace(_setting(setup), steps=steps))
     except AutobatchError:
         # Whatever cannot be traced is run.
         return None
 
 
-def other_order(bench: Bench) -> Program | None:
+def other_order(setup: TrainSetup) -> Program | None:
     """What the second look of an attempt allocates; ``None`` where it cannot be traced."""
-    step = prior_footprint(bench, OTHER_WINDOWS)
+    step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
     return None if step is None else step.program
 
 
-def traced_peak(bench: Bench, micro_batch: int) -> int | None:
+def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
     """Peak reserved of a micro-batch on a card, in bytes, as a trace alone predicts it.
 
     For comparison with what a run measured there; ``None`` on other devices, and where it cannot be traced.
     """
-    if bench.device.kind != "cuda":
+    if setup.device.kind != "cuda":
         return None
-    device = bench.device.describe()
-    capability = torch.cuda.get_device_capability(bench.device.torch_device)
-    card = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
+    device = setup.device.describe()
+    capability = torch.cuda.get_device_capability(setup.device.torch_device)
+    gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
     try:
         with preserved_random_state():
-            program = with_workspaces(footprint(_setting(bench)), None if card is None else card.workspaces)
-        unlimited = new_allocator(facts_of(bench), capped=False)
+            program = with_workspaces(footprint(_setting(setup)), None if gpu is None else gpu.workspaces)
+        unlimited = new_allocator(describe_setup(setup), capped=False)
         return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
     except AutobatchError:
         return None
 
 
-def remedies_of(bench: Bench, step: Footprint | None) -> list[Remedy]:
+def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
     """What would let a micro-batch fit that does not; nothing where the step cannot be traced.
 
     Args:
-        bench: what was probed.
+        setup: what was probed.
         step: its footprint, if that was traced already.
     """
-    facts = facts_of(bench)
+    facts = describe_setup(setup)
 
     def allocator(expandable: bool) -> Allocator | None:
         if expandable and facts.device.kind == "cpu":
@@ -246,7 +246,7 @@ def remedies_of(bench: Bench, step: Footprint | None) -> list[Remedy]:
         cap=facts.samples,
         expandable=facts.expandable_segments,
     )
-    setting = _setting(bench)
+    setting = _setting(setup)
     try:
         with preserved_random_state():
             return find_remedies(setting, step or footprint(setting), spending)
@@ -255,7 +255,7 @@ def remedies_of(bench: Bench, step: Footprint | None) -> list[Remedy]:
 
 
 def pictures(
-    step: Footprint | None, facts: Facts, micro_batch: int
+    step: Footprint | None, facts: SetupInfo, micro_batch: int
 ) -> tuple[list[PredictedPoint], MemoryCurve | None]:
     """Predicted peaks around an answer, and where the memory goes over a step at it; where it was traced."""
     if step is None:
@@ -271,19 +271,19 @@ def pictures(
     return predicted_points(step, micro_batch, unlimited, facts.samples), curve
 
 
-def _setting(bench: Bench) -> Setting:
+def _setting(setup: TrainSetup) -> Setting:
     """What an attempt on the bench does; with the operators of the card, where it is one."""
-    card = bench.device.torch_device if bench.device.kind == "cuda" else None
+    gpu = setup.device.torch_device if setup.device.kind == "cuda" else None
     return Setting(
-        workload=bench.workload,
-        model=bench.model,
-        batch_of=bench.costliest.batch,
-        precision=bench.precision,
-        capability=None if card is None else torch.cuda.get_device_capability(card),
-        windows=WINDOWS,
-        samples=bench.window,
-        max_grad_norm=bench.max_grad_norm,
-        ema=bench.ema,
+        workload=setup.workload,
+        model=setup.model,
+        batch_of=setup.worst_case.batch,
+        precision=setup.precision,
+        capability=None if gpu is None else torch.cuda.get_device_capability(gpu),
+        steps=ATTEMPT_STEPS,
+        samples=setup.window,
+        max_grad_norm=setup.max_grad_norm,
+        ema=setup.ema,
         # A compiled model is predicted as its module runs without the compiler.
-        knobs={name: value for name, value in bench.knobs.items() if name != COMPILE},
+        knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )

@@ -14,23 +14,23 @@ from typing import NamedTuple, Protocol
 from autobatch.core.records import Attempt, UpperBoundBy
 from autobatch.probing.attempt import Outcome
 
-FORECASTS = 6
+PREDICTIONS = 6
 """Sizes that a forecast may choose; what has not come together by then is bisected."""
 
 
-class Forecast(Protocol):
+class Predictor(Protocol):
     """Predicts from what ran."""
 
     def learn(self, outcome: Outcome) -> None:
         """Take in what an attempt showed."""
 
-    def calibration(self, cap: int) -> int | None:
+    def next_calibration_size(self, cap: int) -> int | None:
         """A size that is safe to run and teaches most; ``None``: enough has run."""
 
     def largest(self, cap: int) -> int | None:
         """The largest micro-batch predicted to fit, at most ``cap`` and possibly 0; ``None``: cannot say."""
 
-    def certifies(self, micro_batch: int) -> bool:
+    def proves_next_fails(self, micro_batch: int) -> bool:
         """Whether a calibrated replay shows that ``micro_batch + 1`` does not fit."""
 
 
@@ -81,7 +81,7 @@ def search(
     run: Callable[[int], Outcome],
     *,
     cap: int,
-    forecast: Forecast,
+    predictor: Predictor,
     expired: Callable[[], bool] = lambda: False,
 ) -> Found:
     """Find the largest micro-batch that fits.
@@ -89,7 +89,7 @@ def search(
     Args:
         run: tries a micro-batch for real.
         cap: search no further; at least 1.
-        forecast: predicts, and may know a first guess before anything ran.
+        predictor: predicts, and may know a first guess before anything ran.
         expired: asked before each run once a size fits; True ends the search with the best size so far.
 
     Returns:
@@ -104,9 +104,9 @@ def search(
         if bracket.high == 1 or (bracket.low and expired()):
             stopped_by = "time limit" if bracket.low else None
             break
-        guess = forecast.largest(cap)
+        guess = predictor.largest(cap)
         predicted = guess if predicted is None else predicted
-        size = _below(bracket, guess) or _next_size(bracket, guess, forecast.calibration(cap))
+        size = _below(bracket, guess) or _next_size(bracket, guess, predictor.next_calibration_size(cap))
         try:
             outcome = run(size)
         except KeyboardInterrupt:
@@ -114,19 +114,19 @@ def search(
             break
         attempts.append(outcome.attempt)
         bracket.note(outcome)
-        forecast.learn(outcome)
-        bound = _upper_bound(bracket, forecast)
+        predictor.learn(outcome)
+        bound = _upper_bound(bracket, predictor)
     return Found(bracket.low, bound, predicted, attempts, stopped_by)
 
 
-def _upper_bound(bracket: _Bracket, forecast: Forecast) -> UpperBoundBy | None:
+def _upper_bound(bracket: _Bracket, predictor: Predictor) -> UpperBoundBy | None:
     if bracket.low == 0:
         return None
     if bracket.low >= bracket.cap:
         return "cap"
     if bracket.high == bracket.low + 1:
         return "run"
-    return "replay" if forecast.certifies(bracket.low) else None
+    return "replay" if predictor.proves_next_fails(bracket.low) else None
 
 
 def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) -> int:
@@ -135,7 +135,7 @@ def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) ->
     if guess == 0 and bracket.low == 0:
         # Not 1 at once: batch statistics cannot be taken of a single sample.
         return min(2, top - 1)
-    if guess is not None and bracket.guided < FORECASTS:
+    if guess is not None and bracket.guided < PREDICTIONS:
         if bracket.low < guess < top:
             bracket.guided += 1
             return guess
@@ -153,7 +153,7 @@ def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) ->
 
 def _below(bracket: _Bracket, guess: int | None) -> int | None:
     """Where a size failed narrowly, and no prediction leads on, the limit is near below: growing strides."""
-    if not bracket.narrowly or bracket.guided >= FORECASTS or not bracket.high or bracket.high <= 1:
+    if not bracket.narrowly or bracket.guided >= PREDICTIONS or not bracket.high or bracket.high <= 1:
         return None
     if guess is not None and bracket.low < guess < bracket.high:
         return None

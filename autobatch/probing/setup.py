@@ -1,4 +1,4 @@
-"""Opening what a probe runs on: device, model, costliest samples; and what the answer depends on."""
+"""Opening what a probe runs on: device, model, worst_case samples; and what the answer depends on."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
 from autobatch.core.options import Options
 from autobatch.core.records import DeviceRecord, Precision, Record
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import Allocator, Ledger
+from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.profiles import data_home, load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.planning import rank_share
-from autobatch.probing.attempt import Bench
+from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.workload.contract import WholeBatchLoss, Workload, kind_of
-from autobatch.workload.data import Costliest
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.reference import DEMO, load_workload
@@ -33,7 +33,7 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
 
 
-class Facts(Record, frozen=True, kw_only=True):
+class SetupInfo(Record, frozen=True, kw_only=True):
     """What a plan needs to know of a bench, without the bench."""
 
     device: DeviceRecord
@@ -47,7 +47,7 @@ class Facts(Record, frozen=True, kw_only=True):
     name: str
     expandable_segments: bool = False
     """How the device's allocator grows, for those that cache."""
-    levels: list[float] = []
+    size_quartiles: list[float] = []
     """Quartiles of the samples' costs; empty where all cost alike."""
     notes: list[str] = []
 
@@ -71,13 +71,13 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
 
 
-def with_knobs(bench: Bench, knobs: Mapping[str, Value]) -> Bench:
+def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
     """The bench of a configuration: its precision, what it changes in a step, and how memory is allocated."""
-    precision: Precision = knobs.get(PRECISION) or bench.precision  # type: ignore[assignment]
-    device = bench.device
+    precision: Precision = knobs.get(PRECISION) or setup.precision  # type: ignore[assignment]
+    device = setup.device
     if knobs.get(EXPANDABLE) and device.why_not_expandable() is None:
         device = device.expandable()
-    return replace(bench, precision=precision, device=device, knobs=knobs)
+    return replace(setup, precision=precision, device=device, knobs=knobs)
 
 
 def find_workload(workload: object) -> Workload:
@@ -94,9 +94,9 @@ def find_workload(workload: object) -> Workload:
     return load_workload(workload or DEMO)
 
 
-def open_bench(
+def open_setup(
     workload: Workload, options: Options, *, environ: Mapping[str, str] = os.environ, demo: bool = False
-) -> Bench:
+) -> TrainSetup:
     """Build what attempts run on; the caller's random states are left alone.
 
     Args:
@@ -112,21 +112,21 @@ def open_bench(
     with preserved_random_state():
         seed_everything(options.seed)
         model = build_model(workload)
-        costliest = Costliest(workload)
-        costliest.check_joins()
-    return Bench(
+        worst_case = WorstCaseSampler(workload)
+        worst_case.check_collate()
+    return TrainSetup(
         workload=workload,
         model=model,
         device=device,
-        costliest=costliest,
+        worst_case=worst_case,
         precision=precision_of(options, device),
         max_grad_norm=getattr(options, "max_grad_norm", None),
         ema=getattr(options, "ema", None),
-        window=window_of(workload, options),
+        window=whole_batch_of(workload, options),
     )
 
 
-def window_of(workload: Workload, options: Options) -> int | None:
+def whole_batch_of(workload: Workload, options: Options) -> int | None:
     """Samples of an optimizer step, where the loss sees all of them and they are known."""
     if not isinstance(workload.loss, WholeBatchLoss):
         return None
@@ -166,27 +166,27 @@ def precision_of(options: Options, device: Device) -> Precision:
     return "fp32"
 
 
-def facts_of(bench: Bench) -> Facts:
+def describe_setup(setup: TrainSetup) -> SetupInfo:
     """Describe a bench."""
-    workload = bench.workload
-    device = bench.device.describe()
+    workload = setup.workload
+    device = setup.device.describe()
     with preserved_random_state():
-        key = _key(bench, device)
-    return Facts(
+        key = _key(setup, device)
+    return SetupInfo(
         device=device,
         key=key,
         samples=len(workload.train_data),  # type: ignore[arg-type]
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,
-        precision=bench.precision,
+        precision=setup.precision,
         name=workload.name,
-        expandable_segments=_is_expandable(bench.device.new_allocator()),
-        levels=bench.costliest.levels(),
-        notes=[*device.notes, *bench.costliest.notes, *window_notes(workload, bench.window)],
+        expandable_segments=_is_expandable(setup.device.new_allocator()),
+        size_quartiles=setup.worst_case.size_quartiles(),
+        notes=[*device.notes, *setup.worst_case.notes, *whole_batch_notes(workload, setup.window)],
     )
 
 
-def window_notes(workload: Workload, window: int | None) -> list[str]:
+def whole_batch_notes(workload: Workload, window: int | None) -> list[str]:
     """What a person should know of an answer for a loss over a whole window of an unknown size."""
     if window is not None or not isinstance(workload.loss, WholeBatchLoss):
         return []
@@ -196,7 +196,7 @@ def window_notes(workload: Workload, window: int | None) -> list[str]:
     ]
 
 
-def new_allocator(facts: Facts, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
+def new_allocator(facts: SetupInfo, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
     """An empty model of the device's allocator, as `Device.new_allocator` makes it.
 
     Args:
@@ -206,7 +206,7 @@ def new_allocator(facts: Facts, *, capped: bool = True, expandable: bool | None 
     """
     limit = facts.device.budget_bytes if capped else None
     if facts.device.kind == "cpu":
-        return Ledger(limit)
+        return CountingAllocator(limit)
     asked = facts.expandable_segments if expandable is None else expandable
     return CachingAllocator(limit, AllocatorConfig(expandable_segments=asked))
 
@@ -215,27 +215,27 @@ def _is_expandable(allocator: Allocator) -> bool:
     return isinstance(allocator, CachingAllocator) and allocator.config.expandable_segments
 
 
-def _key(bench: Bench, device: DeviceRecord) -> dict[str, KeyValue]:
-    sample = bench.costliest.batch(2)
-    loss = bench.workload.loss
+def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
+    sample = setup.worst_case.batch(2)
+    loss = setup.workload.loss
     functions = [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]
     return {
-        "workload": bench.workload.name,
+        "workload": setup.workload.name,
         "model": _digest(
             *(
                 f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
-                for name, p in bench.model.named_parameters()
+                for name, p in setup.model.named_parameters()
             ),
-            *(f"{name}:{type(module).__qualname__}" for name, module in bench.model.named_modules()),
+            *(f"{name}:{type(module).__qualname__}" for name, module in setup.model.named_modules()),
         ),
         "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
         "loss": "+".join(map(_name_of, functions)),
-        "window": bench.window,
-        "optimizer": _digest(_optimizer_line(bench.workload)),
-        "precision": bench.precision,
-        "max_grad_norm": None if bench.max_grad_norm is None else str(bench.max_grad_norm),
+        "window": setup.window,
+        "optimizer": _digest(_optimizer_line(setup.workload)),
+        "precision": setup.precision,
+        "max_grad_norm": None if setup.max_grad_norm is None else str(setup.max_grad_norm),
         # What it weighs does not depend on the decay.
-        "ema": None if bench.ema is None else "on",
+        "ema": None if setup.ema is None else "on",
         "device": device.name,
         "device_kind": device.kind,
         "total_bytes": device.total_bytes,

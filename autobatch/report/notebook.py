@@ -24,13 +24,13 @@ from autobatch.report.sentences import (
     count,
     decimal,
     fits_in_words,
-    many,
+    headline,
+    plural,
     rate_in_words,
     rates_in_words,
     split_in_words,
     training_in_words,
     tuning_in_words,
-    verdict,
 )
 from autobatch.report.theme import EITHER
 
@@ -52,7 +52,7 @@ def probe_html(probe: Probe, device: DeviceRecord) -> str:
     """Show the largest micro-batch that fits, and how it was found."""
     data = RunRecord(device=device, probe=probe)
     return _fragment(
-        verdict(data), [*_device_facts(device), *_probe_facts(probe)], [memory_figure(device, probe)]
+        headline(data), [*_device_facts(device), *_probe_facts(probe)], [memory_figure(device, probe)]
     )
 
 
@@ -61,7 +61,7 @@ def plan_html(plan: Plan, device: DeviceRecord, probe: Probe | None = None) -> s
     data = RunRecord(device=device, probe=probe, plan=plan)
     rows = [*_device_facts(device), *_probe_facts(probe), *_plan_facts(plan)]
     return _fragment(
-        verdict(data), rows, [plan_figure(plan), None if probe is None else memory_figure(device, probe)]
+        headline(data), rows, [plan_figure(plan), None if probe is None else memory_figure(device, probe)]
     )
 
 
@@ -95,13 +95,13 @@ def run_html(result: RunRecord, *, metrics: list[StepRecord], report: Path | Non
         rows.append(("Checkpoint", result.training.checkpoint))
         pictures.insert(0, training_figure(metrics, result.checkpoints))
     rows.append(("Report", None if report is None else str(report)))
-    return _fragment(verdict(result), rows, pictures)
+    return _fragment(headline(result), rows, pictures)
 
 
 def estimates_html(estimates: Sequence[Estimate], notes: Iterable[str]) -> str:
     """Show what is predicted to fit, a card a row."""
     fitting = [one for one in estimates if one.fits]
-    words = f"Predicted to fit on {len(fitting)} of {many(len(estimates), 'card')}; none was touched."
+    words = f"Predicted to fit on {len(fitting)} of {plural(len(estimates), 'card')}; none was touched."
     head = ["Card", "Budget", "Precision", "Micro-batch", "Peak reserved", "One optimizer step"]
     table = Table(caption=words, head=head, rows=[_estimate_row(one) for one in estimates])
     lines = [element("p", note) for note in notes]
@@ -132,7 +132,7 @@ def _probe_facts(probe: Probe | None) -> Facts:
 
 def _plan_facts(plan: Plan) -> Facts:
     return [
-        ("Target batch", f"{many(plan.target_batch, 'sample')}: {split_in_words(plan)}"),
+        ("Target batch", f"{plural(plan.target_batch, 'sample')}: {split_in_words(plan)}"),
         ("Learning rate", rate_in_words(plan)),
         ("Precision", plan.precision),
         ("Chosen besides", ", ".join(f"{name} = {value}" for name, value in plan.knobs.items()) or None),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autobatch.core.files import write_atomic
-from autobatch.core.records import DeviceRecord, RateTuning, RunRecord
+from autobatch.core.records import DeviceRecord, LrTuning, RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts import curves, trials
 from autobatch.report.charts import memory as figures
@@ -22,13 +22,13 @@ from autobatch.report.sentences import (
     count,
     decimal,
     fits_in_words,
-    many,
+    headline,
+    plural,
     rate_in_words,
     rates_in_words,
     split_in_words,
     training_in_words,
     tuning_in_words,
-    verdict,
 )
 from autobatch.report.theme import style_sheet
 
@@ -118,7 +118,7 @@ def _memory(data: RunRecord) -> Markup:
     pictures = _pictures(figures.memory_figure(data.device, probe, data.predicted), curve)
     predicted = None if probe.predicted_micro_batch is None else count(probe.predicted_micro_batch)
     pairs: list[tuple[str, Child]] = [
-        ("Largest micro-batch", many(probe.micro_batch, "sample")),
+        ("Largest micro-batch", plural(probe.micro_batch, "sample")),
         ("Limited by", probe.limited_by.replace("_", " ")),
         ("Predicted before it ran", predicted),
     ]
@@ -130,14 +130,19 @@ def _plan(data: RunRecord) -> Markup:
     if plan is None:
         return Markup()
     chosen = ", ".join(f"{name} = {value}" for name, value in plan.knobs.items())
-    words = f"Every optimizer step takes exactly {many(plan.target_batch, 'sample')}: {split_in_words(plan)}."
+    words = (
+        f"Every optimizer step takes exactly {plural(plan.target_batch, 'sample')}: {split_in_words(plan)}."
+    )
     pairs: list[tuple[str, Child]] = [
-        ("Micro-batches", f"{count(plan.accumulation_steps)}, of at most {many(plan.micro_batch, 'sample')}"),
+        (
+            "Micro-batches",
+            f"{count(plan.accumulation_steps)}, of at most {plural(plan.micro_batch, 'sample')}",
+        ),
         ("Ranks", count(plan.world_size)),
         ("Precision", plan.precision),
         ("Learning rate", rate_in_words(plan)),
         ("Tuned for a batch of", None if plan.base_batch is None else count(plan.base_batch)),
-        ("End of an epoch", plan.last_window),
+        ("End of an epoch", plan.last_batch),
         ("Chosen besides", chosen),
     ]
     return join(element("p", words), _pictures(plan_figure(plan)), facts(pairs))
@@ -157,7 +162,7 @@ def _tuning(data: RunRecord) -> Markup:
     return join(words, pictures, facts(pairs), _rates(data.tuning.learning_rate))
 
 
-def _rates(found: RateTuning | None) -> list[Markup]:
+def _rates(found: LrTuning | None) -> list[Markup]:
     if found is None:
         return []
     return [
@@ -219,7 +224,7 @@ def tiles(data: RunRecord) -> Markup:
 
 def _tiles(data: RunRecord) -> Iterator[tuple[str, str, str]]:
     if data.plan is not None:
-        steps = many(data.plan.accumulation_steps, "accumulation step")
+        steps = plural(data.plan.accumulation_steps, "accumulation step")
         yield "Batch", count(data.plan.effective_batch), f"exactly, in {steps}"
         limit = ""
         if data.probe is not None:
@@ -290,7 +295,7 @@ def _title(data: RunRecord) -> Markup:
     return join(
         element("p", eyebrow, class_="eyebrow"),
         element("h1", data.title or "autobatch"),
-        element("p", verdict(data), class_="verdict"),
+        element("p", headline(data), class_="verdict"),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.core.records import DeviceRecord, Plan, Probe, RateTuning, RunRecord, Training, Tuning
+from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord, Training, Tuning
 from autobatch.core.units import format_bytes
 
 
@@ -18,19 +18,19 @@ def decimal(number: float | None, digits: int = 4) -> str:
     return f"{number:,.{digits}g}" if abs(number) < 10**digits else f"{number:,.0f}"
 
 
-def many(number: int, one: str, more: str | None = None) -> str:
+def plural(number: int, one: str, more: str | None = None) -> str:
     """Write a number with its noun: ``1 sample``, ``2 samples``."""
     return f"{count(number)} {one if number == 1 else more or one + 's'}"
 
 
-def verdict(data: RunRecord) -> str:
+def headline(data: RunRecord) -> str:
     """Say in one sentence what the run came to."""
     place = f"{format_bytes(data.device.budget_bytes)} on {data.device.name}"
     if data.training is not None and data.plan is not None:
         return _trained(data.training, data.plan, place)
     if data.plan is not None:
         return (
-            f"Exactly {many(data.plan.target_batch, 'sample')} an optimizer step in {place}: "
+            f"Exactly {plural(data.plan.target_batch, 'sample')} an optimizer step in {place}: "
             f"{split_in_words(data.plan)}."
         )
     if data.probe is not None:
@@ -42,8 +42,8 @@ def verdict(data: RunRecord) -> str:
 
 
 def _trained(training: Training, plan: Plan, place: str) -> str:
-    steps = many(training.optimizer_steps, "optimizer step")
-    words = f"{steps} of exactly {many(plan.target_batch, 'sample')} in {place}"
+    steps = plural(training.optimizer_steps, "optimizer step")
+    words = f"{steps} of exactly {plural(plan.target_batch, 'sample')} in {place}"
     if training.first_loss is None or training.final_loss is None:
         return f"{words}."
     return f"{words}; the loss went from {decimal(training.first_loss)} to {decimal(training.final_loss)}."
@@ -53,7 +53,7 @@ def split_in_words(plan: Plan) -> str:
     """Say the split of one rank: ``4 micro-batches of 86 and 8 of 85``."""
     sizes = {size: plan.micro_batches.count(size) for size in sorted(set(plan.micro_batches), reverse=True)}
     (first, times), *rest = sizes.items() or [(plan.micro_batch, plan.accumulation_steps)]
-    words = f"{many(times, 'micro-batch', 'micro-batches')} of {count(first)}"
+    words = f"{plural(times, 'micro-batch', 'micro-batches')} of {count(first)}"
     words += "".join(f" and {count(times)} of {count(size)}" for size, times in rest)
     if plan.world_size == 1:
         return words
@@ -65,7 +65,7 @@ def fits_in_words(probe: Probe) -> str:
     """Say how the limit is known."""
     size = count(probe.micro_batch)
     saved = f", a {probe.source} answer that was confirmed" if probe.source.startswith("saved") else ""
-    attempts = many(len(probe.attempts), "size was", "sizes were")
+    attempts = plural(len(probe.attempts), "size was", "sizes were")
     ooms = f"{count(probe.oom_count)} of them ran" if probe.oom_count else "none ran"
     return f"{size} ran and fits{saved}; {_above(probe)}. {attempts} run, {ooms} out of memory."
 
@@ -114,42 +114,42 @@ def rate_in_words(plan: Plan) -> str:
 def tuning_in_words(tuning: Tuning) -> str:
     """Say what tuning gained."""
     if not tuning.best_samples_per_s:
-        return f"The defaults stay: they were not measured, after {many(tuning.trials, 'trial')}."
+        return f"The defaults stay: they were not measured, after {plural(tuning.trials, 'trial')}."
     gain = (
         tuning.best_samples_per_s / tuning.baseline_samples_per_s - 1 if tuning.baseline_samples_per_s else 0
     )
     word = "no faster than" if gain <= 0 else f"{gain:.0%} faster than"
     return (
         f"{decimal(tuning.best_samples_per_s)} samples/s, {word} the defaults' "
-        f"{decimal(tuning.baseline_samples_per_s)}, after {many(tuning.trials, 'trial')}."
+        f"{decimal(tuning.baseline_samples_per_s)}, after {plural(tuning.trials, 'trial')}."
     )
 
 
-def rates_in_words(found: RateTuning) -> str:
+def rates_in_words(found: LrTuning) -> str:
     """Say what was found of the learning rate."""
-    tried = f"{many(found.trials, 'learning rate was', 'learning rates were')} tried in runs of "
-    tried += f"{many(found.steps, 'optimizer step')} from the same weights."
+    tried = f"{plural(found.trials, 'learning rate was', 'learning rates were')} tried in runs of "
+    tried += f"{plural(found.steps, 'optimizer step')} from the same weights."
     if found.best == found.default:
         return f"The learning rate stays {decimal(found.default)}. {tried}"
     gain = sum(pair.gain for pair in found.pairs) / max(1, len(found.pairs))
     return (
         f"{decimal(found.best)} in the place of {decimal(found.default)}: {gain:.0%} of the fall of the loss "
-        f"gained, on average over {many(len(found.pairs), 'draw')} of the data. {tried}"
+        f"gained, on average over {plural(len(found.pairs), 'draw')} of the data. {tried}"
     )
 
 
 def training_in_words(training: Training) -> str:
     """Say what the training loop did."""
-    recoveries = many(training.oom_recoveries, "recovery", "recoveries")
+    recoveries = plural(training.oom_recoveries, "recovery", "recoveries")
     rate = "" if training.samples_per_s is None else f", {decimal(training.samples_per_s)} samples/s"
     words = (
-        f"{many(training.samples, 'sample')} in {decimal(training.seconds, 3)} s{rate}; "
+        f"{plural(training.samples, 'sample')} in {decimal(training.seconds, 3)} s{rate}; "
         f"{recoveries} from running out of memory."
     )
-    if training.skipped_windows:
-        words += f" {many(training.skipped_windows, 'window was', 'windows were')} skipped."
+    if training.skipped_steps:
+        words += f" {plural(training.skipped_steps, 'window was', 'windows were')} skipped."
     if training.failed_checkpoints:
-        failed = many(len(training.failed_checkpoints), "checkpoint")
+        failed = plural(len(training.failed_checkpoints), "checkpoint")
         words += f" {failed} on the way could not be written."
     if training.ema is not None and training.validation:
         words += f" Held-out figures are of the averaged weights (decay {training.ema:g})."

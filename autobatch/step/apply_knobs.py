@@ -20,10 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING, COMPILE, OPTIMIZER
-from autobatch.workload.contract import Batch, Loss, WholeBatchLoss
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import map_tensors
 
-LossFunction = Callable[[nn.Module, Batch], "Tensor | Loss"]
+LossFunction = Callable[[nn.Module, Collated], "Tensor | Loss"]
 
 
 IMPLEMENTATIONS: dict[object, dict[str, bool]] = {
@@ -65,13 +65,13 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
     if not changed and not to_layout:
         return loss
 
-    def run(lent: nn.Module, batch: Batch) -> Tensor | Loss:
+    def run(temporary_weights: nn.Module, batch: Collated) -> Tensor | Loss:
         if not torch.is_grad_enabled():
-            return loss(lent, batch)
+            return loss(temporary_weights, batch)
         if to_layout:
             batch = map_tensors(batch, _channels_last)
         with _forwards(changed):
-            return loss(lent, batch)
+            return loss(temporary_weights, batch)
 
     return run
 

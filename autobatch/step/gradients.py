@@ -35,7 +35,7 @@ class Gradients:
         self._has_low_precision = any(p.dtype in LOW_PRECISION for p in _parameters(optimizers))
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
+    def accumulating(self) -> Iterator[None]:
         """Inside, backward passes add up; the hooks that do it are gone afterwards."""
         if not self._has_low_precision:
             yield
@@ -65,13 +65,13 @@ class Gradients:
             found.append(own)
         return found
 
-    def hand_over(self) -> None:
+    def write_back(self) -> None:
         """Put the float32 sums where the optimizers look, each rounded once."""
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
 
-    def discard(self) -> None:
+    def clear(self) -> None:
         """Free all gradients."""
         self._sums.clear()
         for parameter in _parameters(self._optimizers):

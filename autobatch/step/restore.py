@@ -22,7 +22,7 @@ SMALL_BUFFER = 2**18
 
 
 @contextmanager
-def lent(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
     """Inside, the model's tensors are copies on ``device``; afterwards its own come back, untouched.
 
     Parameters and buffers keep their identity as objects (optimizers and ties hold on to them); only what
@@ -63,7 +63,7 @@ def lent(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
             tensor.grad = gradient
 
 
-class BufferKeeper:
+class BufferSnapshot:
     """Keeps what a window may have to be put back to, besides the random states: the model's buffers.
 
     Statistics are small and copied for every window. Of large buffers (masks, tables, queues) only those
@@ -92,7 +92,7 @@ class BufferKeeper:
                 else:
                     self._watched.append((buffer, buffer._version, (number, name)))
 
-    def let_go(self) -> None:
+    def commit(self) -> None:
         """The window is done; remember which large buffers it changed."""
         self._changing |= {key for buffer, version, key in self._watched if buffer._version != version}
         self._entries, self._copies, self._watched = [], [], []
@@ -105,11 +105,11 @@ class BufferKeeper:
             for buffer, kept in self._copies:
                 buffer.copy_(kept)
 
-    def put_back(self) -> bool:
+    def restore(self) -> bool:
         """Make the buffers what they were; False if one has changed that was not copied."""
         self.rewind()
         whole = all(buffer._version == version for buffer, version, _ in self._watched)
-        self.let_go()
+        self.commit()
         return whole
 
 

@@ -14,19 +14,19 @@ from autobatch.core.records import Precision
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers
-from autobatch.step.restore import BufferKeeper
-from autobatch.workload.contract import Batch, Loss, WholeBatchLoss, Workload
+from autobatch.step.restore import BufferSnapshot
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.user_code import user_code
 
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(kw_only=True)
-class Trainee:
+class TrainState:
     """A model with all that an optimizer step of it needs."""
 
     model: nn.Module
-    loss: Callable[[nn.Module, Batch], Tensor | Loss]
+    loss: Callable[[nn.Module, Collated], Tensor | Loss]
     optimizers: Optimizers
     parameters: list[nn.Parameter]
     """What the optimizers train, each once."""
@@ -36,7 +36,7 @@ class Trainee:
     """Only for fp16: gradients in bf16 and fp32 need no loss scale."""
     max_grad_norm: float | None
     gradients: Gradients
-    buffers: BufferKeeper
+    buffers: BufferSnapshot
     """What the buffers were before the window that runs."""
     items_per_sample: float | None = None
     """The first count above 0 that a `Loss` gave, a sample; ``None`` until then. Fixed for the whole run."""
@@ -46,7 +46,7 @@ class Trainee:
     """An optimizer has begun to move weights: what fails now cannot be run again in place."""
 
 
-def assemble(
+def build_train_state(
     workload: Workload,
     model: nn.Module,
     device: torch.device,
@@ -56,7 +56,7 @@ def assemble(
     max_grad_norm: float | None = None,
     ema: float | None = None,
     knobs: Mapping[str, object] | None = None,
-) -> Trainee:
+) -> TrainState:
     """Put a model with its optimizer and its loss scale together; the model is on ``device`` already.
 
     What the tuner chose, ``knobs``, is applied here; see `autobatch.step.apply_knobs`. With ``ema``, the
@@ -85,7 +85,7 @@ def assemble(
             "the model's parameters are fp16, and --precision fp16 scales the loss for parameters in fp32: "
             "keep them in fp32, or choose --precision fp32 to run them as they are"
         )
-    return Trainee(
+    return TrainState(
         model=model,
         loss=apply_forward(workload.loss, model, knobs),
         optimizers=optimizers,
@@ -96,7 +96,7 @@ def assemble(
         max_grad_norm=max_grad_norm,
         gradients=Gradients(model, optimizers),
         # A window that is gone through twice goes through the same buffers twice.
-        buffers=BufferKeeper(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
+        buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         average=None if ema is None else WeightAverage(parameters, ema),
     )
 

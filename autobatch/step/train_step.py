@@ -24,26 +24,25 @@ from torch import Tensor
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.step.gradients import LOW_PRECISION, norm_of
-from autobatch.step.train_state import Trainee, assemble, precision_context
-from autobatch.step.whole_batch import backward_of_window
-from autobatch.workload.contract import Batch, Loss, WholeBatchLoss
+from autobatch.step.train_state import TrainState, precision_context
+from autobatch.step.whole_batch import backward_whole_batch
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import form_of, tensors_of, to_device
-from autobatch.workload.user_code import blame, user_code
+from autobatch.workload.user_code import mark_user_error, user_code
 
 __all__ = [
     "Mark",
-    "Tally",
-    "Trainee",
-    "WindowResult",
+    "StepAccumulator",
+    "StepResult",
+    "TrainState",
     "accumulate",
-    "add_backward",
-    "assemble",
+    "backward_scaled",
     "finish",
     "precision_context",
-    "run_window",
-    "share_of",
+    "scaled_loss",
     "tensors_of",
     "to_device",
+    "train_step",
 ]
 
 
@@ -52,7 +51,7 @@ Mark = Callable[[str], None]
 
 
 @dataclass(kw_only=True)
-class Tally:
+class StepAccumulator:
     """What the micro-batches of one window left behind."""
 
     samples: int
@@ -70,7 +69,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowResult:
+class StepResult:
     """One optimizer step, or a window that took none."""
 
     loss: float
@@ -90,17 +89,17 @@ class WindowResult:
 
 
 def accumulate(
-    trainee: Trainee,
-    batches: Iterable[tuple[Batch, int]],
+    train_state: TrainState,
+    batches: Iterable[tuple[Collated, int]],
     samples: int,
     mark: Mark,
     *,
     measure_first: bool = False,
-) -> Tally:
+) -> StepAccumulator:
     """Run the micro-batches of a window forward and backward; their gradients add up.
 
     Args:
-        trainee: the model and its optimizer.
+        train_state: the model and its optimizer.
         batches: each micro-batch, on the device, with its number of samples; for a `WholeBatchLoss` they
             must be such as can be gone through twice (`autobatch.workload.nested.Twice`).
         samples: samples of the whole window, over all ranks.
@@ -108,71 +107,79 @@ def accumulate(
         measure_first: also take the norm of the gradient after the first micro-batch, where that is the mean
             over its own samples.
     """
-    tally = Tally(samples=samples)
-    trainee.buffers.keep()
+    accumulator = StepAccumulator(samples=samples)
+    train_state.buffers.keep()
     part = "data"
     try:
-        with trainee.gradients.adding():
-            if isinstance(trainee.loss, WholeBatchLoss):
-                _accumulate_whole(trainee, trainee.loss, batches, tally, mark)
-                return tally
+        with train_state.gradients.accumulating():
+            if isinstance(train_state.loss, WholeBatchLoss):
+                _accumulate_whole(train_state, train_state.loss, batches, accumulator, mark)
+                return accumulator
             for batch, size in batches:
                 part = "loss"
                 mark("forward")
-                with precision_context(trainee.device, trainee.precision):
-                    share = share_of(trainee, tally, trainee.loss(trainee.model, batch), size)
+                with precision_context(train_state.device, train_state.precision):
+                    share = scaled_loss(
+                        train_state, accumulator, train_state.loss(train_state.model, batch), size
+                    )
                 part = "the backward pass of its loss"
                 mark("backward")
-                add_backward(trainee, tally, share, size)
-                if measure_first and tally.first_norm is None:
-                    _measure_first(trainee, tally)
+                backward_scaled(train_state, accumulator, share, size)
+                if measure_first and accumulator.first_norm is None:
+                    _measure_first(train_state, accumulator)
                 part = "data"
                 # The next batch is fetched while this frame lives: let go of this one first.
                 del batch, share
     except AutobatchError:
         raise
     except Exception as error:
-        blame(error, part)
+        mark_user_error(error, part)
         raise
-    return tally
+    return accumulator
 
 
 def _accumulate_whole(
-    trainee: Trainee, loss: WholeBatchLoss, batches: Iterable[tuple[Batch, int]], tally: Tally, mark: Mark
+    train_state: TrainState,
+    loss: WholeBatchLoss,
+    batches: Iterable[tuple[Collated, int]],
+    accumulator: StepAccumulator,
+    mark: Mark,
 ) -> None:
-    scaler = trainee.scaler
-    value = backward_of_window(
+    scaler = train_state.scaler
+    value = backward_whole_batch(
         loss,
-        trainee.model,
+        train_state.model,
         batches,
-        tally.samples,
-        context=lambda: precision_context(trainee.device, trainee.precision),
+        accumulator.samples,
+        context=lambda: precision_context(train_state.device, train_state.precision),
         scaled=_at_least_32_bits if scaler is None else lambda one: scaler.scale(_at_least_32_bits(one)),
-        rewind=trainee.buffers.rewind,
+        rewind=train_state.buffers.rewind,
         mark=mark,
     )
-    tally.total = _at_least_32_bits(value)
-    tally.divisor = float(tally.samples)
+    accumulator.total = _at_least_32_bits(value)
+    accumulator.divisor = float(accumulator.samples)
 
 
-def add_backward(trainee: Trainee, tally: Tally, share: Tensor, size: int) -> None:
-    """Go backward from what `share_of` returned; inside `Gradients.adding`."""
+def backward_scaled(train_state: TrainState, accumulator: StepAccumulator, share: Tensor, size: int) -> None:
+    """Go backward from what `scaled_loss` returned; inside `Gradients.accumulating`."""
     # A constant is what a loss may return where nothing counts.
     if share.requires_grad:
-        (share if trainee.scaler is None else trainee.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
-    tally.total = tally.total + share.detach()
-    tally.micro_batches.append(size)
+        (share if train_state.scaler is None else train_state.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+    accumulator.total = accumulator.total + share.detach()
+    accumulator.micro_batches.append(size)
 
 
-def _measure_first(trainee: Trainee, tally: Tally) -> None:
+def _measure_first(train_state: TrainState, accumulator: StepAccumulator) -> None:
     """The gradient is the first micro-batch's own until the second adds to it; nothing waits here."""
-    gradients = [gradient for own in trainee.gradients.by_optimizer() for gradient in own]
+    gradients = [gradient for own in train_state.gradients.by_optimizer() for gradient in own]
     if gradients:
-        tally.first_norm = norm_of(gradients)
-        tally.first_count = float(tally.micro_batches[0]) if tally.count is None else tally.count
+        accumulator.first_norm = norm_of(gradients)
+        accumulator.first_count = (
+            float(accumulator.micro_batches[0]) if accumulator.count is None else accumulator.count
+        )
 
 
-def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
+def finish(train_state: TrainState, accumulator: StepAccumulator, *, mark: Mark) -> StepResult:
     """Turn the gradients of a window into one optimizer step, and free them.
 
     The order is: normalise, measure, check, clip, unscale, step, update of the loss scale, average of the
@@ -182,8 +189,8 @@ def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
     difference. Schedules, counters and what a run writes follow in `autobatch.training`.
 
     Args:
-        trainee: the model and its optimizer, with the window's gradients.
-        tally: what `accumulate` returned.
+        train_state: the model and its optimizer, with the window's gradients.
+        accumulator: what `accumulate` returned.
         mark: told what comes next.
 
     Returns:
@@ -194,59 +201,65 @@ def finish(trainee: Trainee, tally: Tally, *, mark: Mark) -> WindowResult:
         InputError: the loss does not depend on what is trained.
     """
     mark("optimizer")
-    gradients = trainee.gradients.by_optimizer()
+    gradients = train_state.gradients.by_optimizer()
     norms = [norm_of(own) if own else None for own in gradients]
-    (total, count, first_norm, first_count), values = _read(tally, norms)
-    scale = 1.0 if trainee.scaler is None or not any(gradients) else trainee.scaler.get_scale()
-    items = float(tally.samples) if tally.count is None else count
+    (total, count, first_norm, first_count), values = _read(accumulator, norms)
+    scale = 1.0 if train_state.scaler is None or not any(gradients) else train_state.scaler.get_scale()
+    items = float(accumulator.samples) if accumulator.count is None else count
     if items > 0 and not any(gradients):
         raise InputError(
             "the workload's loss has no gradient: it must come out of the parameters that the optimizer "
             "trains, with nothing detached and no torch.no_grad() on the way"
         )
-    factor = tally.divisor / items if items else math.nan
+    factor = accumulator.divisor / items if items else math.nan
     finite = tuple(math.isfinite(value) for value in values)
     loss = total * factor
     steps = finite
-    if not items > 0 or (trainee.scaler is None and not (all(finite) and math.isfinite(loss))):
+    if not items > 0 or (train_state.scaler is None and not (all(finite) and math.isfinite(loss))):
         steps = (False,) * len(finite)
     if any(steps):
         # A gradient that overflowed is not stepped with, so it does not count for those that are.
         norm = math.hypot(*(v for v, step in zip(values, steps, strict=True) if step)) * factor / scale
-        coefficient = factor * _clip_coefficient(norm, trainee.max_grad_norm)
+        coefficient = factor * _clip_coefficient(norm, train_state.max_grad_norm)
         if coefficient != 1.0:
             torch._foreach_mul_([g for own in gradients for g in own], coefficient)
     has_gradient = [bool(own) for own in gradients]
     del gradients, norms
-    if items > 0 and (trainee.scaler is not None or any(steps)):
-        trainee.buffers.let_go()
-        _take_steps(trainee, has_gradient, moved=any(steps))
-    trainee.gradients.discard()
-    return WindowResult(
+    if items > 0 and (train_state.scaler is not None or any(steps)):
+        train_state.buffers.commit()
+        _take_steps(train_state, has_gradient, moved=any(steps))
+    train_state.gradients.clear()
+    return StepResult(
         loss=loss,
         count=items,
         applied=any(steps),
         grad_norm=math.hypot(*values) * factor / scale,
         stepped=steps,
-        first_norm=first_norm * tally.divisor / first_count / scale if first_count > 0 else None,
+        first_norm=first_norm * accumulator.divisor / first_count / scale if first_count > 0 else None,
         first_count=first_count,
     )
 
 
-def run_window(
-    trainee: Trainee, batches: Iterable[tuple[Batch, int]], samples: int, *, mark: Mark = lambda _: None
-) -> WindowResult:
+def train_step(
+    train_state: TrainState,
+    batches: Iterable[tuple[Collated, int]],
+    samples: int,
+    *,
+    mark: Mark = lambda _: None,
+) -> StepResult:
     """One optimizer step over all micro-batches of a window; see `accumulate` and `finish`."""
-    return finish(trainee, accumulate(trainee, batches, samples, mark), mark=mark)
+    return finish(train_state, accumulate(train_state, batches, samples, mark), mark=mark)
 
 
-def share_of(trainee: Trainee, tally: Tally, loss: Tensor | Loss, size: int) -> Tensor:
+def scaled_loss(
+    train_state: TrainState, accumulator: StepAccumulator, loss: Tensor | Loss, size: int
+) -> Tensor:
     """What a micro-batch of ``size`` samples adds to the window's loss, as a 0-d tensor to go backward from.
 
     Raises:
         InputError: it is no loss, or of another kind than that of the micro-batch before.
     """
-    if tally.micro_batches and isinstance(loss, Loss) != (tally.count is not None):
+    if accumulator.micro_batches and isinstance(loss, Loss) != (accumulator.count is not None):
         raise InputError("the workload's loss returned a Loss for one micro-batch and a tensor for another")
     if isinstance(loss, Loss):
         total, count = loss
@@ -254,16 +267,20 @@ def share_of(trainee: Trainee, tally: Tally, loss: Tensor | Loss, size: int) -> 
             raise InputError(f"the total of a Loss must be a 0-d tensor, found {form_of(total)}")
         if isinstance(count, Tensor) and count.dim() != 0:
             raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {form_of(count)}")
-        if tally.count is None:
-            tally.count = 0.0
-            tally.divisor = _power_of_two(_items_per_sample(trainee, count, size) * tally.samples)
-        tally.count = tally.count + (count.detach().double() if isinstance(count, Tensor) else count)
-        return _at_least_32_bits(total) / tally.divisor
+        if accumulator.count is None:
+            accumulator.count = 0.0
+            accumulator.divisor = _power_of_two(
+                _items_per_sample(train_state, count, size) * accumulator.samples
+            )
+        accumulator.count = accumulator.count + (
+            count.detach().double() if isinstance(count, Tensor) else count
+        )
+        return _at_least_32_bits(total) / accumulator.divisor
     if isinstance(loss, Tensor) and loss.dim() == 0:
-        if not tally.micro_batches:
+        if not accumulator.micro_batches:
             low = loss.dtype in LOW_PRECISION
-            tally.divisor = _power_of_two(tally.samples) if low else float(tally.samples)
-        return _at_least_32_bits(loss) * (size / tally.divisor)
+            accumulator.divisor = _power_of_two(accumulator.samples) if low else float(accumulator.samples)
+        return _at_least_32_bits(loss) * (size / accumulator.divisor)
     raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
 
 
@@ -271,27 +288,29 @@ def _at_least_32_bits(value: Tensor) -> Tensor:
     return value.float() if value.dtype in LOW_PRECISION else value
 
 
-def _items_per_sample(trainee: Trainee, count: float | Tensor, size: int) -> float:
-    if trainee.items_per_sample is None:
+def _items_per_sample(train_state: TrainState, count: float | Tensor, size: int) -> float:
+    if train_state.items_per_sample is None:
         # The only synchronisation inside a window, once in a run.
         found = float(count.detach() if isinstance(count, Tensor) else count) / max(size, 1)
         if not (found > 0 and math.isfinite(found)):
             return 1.0
-        trainee.items_per_sample = found
-    return trainee.items_per_sample
+        train_state.items_per_sample = found
+    return train_state.items_per_sample
 
 
 def _power_of_two(value: float) -> float:
     return float(2.0 ** round(math.log2(value)))
 
 
-def _read(tally: Tally, norms: list[Tensor | None]) -> tuple[tuple[float, float, float, float], list[float]]:
+def _read(
+    accumulator: StepAccumulator, norms: list[Tensor | None]
+) -> tuple[tuple[float, float, float, float], list[float]]:
     """Bring the window's figures to the host in one transfer; what is ``None`` becomes 0.
 
     Returns:
         The total, the count, the norm and the count of the first micro-batch; and the norms.
     """
-    figures = [tally.total, tally.count, tally.first_norm, tally.first_count, *norms]
+    figures = [accumulator.total, accumulator.count, accumulator.first_norm, accumulator.first_count, *norms]
     away = [figure for figure in figures if isinstance(figure, Tensor) and figure.device.type != "cpu"]
     if len(away) > 1:
         values = iter(torch.stack([figure.to(away[0].device, torch.float64) for figure in away]).tolist())
@@ -305,23 +324,23 @@ def _clip_coefficient(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-def _take_steps(trainee: Trainee, has_gradient: list[bool], *, moved: bool) -> None:
+def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: bool) -> None:
     """Let every optimizer step; the loss scale leaves out those whose gradients overflowed.
 
     The average follows where one of them ``moved`` its weights; out of memory there, nothing can be run
     again either.
     """
-    trainee.stepping = True
-    trainee.gradients.hand_over()
+    train_state.stepping = True
+    train_state.gradients.write_back()
     with user_code("optimizer"):
-        for optimizer, has in zip(trainee.optimizers, has_gradient, strict=True):
+        for optimizer, has in zip(train_state.optimizers, has_gradient, strict=True):
             # A scaler refuses an optimizer that it has seen no gradient of.
-            if trainee.scaler is None or not has:
+            if train_state.scaler is None or not has:
                 optimizer.step()
             else:
-                trainee.scaler.step(optimizer)
-        if trainee.scaler is not None and any(has_gradient):
-            trainee.scaler.update()
-    if trainee.average is not None and moved:
-        trainee.average.update()
-    trainee.stepping = False
+                train_state.scaler.step(optimizer)
+        if train_state.scaler is not None and any(has_gradient):
+            train_state.scaler.update()
+    if train_state.average is not None and moved:
+        train_state.average.update()
+    train_state.stepping = False

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Batch, WholeBatchLoss, kind_of
+from autobatch.workload.contract import Collated, WholeBatchLoss, kind_of
 from autobatch.workload.nested import form_of, map_tensors, tensors_of
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.user_code import user_code
 
 
-def window_samples(window: int | None, micro_batch: int, count: int) -> int:
+def batch_samples(window: int | None, micro_batch: int, count: int) -> int:
     """Samples that an attempt's micro-batches stand for: a whole window, where its size is known."""
     return micro_batch * count if window is None else max(window, micro_batch)
 
@@ -41,7 +41,7 @@ class Rows:
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
-        self.joined: Any = None
+        self.collated: Any = None
         """In the form that ``represent`` gives them."""
         self._trained: list[bool] = []
         self._gradients: list[Tensor | None] = []
@@ -53,10 +53,10 @@ class Rows:
             InputError: it does not hold a row a sample, or is not like that of the micro-batch before.
         """
         parts = _parts(found, size)
-        if self.joined is None:
-            self.joined = map_tensors(found, lambda part: part.new_empty((self._samples, *part.shape[1:])))
+        if self.collated is None:
+            self.collated = map_tensors(found, lambda part: part.new_empty((self._samples, *part.shape[1:])))
             self._trained = [False] * len(parts)
-        wholes = list(tensors_of(self.joined))
+        wholes = list(tensors_of(self.collated))
         if [(w.shape[1:], w.dtype) for w in wholes] != [(part.shape[1:], part.dtype) for part in parts]:
             raise InputError(
                 "WholeBatchLoss(represent=…) gave rows of another form for one micro-batch than for another: "
@@ -71,20 +71,20 @@ class Rows:
         """Repeat the first rows where an attempt runs fewer micro-batches than a window has."""
         while 0 < known < self._samples:
             more = min(known, self._samples - known)
-            for whole in tensors_of(self.joined):
+            for whole in tensors_of(self.collated):
                 whole[known : known + more].copy_(whole[:more])
             known += more
 
     def leaves(self) -> Any:
         """The joined rows; gradients are asked of those that came out of what is trained."""
-        for whole, is_trained in zip(tensors_of(self.joined), self._trained, strict=True):
+        for whole, is_trained in zip(tensors_of(self.collated), self._trained, strict=True):
             whole.requires_grad_(is_trained)
-        return self.joined
+        return self.collated
 
     def keep_gradients(self) -> None:
         """Let go of the rows; their gradients stay."""
-        self._gradients = [whole.grad for whole in tensors_of(self.joined)]
-        self.joined = None
+        self._gradients = [whole.grad for whole in tensors_of(self.collated)]
+        self.collated = None
 
     def go_backward(self, first: int, found: Any, size: int) -> None:
         """Go backward from the rows of a micro-batch, which were found again."""
@@ -102,10 +102,10 @@ class Rows:
         return min(first, self._samples - size)
 
 
-def backward_of_window(
+def backward_whole_batch(
     loss: WholeBatchLoss,
     model: nn.Module,
-    batches: Iterable[tuple[Batch, int]],
+    batches: Iterable[tuple[Collated, int]],
     samples: int,
     *,
     context: Callable[[], AbstractContextManager[object]],

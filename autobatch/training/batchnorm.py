@@ -10,19 +10,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.planning import micro_batches
-from autobatch.workload.order import Course
+from autobatch.workload.order import GlobalBatchSampler
 
 
-def advice(model: nn.Module, course: Course, micro_batch: int) -> list[str]:
+def advice(model: nn.Module, sampler: GlobalBatchSampler, micro_batch: int) -> list[str]:
     """Notes on batch statistics, with the numbers; none where no layer computes any, or no window is split.
 
     Args:
         model: what trains.
-        course: the windows of the run.
+        sampler: the windows of the run.
         micro_batch: the largest micro-batch, in samples.
     """
     layers = batch_norms(model)
-    sizes = micro_batches(min(course.target_batch, course.size(0)), micro_batch)
+    sizes = micro_batches(min(sampler.target_batch, sampler.size(0)), micro_batch)
     if not layers or len(sizes) == 1:
         return []
     momentum = layers[0].momentum
@@ -30,8 +30,8 @@ def advice(model: nn.Module, course: Course, micro_batch: int) -> list[str]:
         ""
         if momentum is None
         else f"; their running averages move {len(sizes)} times a step, where a momentum of "
-        f"{matching_momentum(momentum, len(sizes)):.4g} instead of {momentum:g} would match the whole batch "
-        "(--bn-momentum auto sets it)"
+        f"{equivalent_momentum(momentum, len(sizes)):.4g} instead of {momentum:g} would match the whole "
+        "batch (--bn-momentum auto sets it)"
     )
     return [
         f"{len(layers)} BatchNorm layers take their statistics over {sizes[-1]} to {sizes[0]} samples, not "
@@ -39,13 +39,13 @@ def advice(model: nn.Module, course: Course, micro_batch: int) -> list[str]:
     ]
 
 
-def matching_momentum(momentum: float, micro_batches_a_step: int) -> float:
+def equivalent_momentum(momentum: float, num_micro_batches: int) -> float:
     """The momentum with which that many updates weigh a step as one update does with ``momentum``."""
-    return 1.0 - math.pow(1.0 - momentum, 1.0 / micro_batches_a_step)
+    return 1.0 - math.pow(1.0 - momentum, 1.0 / num_micro_batches)
 
 
 @contextmanager
-def matched_momentum(layers: Sequence[_BatchNorm], micro_batches_a_step: int) -> Iterator[None]:
+def rescaled_momentum(layers: Sequence[_BatchNorm], num_micro_batches: int) -> Iterator[None]:
     """Inside, so many updates move the running averages as far as one would; then momenta are as they were.
 
     Layers without a momentum average over all that they saw, and need no other.
@@ -54,7 +54,7 @@ def matched_momentum(layers: Sequence[_BatchNorm], micro_batches_a_step: int) ->
     try:
         for layer, momentum in kept:
             if momentum is not None:
-                layer.momentum = matching_momentum(momentum, micro_batches_a_step)
+                layer.momentum = equivalent_momentum(momentum, num_micro_batches)
         yield
     finally:
         for layer, momentum in kept:
@@ -66,9 +66,9 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
-def smallest_micro_batch(course: Course, micro_batch: int) -> int:
+def smallest_micro_batch(sampler: GlobalBatchSampler, micro_batch: int) -> int:
     """The fewest samples that any micro-batch of the run has; only its last windows may be short."""
-    indices = {0, course.total - 1}
-    if course.epochs is not None and course.last_window == "flush":
-        indices.add(min(-(-course.samples // course.target_batch), course.total) - 1)
-    return min(micro_batches(course.size(index), micro_batch)[-1] for index in indices)
+    indices = {0, sampler.total - 1}
+    if sampler.epochs is not None and sampler.last_batch == "flush":
+        indices.add(min(-(-sampler.samples // sampler.target_batch), sampler.total) - 1)
+    return min(micro_batches(sampler.size(index), micro_batch)[-1] for index in indices)

@@ -13,48 +13,48 @@ from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
-from autobatch.probing.attempt import Bench
+from autobatch.probing.attempt import TrainSetup
 from autobatch.step.gradients import Optimizers
-from autobatch.step.train_state import assemble
+from autobatch.step.train_state import build_train_state
 from autobatch.training.batchnorm import batch_norms
-from autobatch.training.evaluation import rehearse
+from autobatch.training.evaluation import sanity_check_validation
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.feed import AHEAD
-from autobatch.workload.loader import card_of, open_feed
-from autobatch.workload.order import Course
+from autobatch.workload.loader import gpu_of, open_feed
+from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything
 from autobatch.workload.user_code import user_code
 
 
-def course_of(workload: Workload, options: FitOptions) -> Course:
+def build_sampler(workload: Workload, options: FitOptions) -> GlobalBatchSampler:
     """All windows of a run.
 
     Raises:
         InputError: there is none.
     """
-    course = Course(
+    sampler = GlobalBatchSampler(
         samples=len(workload.train_data),  # type: ignore[arg-type]
         target_batch=options.target_batch,
         seed=options.seed,
         steps=options.steps,
         epochs=options.epochs,
-        last_window=options.last_window,
+        last_batch=options.last_batch,
     )
-    if course.total == 0:
+    if sampler.total == 0:
         raise InputError(
-            f"--last-window drop leaves no window: {course.samples} samples for a target batch of "
-            f"{course.target_batch}; carry or flush keeps them"
+            f"--last-window drop leaves no window: {sampler.samples} samples for a target batch of "
+            f"{sampler.target_batch}; carry or flush keeps them"
         )
-    return course
+    return sampler
 
 
 @contextmanager
 def opened(
-    bench: Bench,
+    setup: TrainSetup,
     planned: Plan,
     options: FitOptions,
-    course: Course,
+    sampler: GlobalBatchSampler,
     *,
     seeded_before: bool | None,
     note: Callable[[str], None],
@@ -62,10 +62,10 @@ def opened(
     """A loop at its first window, on the device and with what feeds it; both are let go of afterwards.
 
     Args:
-        bench: the model, which is trained itself, and the device.
+        setup: the model, which is trained itself, and the device.
         planned: the plan.
         options: of the run.
-        course: its windows.
+        sampler: its windows.
         seeded_before: of a run that goes on, whether its samples were seeded one by one; ``None``: it begins.
         note: told what a person should know.
 
@@ -74,27 +74,29 @@ def opened(
     """
     feeding = _feeding(planned, options, seeded_before, note)
     with (
-        bench.device.training() as meter,
+        setup.device.training() as meter,
         open_feed(
-            bench.workload, course.windows, card=card_of(bench.device, planned.knobs), **feeding
+            setup.workload, sampler.batches, gpu=gpu_of(setup.device, planned.knobs), **feeding
         ) as feed,
     ):
-        loop = _open_loop(bench, planned, options, course, meter)
+        loop = _open_loop(setup, planned, options, sampler, meter)
         loop.feed = feed
-        rehearse(bench.workload, loop.trainee, device=bench.device, meter=meter)
+        sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
         yield loop
 
 
-def _open_loop(bench: Bench, planned: Plan, options: FitOptions, course: Course, meter: Meter) -> Loop:
-    workload = bench.workload
+def _open_loop(
+    setup: TrainSetup, planned: Plan, options: FitOptions, sampler: GlobalBatchSampler, meter: Meter
+) -> Loop:
+    workload = setup.workload
     seed_everything(options.seed)
     meter.mark("setup")
-    model = bench.model.to(bench.device.torch_device)
-    meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-    trainee = assemble(
+    model = setup.model.to(setup.device.torch_device)
+    meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+    train_state = build_train_state(
         workload,
         model,
-        bench.device.torch_device,
+        setup.device.torch_device,
         precision=planned.precision,
         learning_rate=planned.learning_rate,
         max_grad_norm=options.max_grad_norm,
@@ -103,24 +105,24 @@ def _open_loop(bench: Bench, planned: Plan, options: FitOptions, course: Course,
     )
     return Loop(
         workload=workload,
-        trainee=trainee,
-        course=course,
-        device=bench.device,
+        train_state=train_state,
+        sampler=sampler,
+        device=setup.device,
         meter=meter,
         micro_batch=planned.micro_batch,
-        schedules=_schedules(workload, trainee.optimizers, course),
+        schedules=_schedules(workload, train_state.optimizers, sampler),
         on_nonfinite=options.on_nonfinite,
         warmup_samples=options.warmup_samples,
-        rescaled_norms=batch_norms(trainee.model) if options.bn_momentum == "auto" else [],
+        rescaled_norms=batch_norms(train_state.model) if options.bn_momentum == "auto" else [],
     )
 
 
-def _schedules(workload: Workload, optimizers: Optimizers, course: Course) -> list[LRScheduler]:
+def _schedules(workload: Workload, optimizers: Optimizers, sampler: GlobalBatchSampler) -> list[LRScheduler]:
     """A schedule for each optimizer; none where the workload has none."""
     if workload.schedule is None:
         return []
     with user_code("schedule"):
-        schedules = [workload.schedule(optimizer, course.total) for optimizer in optimizers]
+        schedules = [workload.schedule(optimizer, sampler.total) for optimizer in optimizers]
     for one in schedules:
         if isinstance(one, ReduceLROnPlateau):
             raise InputError(

@@ -13,19 +13,19 @@ from torch.utils.data import Subset
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.step.train_state import Trainee, precision_context
+from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
-from autobatch.workload.contract import Batch, Loss, WholeBatchLoss, Workload, kind_of
-from autobatch.workload.data import join
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload, kind_of
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.user_code import user_code
 
-REHEARSED = 2
+SANITY_SAMPLES = 2
 """Validation samples that loss and metrics are tried on before training."""
 
 
-class Reach:
+class ValidationBatchSize:
     """How many samples a forward pass without gradients takes at a time; learnt while validating.
 
     It keeps no activations for a backward pass, so it takes more samples than training does: the size starts
@@ -55,11 +55,11 @@ class Reach:
 
 def evaluate(
     workload: Workload,
-    trainee: Trainee,
+    train_state: TrainState,
     *,
     device: Device,
     meter: Meter,
-    reach: Reach,
+    reach: ValidationBatchSize,
     window: int,
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float | None]:
@@ -72,7 +72,7 @@ def evaluate(
 
     Args:
         workload: has the data, the loss and the metrics.
-        trainee: the model; the modes of its modules are put back afterwards.
+        train_state: the model; the modes of its modules are put back afterwards.
         device: gives back what it holds after an out-of-memory error, and after more samples at a time than
             training takes, whose blocks would stand in the way of its own.
         meter: told of each batch.
@@ -89,8 +89,8 @@ def evaluate(
         return {}
     totals: dict[str, float] = {}
     counts: dict[str, float] = {}
-    modes = [(module, module.training) for module in trainee.model.modules()]
-    trainee.model.eval()
+    modes = [(module, module.training) for module in train_state.model.modules()]
+    train_state.model.eval()
     try:
         first, size = 0, len(data)  # type: ignore[arg-type]
         whole = _Whole(range(min(window, size)))
@@ -100,7 +100,7 @@ def evaluate(
                 whole = _Whole(range(first, min(first + window, size)))
             end = whole.ids.stop if isinstance(workload.loss, WholeBatchLoss) else size
             ids = range(first, min(first + reach.micro_batch, end))
-            figures = _figures(workload, trainee, meter, ids, whole, may_fail=len(ids) > reach.start)
+            figures = _figures(workload, train_state, meter, ids, whole, may_fail=len(ids) > reach.start)
             if isinstance(figures, str):
                 # Out of the except block: nothing keeps the failed batch's tensors alive any more.
                 device.release()
@@ -122,7 +122,9 @@ def evaluate(
     return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
-def rehearse(workload: Workload, trainee: Trainee, *, device: Device, meter: Meter) -> None:
+def sanity_check_validation(
+    workload: Workload, train_state: TrainState, *, device: Device, meter: Meter
+) -> None:
     """Run loss and metrics on the first validation samples: a mistake in them costs no training.
 
     Raises:
@@ -132,15 +134,15 @@ def rehearse(workload: Workload, trainee: Trainee, *, device: Device, meter: Met
     data = workload.validation_data
     if data is None:
         return
-    few = Subset(data, range(min(REHEARSED, len(data))))  # type: ignore[arg-type]
+    few = Subset(data, range(min(SANITY_SAMPLES, len(data))))  # type: ignore[arg-type]
     with preserved_random_state():
         evaluate(
             replace(workload, validation_data=few),
-            trainee,
+            train_state,
             device=device,
             meter=meter,
-            reach=Reach(REHEARSED),
-            window=REHEARSED,
+            reach=ValidationBatchSize(SANITY_SAMPLES),
+            window=SANITY_SAMPLES,
         )
 
 
@@ -151,17 +153,17 @@ class _Whole:
         self.ids = ids
         self._rows = Rows(len(ids))
 
-    def loss(self, loss: WholeBatchLoss, model: nn.Module, batch: Batch, ids: range) -> dict[str, Loss]:
+    def loss(self, loss: WholeBatchLoss, model: nn.Module, batch: Collated, ids: range) -> dict[str, Loss]:
         """Take in a micro-batch; the loss, once its last one is there."""
         self._rows.put(ids.start - self.ids.start, loss.represent(model, batch), len(ids))
         if ids.stop < self.ids.stop:
             return {}
         count = len(self.ids)
-        return {"loss": Loss(loss.loss(model, self._rows.joined) * count, count)}
+        return {"loss": Loss(loss.loss(model, self._rows.collated) * count, count)}
 
 
 def _figures(
-    workload: Workload, trainee: Trainee, meter: Meter, ids: range, whole: _Whole, *, may_fail: bool
+    workload: Workload, train_state: TrainState, meter: Meter, ids: range, whole: _Whole, *, may_fail: bool
 ) -> dict[str, tuple[float, float]] | str:
     """Total and count of each figure over some samples; what an error said that fewer samples may not raise.
 
@@ -170,17 +172,19 @@ def _figures(
     """
     try:
         with torch.no_grad():
-            with meter.aside():
-                batch = to_device(join(workload, ids, data=workload.validation_data), trainee.device)
-            meter.adopt(tensors_of(batch))
-            with precision_context(trainee.device, trainee.precision):
+            with meter.uncounted():
+                batch = to_device(
+                    load_micro_batch(workload, ids, data=workload.validation_data), train_state.device
+                )
+            meter.count(tensors_of(batch))
+            with precision_context(train_state.device, train_state.precision):
                 figures: dict[str, Tensor | Loss] = {}
                 with user_code("loss"):
                     if isinstance(workload.loss, WholeBatchLoss):
-                        figures |= whole.loss(workload.loss, trainee.model, batch, ids)
+                        figures |= whole.loss(workload.loss, train_state.model, batch, ids)
                     else:
-                        figures["loss"] = workload.loss(trainee.model, batch)
-                figures |= _metrics(workload, trainee, batch)
+                        figures["loss"] = workload.loss(train_state.model, batch)
+                figures |= _metrics(workload, train_state, batch)
             return {name: _pair(name, figure, len(ids)) for name, figure in figures.items()}
     except Exception as error:
         if may_fail or classify(error) in (Verdict.DEVICE, Verdict.HOST):
@@ -188,11 +192,11 @@ def _figures(
         raise
 
 
-def _metrics(workload: Workload, trainee: Trainee, batch: Batch) -> dict[str, Tensor | Loss]:
+def _metrics(workload: Workload, train_state: TrainState, batch: Collated) -> dict[str, Tensor | Loss]:
     if workload.metrics is None:
         return {}
     with user_code("metrics"):
-        figures = workload.metrics(trainee.model, batch)
+        figures = workload.metrics(train_state.model, batch)
     if not isinstance(figures, Mapping):
         raise InputError(f"Workload(metrics=…) must return names and figures, found {kind_of(figures)}")
     for name in figures:

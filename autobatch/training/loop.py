@@ -24,16 +24,16 @@ from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches
 from autobatch.step.gradients import Optimizers
-from autobatch.step.train_state import Trainee
-from autobatch.step.train_step import WindowResult, accumulate, finish
-from autobatch.training.batchnorm import matched_momentum
+from autobatch.step.train_state import TrainState
+from autobatch.step.train_step import StepResult, accumulate, finish
+from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.training.nonfinite import describe_samples
-from autobatch.workload.contract import Batch, WholeBatchLoss, Workload
-from autobatch.workload.data import join
+from autobatch.training.nonfinite import find_nonfinite_sample
+from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import Feed
 from autobatch.workload.nested import feed
-from autobatch.workload.order import Course, Window
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state, restore_random_state
 from autobatch.workload.user_code import user_code
 
@@ -44,7 +44,7 @@ def warmup_factor(samples_seen: int, warmup_samples: int | None) -> float:
 
 
 @contextmanager
-def warmed_up(optimizers: Optimizers, factor: float) -> Iterator[None]:
+def scaled_learning_rate(optimizers: Optimizers, factor: float) -> Iterator[None]:
     """Inside, all learning rates are ``factor`` times what they are; schedules never see it."""
     if factor == 1.0:
         yield
@@ -80,8 +80,8 @@ class Loop:
     """A training run between two windows; `autobatch.training.loop_state` says all that a resume needs."""
 
     workload: Workload
-    trainee: Trainee
-    course: Course
+    train_state: TrainState
+    sampler: GlobalBatchSampler
     device: Device
     meter: Meter
     micro_batch: int
@@ -95,7 +95,7 @@ class Loop:
     as one batch."""
     warmup_samples: int | None = None
     """Samples over which the learning rate grows to what it is; ``None``: none."""
-    windows_seen: int = 0
+    batches_seen: int = 0
     steps_applied: int = 0
     skipped_in_a_row: int = 0
     """Windows skipped since the last step because they were not finite."""
@@ -115,21 +115,21 @@ class Loop:
             RestartSmallerError: out of memory where nothing can be mended in place.
             DoesNotFitError: out of memory at a micro-batch of 1.
         """
-        self.trainee.model.train()
+        self.train_state.model.train()
         # What a model comes with is no part of the first window.
-        self.trainee.gradients.discard()
-        windows = self.course.windows(self.windows_seen)
+        self.train_state.gradients.clear()
+        windows = self.sampler.batches(self.batches_seen)
         stats: MemoryStats | None = None
-        started = self.windows_seen
+        started = self.batches_seen
         while True:
             start = self.clock()
             window = next(windows, None)
             if window is None:
                 return
-            factor = warmup_factor(self.course.seen(window.index + 1), self.warmup_samples)
-            with warmed_up(self.trainee.optimizers, factor):
-                learning_rate = float(self.trainee.optimizers[0].param_groups[0]["lr"])
-                result, sizes, trouble = self._train_window(window)
+            factor = warmup_factor(self.sampler.seen(window.index + 1), self.warmup_samples)
+            with scaled_learning_rate(self.train_state.optimizers, factor):
+                learning_rate = float(self.train_state.optimizers[0].param_groups[0]["lr"])
+                result, sizes, trouble = self._train_batch(window)
             self._check(window, sizes, result)
             self._advance(window, result)
             since = window.index - started
@@ -137,9 +137,9 @@ class Loop:
                 stats = self.meter.stats()
             seconds = self.clock() - start
             yield StepRecord(
-                step=self.windows_seen,
+                step=self.batches_seen,
                 applied=result.applied,
-                samples=self.course.seen(self.windows_seen),
+                samples=self.sampler.seen(self.batches_seen),
                 loss=result.loss if math.isfinite(result.loss) else None,
                 count=result.count,
                 learning_rate=learning_rate,
@@ -155,7 +155,7 @@ class Loop:
                 recovered=trouble,
             )
 
-    def _advance(self, window: Window, result: WindowResult) -> None:
+    def _advance(self, window: GlobalBatch, result: StepResult) -> None:
         """Count the window; schedules follow only the optimizers that stepped."""
         self.steps_applied += result.applied
         if result.applied and result.first_norm is not None:
@@ -164,25 +164,25 @@ class Loop:
             for schedule, stepped in zip(self.schedules, result.stepped, strict=False):
                 if stepped:
                     schedule.step()
-        self.windows_seen = window.index + 1
+        self.batches_seen = window.index + 1
 
-    def _train_window(self, window: Window) -> tuple[WindowResult, list[int], str | None]:
+    def _train_batch(self, window: GlobalBatch) -> tuple[StepResult, list[int], str | None]:
         trouble: str | None = None
-        items_per_sample = self.trainee.items_per_sample
+        items_per_sample = self.train_state.items_per_sample
         for replay in range(REPLAYS_IN_A_ROW + 1):
             sizes = micro_batches(len(window.ids), self.micro_batch)
             before = capture_random_state()
-            with matched_momentum(self.rescaled_norms, len(sizes)):
+            with rescaled_momentum(self.rescaled_norms, len(sizes)):
                 outcome = self._attempt(window, sizes, may_be_suspect=replay == 0 and sizes[0] > 1)
-            if isinstance(outcome, WindowResult):
+            if isinstance(outcome, StepResult):
                 return outcome, sizes, trouble
             # Out of the except block: nothing keeps the failed window's tensors alive any more.
             trouble = outcome
-            self.trainee.gradients.discard()
+            self.train_state.gradients.clear()
             self.device.release()
-            rewound = self.trainee.buffers.put_back()
+            rewound = self.train_state.buffers.restore()
             restore_random_state(before)
-            self.trainee.items_per_sample = items_per_sample
+            self.train_state.items_per_sample = items_per_sample
             self._shrink(sizes[0], trouble)
             if not rewound:
                 raise RestartSmallerError(
@@ -195,32 +195,32 @@ class Loop:
             f"micro-batch of {sizes[0]}: {trouble}; something else is taking the memory"
         )
 
-    def _attempt(self, window: Window, sizes: list[int], *, may_be_suspect: bool) -> WindowResult | str:
+    def _attempt(self, window: GlobalBatch, sizes: list[int], *, may_be_suspect: bool) -> StepResult | str:
         """Train a window; where it can be run again after an out-of-memory error, return what that said."""
         try:
-            twice = isinstance(self.trainee.loss, WholeBatchLoss)
+            twice = isinstance(self.train_state.loss, WholeBatchLoss)
             fetched = self._fetched(window, sizes)
-            batches = feed(fetched, self.trainee.device, self.meter, twice=twice)
-            tally = accumulate(
-                self.trainee,
+            batches = feed(fetched, self.train_state.device, self.meter, twice=twice)
+            accumulator = accumulate(
+                self.train_state,
                 batches,
                 len(window.ids),
                 self.meter.mark,
                 measure_first=len(sizes) > 1 and self.noise.due(window.index),
             )
-            return finish(self.trainee, tally, mark=self.meter.mark)
+            return finish(self.train_state, accumulator, mark=self.meter.mark)
         except Exception as error:
             verdict = classify(error)
             if verdict is Verdict.NONE:
                 raise
-            if verdict is Verdict.SUSPECT and (self.trainee.stepping or not may_be_suspect):
+            if verdict is Verdict.SUSPECT and (self.train_state.stepping or not may_be_suspect):
                 raise
-            if verdict is not Verdict.FATAL and not self.trainee.stepping:
+            if verdict is not Verdict.FATAL and not self.train_state.stepping:
                 return first_line(error)
             self.micro_batch = math.ceil(sizes[0] / 2)
             where = (
                 "inside the optimizer step; part of the weights may have moved, so nothing is mended in place"
-                if self.trainee.stepping
+                if self.train_state.stepping
                 else "in the driver; this process cannot go on"
             )
             raise RestartSmallerError(
@@ -233,32 +233,35 @@ class Loop:
             raise DoesNotFitError(f"out of memory in training at a micro-batch of 1: {trouble}")
         self.micro_batch = math.ceil(failed / 2)
 
-    def _fetched(self, window: Window, sizes: list[int]) -> Iterator[tuple[Batch, int]]:
+    def _fetched(self, window: GlobalBatch, sizes: list[int]) -> Iterator[tuple[Collated, int]]:
         ids, first = window.ids, 0
-        fed = None if self.feed is None else self.feed.joined(window, self.micro_batch)
+        fed = None if self.feed is None else self.feed.collated(window, self.micro_batch)
         for size in sizes:
-            yield join(self.workload, ids[first : first + size]) if fed is None else next(fed), size
+            yield (
+                load_micro_batch(self.workload, ids[first : first + size]) if fed is None else next(fed),
+                size,
+            )
             first += size
 
-    def _check(self, window: Window, sizes: list[int], result: WindowResult) -> None:
+    def _check(self, window: GlobalBatch, sizes: list[int], result: StepResult) -> None:
         if result.applied:
             self.skipped_in_a_row = 0
         if result.applied or result.count == 0:
             return
-        scaler = self.trainee.scaler
+        scaler = self.train_state.scaler
         if scaler is not None and scaler.get_scale() >= LEAST_LOSS_SCALE:
             return
         before = f", nor were those of {self.skipped_in_a_row} before it" if self.skipped_in_a_row else ""
         if scaler is None and self.on_nonfinite == "skip" and self.skipped_in_a_row < SKIPS_IN_A_ROW:
             # Running statistics forget samples that no step was taken for.
             self.skipped_in_a_row += 1
-            if self.trainee.buffers.put_back():
+            if self.train_state.buffers.restore():
                 return
             before = ", and cannot be skipped, for the forward pass changed a large buffer of the model"
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
         raise NonFiniteError(
             f"the {what} of step {window.index + 1} is not finite{at}{before}: no step was taken; "
-            f"{describe_samples(self.workload, self.trainee, window.ids, sizes)}; "
+            f"{find_nonfinite_sample(self.workload, self.train_state, window.ids, sizes)}; "
             "look at them, at the learning rate and at the precision"
         )

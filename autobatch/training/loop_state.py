@@ -22,17 +22,17 @@ from autobatch.workload.rng import capture_random_state, restore_random_state
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
     """Return everything that the rest of a run depends on, between two windows."""
-    trainee = loop.trainee
+    train_state = loop.train_state
     random_state = capture_random_state()
     numpy = random_state.numpy
     return {
-        "model": trainee.model.state_dict(),
-        "buffers": _unsaved_buffers(trainee.model),
-        "optimizers": [plain(optimizer.state_dict()) for optimizer in trainee.optimizers],
+        "model": train_state.model.state_dict(),
+        "buffers": _unsaved_buffers(train_state.model),
+        "optimizers": [plain(optimizer.state_dict()) for optimizer in train_state.optimizers],
         "schedules": [plain(schedule.state_dict()) for schedule in loop.schedules],
-        "scaler": None if trainee.scaler is None else trainee.scaler.state_dict(),
-        "average": None if trainee.average is None else trainee.average.state_dict(),
-        "items_per_sample": trainee.items_per_sample,
+        "scaler": None if train_state.scaler is None else train_state.scaler.state_dict(),
+        "average": None if train_state.average is None else train_state.average.state_dict(),
+        "items_per_sample": train_state.items_per_sample,
         "noise": loop.noise.state_dict(),
         "random": {
             "python": random_state.python,
@@ -41,7 +41,7 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
             "cuda": random_state.cuda,
         },
         "counters": {
-            "windows_seen": loop.windows_seen,
+            "batches_seen": loop.batches_seen,
             "steps_applied": loop.steps_applied,
             "oom_recoveries": loop.oom_recoveries,
             "skipped_in_a_row": loop.skipped_in_a_row,
@@ -63,15 +63,15 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
     Raises:
         InputError: it is the state of another model, optimizer or schedule.
     """
-    trainee = loop.trainee
+    train_state = loop.train_state
     try:
-        trainee.model.load_state_dict(state["model"])
-        _load_buffers(trainee.model, state["buffers"], trainee.device)
-        for optimizer, saved in zip(trainee.optimizers, state["optimizers"], strict=True):
+        train_state.model.load_state_dict(state["model"])
+        _load_buffers(train_state.model, state["buffers"], train_state.device)
+        for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
             _load_optimizer(optimizer, saved)
         for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
-        load_average(trainee.average, state.get("average"))
+        load_average(train_state.average, state.get("average"))
     except InputError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -80,13 +80,13 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
             f"the checkpoint is of another model, optimizer or schedule ({type(error).__name__}: {text}): "
             "give the workload that it was written with, or start without --resume"
         ) from error
-    if trainee.scaler is not None and state["scaler"]:
-        trainee.scaler.load_state_dict(state["scaler"])
-    trainee.items_per_sample = state["items_per_sample"]
+    if train_state.scaler is not None and state["scaler"]:
+        train_state.scaler.load_state_dict(state["scaler"])
+    train_state.items_per_sample = state["items_per_sample"]
     if "noise" in state:
         loop.noise.load_state_dict(state["noise"])
     counters = state["counters"]
-    loop.windows_seen = counters["windows_seen"]
+    loop.batches_seen = counters["batches_seen"]
     loop.steps_applied = counters["steps_applied"]
     loop.oom_recoveries = counters["oom_recoveries"]
     loop.skipped_in_a_row = counters.get("skipped_in_a_row", 0)

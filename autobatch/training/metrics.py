@@ -27,7 +27,7 @@ TENSORBOARD_SECONDS = 0.2
 """Time between two rows: a row costs a quarter of a millisecond, and a curve shows a thousand of them."""
 
 
-class Sink(Protocol):
+class MetricsWriter(Protocol):
     """Takes the records of a run."""
 
     def step(self, record: StepRecord) -> None:
@@ -129,13 +129,13 @@ class TensorBoard:
 
 
 def open_tensorboard(
-    folder: Path, *, windows_seen: int = 0, clock: Callable[[], float] = time.monotonic
+    folder: Path, *, batches_seen: int = 0, clock: Callable[[], float] = time.monotonic
 ) -> TensorBoard | None:
     """Open a sink for TensorBoard.
 
     Args:
         folder: where its event files shall stand.
-        windows_seen: of a run that is resumed; what was written here of later windows before is hidden.
+        batches_seen: of a run that is resumed; what was written here of later windows before is hidden.
         clock: seconds.
 
     Returns:
@@ -144,7 +144,7 @@ def open_tensorboard(
     try:
         make_summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         make_writer = import_module("torch.utils.tensorboard").SummaryWriter
-        writer = make_writer(str(folder), purge_step=windows_seen + 1)
+        writer = make_writer(str(folder), purge_step=batches_seen + 1)
     except Exception:
         # Absent, or a broken installation, which fails in many ways.
         return None

@@ -22,11 +22,11 @@ from typing import Any, Literal
 
 from autobatch.core.records import Record
 
-LEAST_WINDOWS = 50
+LEAST_BATCHES = 50
 """Measured windows below which nothing is claimed."""
 
 
-KEPT_WINDOWS = 500
+KEPT_BATCHES = 500
 """Measured windows that an estimate is made of: the noise scale grows while a run goes on."""
 
 
@@ -44,7 +44,7 @@ Verdict = Literal["unknown", "below", "near", "above", "unclear"]
 class NoiseEstimate(Record, frozen=True, kw_only=True):
     """What the measured windows say; in the unit of the sizes that were observed (samples, tokens)."""
 
-    windows: int
+    batches: int
     """Measured windows that it rests on."""
     noise_scale: float | None = None
     """B_simple; ``None``: unknown, for too few windows or because the noise hides the gradient."""
@@ -72,13 +72,13 @@ class NoiseEstimate(Record, frozen=True, kw_only=True):
         """Say in plain words whether a target batch is sensible."""
         if self.low is None:
             return (
-                f"The gradient noise scale is unknown: {self.windows:,} windows were measured, and "
-                f"{LEAST_WINDOWS} of at least two micro-batches are needed."
+                f"The gradient noise scale is unknown: {self.batches:,} windows were measured, and "
+                f"{LEAST_BATCHES} of at least two micro-batches are needed."
             )
         top = "without an upper end" if self.high is None else f"to {_round(self.high)}"
         about = "is not known" if self.noise_scale is None else f"is about {_round(self.noise_scale)}"
         band = f"{_round(self.low)} {top}"
-        words = f"The gradient noise scale {about} (95 %: {band}; {self.windows:,} windows)"
+        words = f"The gradient noise scale {about} (95 %: {band}; {self.batches:,} windows)"
         return f"{words}; the target batch of {batch:,} {self._advice(batch)}."
 
     def _advice(self, batch: int) -> str:
@@ -116,7 +116,7 @@ class NoiseScale:
     every: int = 4
     """Windows from one measurement to the next."""
     _pairs: deque[tuple[float, float]] = field(
-        init=False, repr=False, default_factory=lambda: deque(maxlen=KEPT_WINDOWS)
+        init=False, repr=False, default_factory=lambda: deque(maxlen=KEPT_BATCHES)
     )
     """(|G|², tr(Σ)) of each measured window."""
 
@@ -125,34 +125,34 @@ class NoiseScale:
         return index % self.every == 0
 
     def observe(
-        self, first_norm_sq: float, first_samples: float, window_norm_sq: float, window_samples: float
+        self, first_norm_sq: float, first_samples: float, batch_norm_sq: float, batch_samples: float
     ) -> None:
         """Take in one window; what cannot tell anything is passed over.
 
         Args:
             first_norm_sq: squared 2-norm of the mean gradient over the first micro-batch.
             first_samples: what that mean is over: samples, or the items of a `Loss`.
-            window_norm_sq: squared 2-norm of the mean gradient over the whole window, before clipping.
-            window_samples: what that mean is over, in the same unit.
+            batch_norm_sq: squared 2-norm of the mean gradient over the whole window, before clipping.
+            batch_samples: what that mean is over, in the same unit.
         """
-        known = math.isfinite(first_norm_sq) and math.isfinite(window_norm_sq)
-        if not (known and 0 < first_samples < window_samples):
+        known = math.isfinite(first_norm_sq) and math.isfinite(batch_norm_sq)
+        if not (known and 0 < first_samples < batch_samples):
             return
-        difference = window_samples - first_samples
-        gradient = (window_samples * window_norm_sq - first_samples * first_norm_sq) / difference
-        trace = (first_norm_sq - window_norm_sq) * first_samples * window_samples / difference
+        difference = batch_samples - first_samples
+        gradient = (batch_samples * batch_norm_sq - first_samples * first_norm_sq) / difference
+        trace = (first_norm_sq - batch_norm_sq) * first_samples * batch_samples / difference
         self._pairs.append((gradient, trace))
 
     def estimate(self) -> NoiseEstimate:
         """What the measured windows say by now."""
         count = len(self._pairs)
-        if count < LEAST_WINDOWS:
-            return NoiseEstimate(windows=count)
+        if count < LEAST_BATCHES:
+            return NoiseEstimate(batches=count)
         gradients, traces = zip(*self._pairs, strict=True)
         gradient, trace = math.fsum(gradients) / count, math.fsum(traces) / count
         low, high = _band(gradients, traces)
         return NoiseEstimate(
-            windows=count,
+            batches=count,
             noise_scale=max(trace, 0.0) / gradient if gradient > 0 else None,
             low=low,
             high=None if math.isinf(high) else high,
@@ -167,7 +167,7 @@ class NoiseScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         self.every = int(state["every"])
-        self._pairs = deque(((float(one), float(two)) for one, two in state["pairs"]), maxlen=KEPT_WINDOWS)
+        self._pairs = deque(((float(one), float(two)) for one, two in state["pairs"]), maxlen=KEPT_BATCHES)
 
 
 def _band(gradients: tuple[float, ...], traces: tuple[float, ...]) -> tuple[float, float]:

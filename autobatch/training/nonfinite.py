@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from autobatch.step.train_state import Trainee, precision_context
+from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
-from autobatch.workload.data import join
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state
 
@@ -17,7 +17,9 @@ SHOWN = 8
 """Samples that a message names."""
 
 
-def describe_samples(workload: Workload, trainee: Trainee, ids: Sequence[int], sizes: Sequence[int]) -> str:
+def find_nonfinite_sample(
+    workload: Workload, train_state: TrainState, ids: Sequence[int], sizes: Sequence[int]
+) -> str:
     """Name the sample whose loss (or row, of a loss over all) is not finite by itself, else the window's.
 
     The first bad micro-batch is halved until one sample is left; forward passes only, and nothing is
@@ -25,7 +27,7 @@ def describe_samples(workload: Workload, trainee: Trainee, ids: Sequence[int], s
 
     Args:
         workload: has the data and the loss.
-        trainee: the model, in the state in which the window failed.
+        train_state: the model, in the state in which the window failed.
         ids: samples of the window.
         sizes: its micro-batches.
     """
@@ -36,12 +38,12 @@ def describe_samples(workload: Workload, trainee: Trainee, ids: Sequence[int], s
             for size in sizes:
                 part = ids[first : first + size]
                 first += size
-                if _is_finite(workload, trainee, part):
+                if _is_finite(workload, train_state, part):
                     continue
                 while len(part) > 1:
                     half = part[: len(part) // 2]
-                    part = part[len(half) :] if _is_finite(workload, trainee, half) else half
-                if not _is_finite(workload, trainee, part):
+                    part = part[len(half) :] if _is_finite(workload, train_state, half) else half
+                if not _is_finite(workload, train_state, part):
                     return f"sample {part[0]} does it alone ({named})"
                 break
     except Exception:  # a diagnosis must not hide what it is about
@@ -49,15 +51,15 @@ def describe_samples(workload: Workload, trainee: Trainee, ids: Sequence[int], s
     return named
 
 
-def _is_finite(workload: Workload, trainee: Trainee, ids: Sequence[int]) -> bool:
-    trainee.buffers.keep()
+def _is_finite(workload: Workload, train_state: TrainState, ids: Sequence[int]) -> bool:
+    train_state.buffers.keep()
     try:
-        batch = to_device(join(workload, ids), trainee.device)
-        with precision_context(trainee.device, trainee.precision):
-            if isinstance(trainee.loss, WholeBatchLoss):
-                rows = tensors_of(trainee.loss.represent(trainee.model, batch))
+        batch = to_device(load_micro_batch(workload, ids), train_state.device)
+        with precision_context(train_state.device, train_state.precision):
+            if isinstance(train_state.loss, WholeBatchLoss):
+                rows = tensors_of(train_state.loss.represent(train_state.model, batch))
                 return all(bool(one.isfinite().all()) for one in rows)
-            loss = trainee.loss(trainee.model, batch)
+            loss = train_state.loss(train_state.model, batch)
         return math.isfinite(float(loss.total if isinstance(loss, Loss) else loss))
     finally:
-        trainee.buffers.put_back()
+        train_state.buffers.restore()

@@ -22,14 +22,14 @@ from autobatch.core.errors import InputError
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
 from autobatch.planning import micro_batches, split_evenly
-from autobatch.probing.attempt import Bench
-from autobatch.step.restore import lent
-from autobatch.step.whole_batch import backward_of_window
+from autobatch.probing.attempt import TrainSetup
+from autobatch.step.restore import temporary_weights
+from autobatch.step.whole_batch import backward_whole_batch
 from autobatch.training.batchnorm import advice, batch_norms, smallest_micro_batch
-from autobatch.workload.contract import Batch, Loss, WholeBatchLoss
-from autobatch.workload.data import join
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import feed, map_tensors, tensors_of, to_device
-from autobatch.workload.order import Course
+from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
 
 SAMPLES = 6
@@ -59,15 +59,19 @@ class _Part:
     samples: int
 
 
-def check_decomposes(
-    bench: Bench, *, micro_batch: int, course: Course, check: Literal["error", "note", "off"] = "error"
+def check_loss_splits(
+    setup: TrainSetup,
+    *,
+    micro_batch: int,
+    sampler: GlobalBatchSampler,
+    check: Literal["error", "note", "off"] = "error",
 ) -> list[str]:
     """Check that splitting a window changes nothing but the order of sums.
 
     Args:
-        bench: the workload and its model, which is only lent.
+        setup: the workload and its model, which is only lent.
         micro_batch: the largest micro-batch of the run, in samples.
-        course: its windows.
+        sampler: its windows.
         check: what a loss that cannot be split is, where windows are split: an error, or a note; ``off``: it
             is not looked at, only at BatchNorm.
 
@@ -78,13 +82,13 @@ def check_decomposes(
         InputError: windows are split, and the loss of the whole is not made of the losses of the parts; or a
             BatchNorm gets a single value.
     """
-    notes = advice(bench.model, course, micro_batch)
-    is_split = len(micro_batches(course.target_batch, micro_batch)) > 1
-    with preserved_random_state(), bench.device.training() as meter:
-        if batch_norms(bench.model) and smallest_micro_batch(course, micro_batch) == 1:
-            _check_single_sample(bench, meter, course)
-        found = None if check == "off" else _first_that_runs(bench, meter, micro_batch)
-    bench.device.release()
+    notes = advice(setup.model, sampler, micro_batch)
+    is_split = len(micro_batches(sampler.target_batch, micro_batch)) > 1
+    with preserved_random_state(), setup.device.training() as meter:
+        if batch_norms(setup.model) and smallest_micro_batch(sampler, micro_batch) == 1:
+            _check_single_sample(setup, meter, sampler)
+        found = None if check == "off" else _first_that_runs(setup, meter, micro_batch)
+    setup.device.release()
     if found is None:
         return notes
     if not is_split:
@@ -94,36 +98,36 @@ def check_decomposes(
     return [*notes, found]
 
 
-def _first_that_runs(bench: Bench, meter: Meter, micro_batch: int) -> str | None:
+def _first_that_runs(setup: TrainSetup, meter: Meter, micro_batch: int) -> str | None:
     """The fault that was found; ``None`` where there is none, or no way of looking for it."""
-    size = min(SAMPLES, len(bench.workload.train_data), max(2, micro_batch))  # type: ignore[arg-type]
+    size = min(SAMPLES, len(setup.workload.train_data), max(2, micro_batch))  # type: ignore[arg-type]
     if size < 2:
         return None
     tries: list[tuple[torch.dtype, bool]] = [(torch.float32, False), (torch.float32, True)]
-    elements = sum(tensor.numel() for tensor in bench.model.parameters())
-    if elements * 16 < bench.device.budget_bytes * DOUBLE_SHARE:
+    elements = sum(tensor.numel() for tensor in setup.model.parameters())
+    if elements * 16 < setup.device.budget_bytes * DOUBLE_SHARE:
         tries.insert(0, (torch.float64, False))
     for dtype, training in tries:
-        fault = _try(bench, meter, size, dtype, training=training)
+        fault = _try(setup, meter, size, dtype, training=training)
         if fault != "":
             return fault
     return None
 
 
-def _try(bench: Bench, meter: Meter, size: int, dtype: torch.dtype, *, training: bool) -> str | None:
+def _try(setup: TrainSetup, meter: Meter, size: int, dtype: torch.dtype, *, training: bool) -> str | None:
     """One way of looking; the empty text where it cannot be gone (a part of the model needs another type)."""
     try:
-        with lent(bench.model, bench.device.torch_device) as model:
+        with temporary_weights(setup.model, setup.device.torch_device) as model:
             for tensor in [*model.parameters(), *model.buffers()]:
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
-            meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+            meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
             model.train(training)
             if training:
                 for module in model.modules():
                     if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
                         module.eval()
-            return _fault(bench, _Runner(bench, model, meter, dtype), size, TOLERANCES[dtype])
+            return _fault(setup, _Runner(setup, model, meter, dtype), size, TOLERANCES[dtype])
     except InputError:
         raise
     except Exception as error:
@@ -131,8 +135,8 @@ def _try(bench: Bench, meter: Meter, size: int, dtype: torch.dtype, *, training:
         return None if classify(error) is not Verdict.NONE else ""
 
 
-def _fault(bench: Bench, run: _Runner, size: int, tolerance: float) -> str | None:
-    count = len(bench.workload.train_data)  # type: ignore[arg-type]
+def _fault(setup: TrainSetup, run: _Runner, size: int, tolerance: float) -> str | None:
+    count = len(setup.workload.train_data)  # type: ignore[arg-type]
     ids = [index * (count - 1) // (size - 1) for index in range(size)]
     torch.manual_seed(1)
     whole = run(ids)
@@ -142,7 +146,7 @@ def _fault(bench: Bench, run: _Runner, size: int, tolerance: float) -> str | Non
     if not length > 0.0 or float((again.gradient - whole.gradient).norm()) > tolerance * length:
         # Nothing to compare, or a loss that draws random numbers even so.
         return None
-    if isinstance(bench.workload.loss, WholeBatchLoss):
+    if isinstance(setup.workload.loss, WholeBatchLoss):
         cached = run.in_two_passes(ids, split_evenly(size, min(PARTS, size)))
         error = float((cached.gradient - whole.gradient).norm()) / length
         return None if error <= tolerance else _cause_of_rows(size, error)
@@ -200,16 +204,16 @@ def _cause_of_rows(size: int, error: float) -> str:
     )
 
 
-def _check_single_sample(bench: Bench, meter: Meter, course: Course) -> None:
+def _check_single_sample(setup: TrainSetup, meter: Meter, sampler: GlobalBatchSampler) -> None:
     """A BatchNorm of a single value raises: better now than in the last window of the run."""
     try:
-        with lent(bench.model, bench.device.torch_device) as model:
+        with temporary_weights(setup.model, setup.device.torch_device) as model:
             model.train()
-            _Runner(bench, model, meter, None)([0])
+            _Runner(setup, model, meter, None)([0])
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             return
-        last = course.size(course.total - 1)
+        last = sampler.size(sampler.total - 1)
         raise InputError(
             f"a micro-batch of 1 comes up in this run (the last window has {last} samples), and BatchNorm "
             "needs 2: choose a target batch that leaves no single sample, --last-window drop, or --steps "
@@ -222,17 +226,17 @@ def _check_single_sample(bench: Bench, meter: Meter, course: Course) -> None:
 class _Runner:
     """Loss and gradient of some samples, by themselves."""
 
-    def __init__(self, bench: Bench, model: nn.Module, meter: Meter, dtype: torch.dtype | None) -> None:
-        self._bench = bench
+    def __init__(self, setup: TrainSetup, model: nn.Module, meter: Meter, dtype: torch.dtype | None) -> None:
+        self._bench = setup
         self._model = model
         self._meter = meter
         self._dtype = dtype
 
     def __call__(self, ids: Sequence[int]) -> _Part:
         """Run them forward and backward."""
-        with self._meter.aside():
+        with self._meter.uncounted():
             batch = to_device(self._joined(ids), self._bench.device.torch_device)
-        self._meter.adopt(tensors_of(batch))
+        self._meter.count(tensors_of(batch))
         loss = self._bench.workload.loss(self._model, batch)
         total, count = loss if isinstance(loss, Loss) else (loss, None)
         total.backward()  # type: ignore[no-untyped-call]
@@ -248,7 +252,7 @@ class _Runner:
         assert isinstance(loss, WholeBatchLoss)
         ends = accumulate(sizes)
         fetched = ((self._joined(ids[end - size : end]), size) for size, end in zip(sizes, ends, strict=True))
-        backward_of_window(
+        backward_whole_batch(
             loss,
             self._model,
             feed(fetched, self._bench.device.torch_device, self._meter, twice=True),
@@ -260,9 +264,9 @@ class _Runner:
         )
         return _Part(self._gradient(), None, len(ids))
 
-    def _joined(self, ids: Sequence[int]) -> Batch:
+    def _joined(self, ids: Sequence[int]) -> Collated:
         """The samples as a batch of the type that is checked in, on the host."""
-        batch, dtype = join(self._bench.workload, ids), self._dtype
+        batch, dtype = load_micro_batch(self._bench.workload, ids), self._dtype
         if dtype is None:
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -13,7 +13,7 @@ from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
 from autobatch.training.checkpoint import Loaded, clean_leftovers, load_newest
 from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.workload.order import Course
+from autobatch.workload.order import GlobalBatchSampler
 
 _SAME = {
     "device": "device",
@@ -38,7 +38,7 @@ def load_run_state(out: Path) -> Loaded:
     return loaded
 
 
-def stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
+def load_plan(resumed: Loaded, options: FitOptions) -> Plan:
     """The plan that the run was started with.
 
     Raises:
@@ -67,61 +67,63 @@ def stored_plan(resumed: Loaded, options: FitOptions) -> Plan:
     return planned
 
 
-def course_facts(course: Course) -> dict[str, Any]:
+def data_order_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
     """What a checkpoint keeps of the run's windows."""
     return {
-        "windows": course.total,
-        "samples": course.samples,
-        "last_window": course.last_window,
-        "samples_taken": course.seen(course.total),
+        "windows": sampler.total,
+        "samples": sampler.samples,
+        "last_batch": sampler.last_batch,
+        "samples_taken": sampler.seen(sampler.total),
     }
 
 
-def refuse_another_course(resumed: Loaded, course: Course, *, scheduled: bool) -> None:
+def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, scheduled: bool) -> None:
     """Make sure that the windows that are left are those that the run would have gone on with.
 
     Args:
         resumed: the checkpoint.
-        course: the windows that are asked for now.
+        sampler: the windows that are asked for now.
         scheduled: the workload has a schedule, which is made for so many steps and cannot go on for others.
 
     Raises:
         InputError: they are not; says what differs.
     """
     facts, run = resumed.facts, f"the run in {resumed.path}"
-    samples = facts.get("samples", course.samples)
-    if samples != course.samples:
+    samples = facts.get("samples", sampler.samples)
+    if samples != sampler.samples:
         raise InputError(
-            f"the training data have {course.samples:,} samples, and {run} has {samples:,}: the order of the "
-            "data would change; give the same data, or start without --resume"
+            f"the training data have {sampler.samples:,} samples, and {run} has {samples:,}: the order of "
+            "the data would change; give the same data, or start without --resume"
         )
-    last_window = facts.get("last_window", course.last_window)
-    if last_window != course.last_window:
+    last_batch = facts.get("last_batch", sampler.last_batch)
+    if last_batch != sampler.last_batch:
         raise InputError(
-            f"--last-window {course.last_window} does not match {run}, which has {last_window}: give that, "
+            f"--last-window {sampler.last_batch} does not match {run}, which has {last_batch}: give that, "
             "or start without --resume"
         )
     total = facts.get("windows")
-    if scheduled and total != course.total:
+    if scheduled and total != sampler.total:
         raise InputError(
-            f"{run} and its schedule are for {total} optimizer steps, this is for {course.total}: give the "
+            f"{run} and its schedule are for {total} optimizer steps, this is for {sampler.total}: give the "
             "same --steps or --epochs, or start without --resume"
         )
-    done = resumed.state["counters"]["windows_seen"]
-    if done > course.total:
+    done = resumed.state["counters"]["batches_seen"]
+    if done > sampler.total:
         raise InputError(
-            f"{run} has taken {done} optimizer steps already, and this is for {course.total}: give its own "
+            f"{run} has taken {done} optimizer steps already, and this is for {sampler.total}: give its own "
             "--steps or --epochs, or more"
         )
     taken = facts.get("samples_taken")
-    if done == total and taken is not None and taken != course.seen(done):
+    if done == total and taken is not None and taken != sampler.seen(done):
         raise InputError(
-            f"{run} ended with a short window, where one of {course.target_batch} would have stood: "
+            f"{run} ended with a short window, where one of {sampler.target_batch} would have stood: "
             "it cannot run on; start without --resume"
         )
 
 
-def differences(resumed: Loaded, key: Mapping[str, Any], planned: Plan, options: FitOptions) -> list[str]:
+def changes_since_checkpoint(
+    resumed: Loaded, key: Mapping[str, Any], planned: Plan, options: FitOptions
+) -> list[str]:
     """What forbids to take over what is the same bit for bit only where all else is the same; by name."""
     stored = resumed.facts.get("key", {})
     found = [said for name, said in _SAME.items() if stored.get(name) != key.get(name)]

@@ -20,15 +20,15 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
-from autobatch.training.evaluation import Reach, evaluate
+from autobatch.training.evaluation import ValidationBatchSize, evaluate
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_storable
-from autobatch.training.metrics import TENSORBOARD, JsonLines, Sink, open_tensorboard
+from autobatch.training.metrics import TENSORBOARD, JsonLines, MetricsWriter, open_tensorboard
 from autobatch.training.run_folder import CHECKPOINTS, METRICS, export_weights
 from autobatch.workload.rng import preserved_random_state
 
 
-class Summary:
+class RunTotals:
     """Running totals of a run; constant in size."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Summary:
         self._count = 0.0
         """Items of the last window: the target batch in the unit of the noise scale."""
 
-    def recall(self, row: Mapping[str, Any]) -> None:
+    def lookup(self, row: Mapping[str, Any]) -> None:
         """Take in a window that was trained before the run was resumed."""
         loss = row.get("loss")
         self.first_loss = loss if self.first_loss is None else self.first_loss
@@ -67,11 +67,11 @@ class Summary:
         failed_saves: list[int],
     ) -> Training:
         """The summary of a run that came to its end."""
-        average = loop.trainee.average
+        average = loop.train_state.average
         noise = loop.noise.estimate()
         return Training(
             optimizer_steps=loop.steps_applied,
-            samples=loop.course.seen(loop.windows_seen),
+            samples=loop.sampler.seen(loop.batches_seen),
             samples_per_s=self.samples / self.seconds if self.seconds else None,
             first_loss=self.first_loss,
             final_loss=self.final_loss,
@@ -79,7 +79,7 @@ class Summary:
             resumed_from=None if resumed is None else str(resumed.path),
             checkpoint=None if saved is None else str(saved),
             seconds=self.seconds,
-            skipped_windows=self.skipped,
+            skipped_steps=self.skipped,
             validation=validation,
             noise_scale=noise.noise_scale,
             noise_band=(noise.low, noise.high),
@@ -128,17 +128,17 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     settings.out.mkdir(parents=True, exist_ok=True)
     _take_over_shrinking(loop, settings.out, resumed)
     check_storable(capture_loop(loop))
-    tally = Summary()
-    _rewind(settings.out / METRICS, loop.windows_seen, tally)
+    accumulator = RunTotals()
+    _rewind(settings.out / METRICS, loop.batches_seen, accumulator)
     run = _Run(loop, settings, resumed)
     try:
         with stop_on_signals() as request:
-            run.train_windows(request, progress, tally)
+            run.train_batches(request, progress, accumulator)
             validation = run.validate(request)
     except Interrupted:
         raise
     except RestartSmallerError as error:
-        content = {"windows_seen": loop.windows_seen, "micro_batch": loop.micro_batch, "error": str(error)}
+        content = {"batches_seen": loop.batches_seen, "micro_batch": loop.micro_batch, "error": str(error)}
         write_atomic(settings.out / SHRINKING, json.dumps(content, indent=1).encode())
         if list_checkpoints(settings.out / CHECKPOINTS):
             error.add_note(f"go on in smaller micro-batches with: {settings.resume_hint}")
@@ -151,8 +151,8 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
         if list_checkpoints(settings.out / CHECKPOINTS):
             error.add_note(f"go on from the newest checkpoint with: {settings.resume_hint}")
         raise
-    export_weights(loop.trainee, settings.out)
-    return tally.training(loop, validation, run.saved, resumed, run.failed_saves)
+    export_weights(loop.train_state, settings.out)
+    return accumulator.training(loop, validation, run.saved, resumed, run.failed_saves)
 
 
 class _Asked(Exception):  # noqa: N818 - an event, not a fault
@@ -174,9 +174,9 @@ class _Run:
         fixed = settings.validation_micro_batch
         # Where no meter sees the memory, nothing but the end of the process would stop the growth.
         grows = fixed is None and loop.meter.stats().allocated_bytes is not None
-        self._reach = Reach(fixed or loop.micro_batch, grows=grows)
+        self._reach = ValidationBatchSize(fixed or loop.micro_batch, grows=grows)
 
-    def train_windows(self, request: StopRequest, progress: Progress, tally: Summary) -> None:
+    def train_batches(self, request: StopRequest, progress: Progress, accumulator: RunTotals) -> None:
         """Train the windows that are left, with a checkpoint at the end.
 
         After each: validation, its record, a checkpoint, and only then the vote on a signal. The record comes
@@ -191,12 +191,12 @@ class _Run:
                 finally:
                     for sink in sinks:
                         sink.step(record)
-                tally.add(record)
-                progress.stepped(record, self._loop.course.total)
+                accumulator.add(record)
+                progress.stepped(record, self._loop.sampler.total)
                 if self._checkpoint_is_due(record.step):
                     self._save_periodically(progress)
                 self.stop_if_asked(request)
-        if self.saved is None or self._loop.windows_seen != _step_of(self.saved):
+        if self.saved is None or self._loop.batches_seen != _step_of(self.saved):
             self._save()
 
     def validate(self, request: StopRequest) -> dict[str, float | None]:
@@ -211,16 +211,16 @@ class _Run:
             if request.signal_number is not None:
                 raise _Asked
 
-        average = loop.trainee.average
+        average = loop.train_state.average
         swapped = nullcontext() if average is None else average.swapped_in()
         with suppress(_Asked), preserved_random_state(), swapped:
             figures = evaluate(
                 loop.workload,
-                loop.trainee,
+                loop.train_state,
                 device=loop.device,
                 meter=loop.meter,
                 reach=self._reach,
-                window=loop.course.target_batch,
+                window=loop.sampler.target_batch,
                 poll=poll,
             )
         # Only now are the random states those that a checkpoint must hold.
@@ -228,11 +228,11 @@ class _Run:
         return figures
 
     @contextmanager
-    def _sinks(self) -> Iterator[list[Sink]]:
+    def _sinks(self) -> Iterator[list[MetricsWriter]]:
         """Where the records go: the file of lines, and TensorBoard where it is installed."""
-        out, seen = self._settings.out, self._loop.windows_seen
-        sinks: list[Sink] = [JsonLines(out / METRICS)]
-        board = open_tensorboard(out / TENSORBOARD, windows_seen=seen)
+        out, seen = self._settings.out, self._loop.batches_seen
+        sinks: list[MetricsWriter] = [JsonLines(out / METRICS)]
+        board = open_tensorboard(out / TENSORBOARD, batches_seen=seen)
         if board is not None:
             sinks.append(board)
         try:
@@ -243,7 +243,7 @@ class _Run:
 
     def _validation_is_due(self, step: int) -> bool:
         every = self._settings.validate_every
-        return every is not None and step % every == 0 and step != self._loop.course.total
+        return every is not None and step % every == 0 and step != self._loop.sampler.total
 
     def _checkpoint_is_due(self, step: int) -> bool:
         every, minutes = self._settings.checkpoint_every, self._settings.checkpoint_minutes
@@ -255,10 +255,10 @@ class _Run:
         """Leave once a signal has come; what was trained is in a checkpoint."""
         if request.signal_number is None:
             return
-        if self.saved is None or self._loop.windows_seen != _step_of(self.saved):
+        if self.saved is None or self._loop.batches_seen != _step_of(self.saved):
             self._save()
         raise Interrupted(
-            f"stopped after step {self._loop.windows_seen} of {self._loop.course.total} with checkpoint "
+            f"stopped after step {self._loop.batches_seen} of {self._loop.sampler.total} with checkpoint "
             f"{self.saved}; go on with: {self._settings.resume_hint}",
             signal_number=request.counts_as,
         )
@@ -270,7 +270,7 @@ class _Run:
         except CheckpointError as error:
             if self._settings.on_failed_save == "stop":
                 raise
-            self.failed_saves.append(self._loop.windows_seen)
+            self.failed_saves.append(self._loop.batches_seen)
             self._saved_at = self._loop.clock()
             progress.note(f"{error}; the run goes on without it (--on-failed-save continue)")
 
@@ -279,7 +279,7 @@ class _Run:
         check_storable(state)
         self.saved = save_checkpoint(
             self._settings.out / CHECKPOINTS,
-            step=self._loop.windows_seen,
+            step=self._loop.batches_seen,
             state=state,
             facts=self._settings.facts,
             keep_last=self._settings.keep_last,
@@ -304,7 +304,7 @@ def _take_over_shrinking(loop: Loop, out: Path, resumed: Loaded | None) -> None:
         loop.micro_batch = min(loop.micro_batch, wanted)
 
 
-def _rewind(path: Path, windows_seen: int, tally: Summary) -> None:
+def _rewind(path: Path, batches_seen: int, accumulator: RunTotals) -> None:
     """Drop the lines of windows that a resumed run will train again; add up those that stay."""
     if not path.is_file():
         return
@@ -316,8 +316,8 @@ def _rewind(path: Path, windows_seen: int, tally: Summary) -> None:
             except ValueError:
                 # The last line of a run that was killed while it wrote.
                 continue
-            if isinstance(row, dict) and row.get("step", windows_seen + 1) <= windows_seen:
-                tally.recall(row)
+            if isinstance(row, dict) and row.get("step", batches_seen + 1) <= batches_seen:
+                accumulator.lookup(row)
                 kept.append(line.rstrip(b"\n") + b"\n")
     write_atomic(path, b"".join(kept))
 

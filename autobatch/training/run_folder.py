@@ -15,7 +15,7 @@ from autobatch.core.errors import (
     CheckpointError,
     InputError,
 )
-from autobatch.step.train_state import Trainee
+from autobatch.step.train_state import TrainState
 
 WEIGHTS = "model.safetensors"
 
@@ -24,16 +24,16 @@ AVERAGED_WEIGHTS = "model-ema.safetensors"
 """The averages in place of the weights; buffers as they are."""
 
 
-def export_weights(trainee: Trainee, folder: Path) -> None:
+def export_weights(train_state: TrainState, folder: Path) -> None:
     """Write the weights, and their averages where any are kept, as safetensors.
 
     Raises:
         CheckpointError: a file cannot be written.
     """
-    _export(trainee.model, folder / WEIGHTS)
-    if trainee.average is not None:
-        with trainee.average.swapped_in():
-            _export(trainee.model, folder / AVERAGED_WEIGHTS)
+    _export(train_state.model, folder / WEIGHTS)
+    if train_state.average is not None:
+        with train_state.average.swapped_in():
+            _export(train_state.model, folder / AVERAGED_WEIGHTS)
 
 
 def _export(model: nn.Module, path: Path) -> None:
@@ -93,7 +93,7 @@ def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(out: Path) -> Iterator[None]:
+def claim_folder(out: Path) -> Iterator[None]:
     """Inside, the folder is this run's alone; the system lets go of it however the process ends.
 
     What was made for it goes again where nothing was written.
@@ -112,7 +112,7 @@ def claimed(out: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def set_aside(out: Path) -> Path | None:
+def move_earlier_run(out: Path) -> Path | None:
     """Move an earlier run of the same folder out of the way: nothing is lost, nothing is mixed.
 
     Returns:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from autobatch.core.knobs import Axis, Configuration, Value
+from autobatch.core.knobs import Configuration, SearchAxis, Value
 
 MEMORY = "mem_over"
 """Constraint: share by which a configuration is over the budget."""
@@ -43,7 +43,7 @@ class Measurement(NamedTuple):
         return self.failure is None
 
 
-def refused(constraint: str, reason: str, *, over: float = 1.0, micro_batch: int = 0) -> Measurement:
+def infeasible(constraint: str, reason: str, *, over: float = 1.0, micro_batch: int = 0) -> Measurement:
     """A trial whose configuration cannot be chosen."""
     return Measurement(0.0, micro_batch, reason, {constraint: over})
 
@@ -52,7 +52,7 @@ Measure = Callable[[Configuration], Measurement]
 """Runs a configuration."""
 
 
-Certify = Callable[[Configuration], str | None]
+ConfirmFits = Callable[[Configuration], str | None]
 """Runs a configuration inside the enforced budget; why it does not fit, or ``None``."""
 
 
@@ -65,12 +65,12 @@ def key_of(values: Mapping[str, Value]) -> Key:
     return tuple(sorted(values.items()))
 
 
-def size_of(axes: Sequence[Axis]) -> int:
+def size_of(axes: Sequence[SearchAxis]) -> int:
     """How many configurations there are."""
     return math.prod(len(axis.choices) for axis in axes)
 
 
-def every(axes: Sequence[Axis]) -> Iterator[dict[str, Value]]:
+def every(axes: Sequence[SearchAxis]) -> Iterator[dict[str, Value]]:
     """All configurations, in order."""
     names = [axis.name for axis in axes]
     for one in itertools.product(*(axis.choices for axis in axes)):
@@ -78,7 +78,7 @@ def every(axes: Sequence[Axis]) -> Iterator[dict[str, Value]]:
 
 
 def nearest_unseen(
-    axes: Sequence[Axis], taken: Container[Key], base: Configuration, draw: random.Random
+    axes: Sequence[SearchAxis], taken: Container[Key], base: Configuration, draw: random.Random
 ) -> dict[str, Value] | None:
     """A configuration that was not tried and differs from ``base`` in the fewest knobs; of several, any.
 

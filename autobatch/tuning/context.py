@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from autobatch.core.knobs import Situation
+from autobatch.core.knobs import TuningContext
 from autobatch.core.records import Precision
-from autobatch.probing.attempt import Bench
+from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import stand_in_optimizers
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.tuning.timing import fetch_share
 from autobatch.workload.contract import Workload
-from autobatch.workload.feed import SeededJoin
+from autobatch.workload.feed import SeededCollate
 from autobatch.workload.loader import why_not_sent
 from autobatch.workload.nested import tensors_of
 
@@ -25,41 +25,41 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with a fused step on cards and on the CPU."""
 
 
-def situation_of(
-    bench: Bench,
+def describe_context(
+    setup: TrainSetup,
     *,
     precision_is_open: bool,
     micro_batch: int,
     planned_steps: int,
     workers_are_open: bool = True,
-) -> Situation:
+) -> TuningContext:
     """Look at what is there.
 
     Args:
-        bench: the device and the workload.
+        setup: the device and the workload.
         precision_is_open: no precision was asked for.
         micro_batch: the largest that the plan may use, in samples.
         planned_steps: optimizer steps of the run that is tuned for.
         workers_are_open: no number of loader workers was asked for.
     """
     cores = usable_cores()
-    loader = why_not_workers(bench) if workers_are_open else "a number of workers was asked for"
-    precisions = native_precisions(bench) if precision_is_open else ()
-    others = [one for one in precisions if one != bench.precision]
-    return Situation(
-        device_kind=bench.device.kind,
-        precisions=(bench.precision, *others),
-        optimizers=implementations(bench.workload, bench.device.kind),
-        blocks=len(find_blocks(bench.model)),
-        images=any(p.dim() == 4 for p in bench.model.parameters())
-        and any(t.dim() == 4 for t in tensors_of(bench.costliest.batch(2))),
-        compiler=why_not_compile(bench.device.kind),
+    loader = why_not_workers(setup) if workers_are_open else "a number of workers was asked for"
+    precisions = native_precisions(setup) if precision_is_open else ()
+    others = [one for one in precisions if one != setup.precision]
+    return TuningContext(
+        device_kind=setup.device.kind,
+        precisions=(setup.precision, *others),
+        optimizers=implementations(setup.workload, setup.device.kind),
+        blocks=len(find_blocks(setup.model)),
+        images=any(p.dim() == 4 for p in setup.model.parameters())
+        and any(t.dim() == 4 for t in tensors_of(setup.worst_case.batch(2))),
+        compiler=why_not_compile(setup.device.kind),
         micro_batch=micro_batch,
         planned_steps=planned_steps,
         cores=cores,
         loader=loader,
-        fetch_share=fetch_share(bench, micro_batch) if loader is None and cores > 1 else 0.0,
-        segments=bench.device.why_not_expandable(),
+        fetch_share=fetch_share(setup, micro_batch) if loader is None and cores > 1 else 0.0,
+        segments=setup.device.why_not_expandable(),
     )
 
 
@@ -68,20 +68,20 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def why_not_workers(bench: Bench) -> str | None:
+def why_not_workers(setup: TrainSetup) -> str | None:
     """Why loader workers cannot feed a workload; ``None``: they can."""
-    workload = bench.workload
-    join = SeededJoin(data=workload.train_data, collate=workload.collate, seed=0)
-    return why_not_sent(join, bench.costliest.batch(1))
+    workload = setup.workload
+    join = SeededCollate(data=workload.train_data, collate=workload.collate, seed=0)
+    return why_not_sent(join, setup.worst_case.batch(1))
 
 
-def native_precisions(bench: Bench) -> tuple[Precision, ...]:
+def native_precisions(setup: TrainSetup) -> tuple[Precision, ...]:
     """What the device computes in without emulation: 16 bits that are slower than 32 are no choice.
 
     fp16 only where there is no bf16: of the same speed, it needs a loss scale, and overflows sooner.
     """
-    if bench.device.kind == "cuda":
-        capability = torch.cuda.get_device_capability(bench.device.torch_device)
+    if setup.device.kind == "cuda":
+        capability = torch.cuda.get_device_capability(setup.device.torch_device)
         if capability >= (8, 0):
             return ("bf16", "fp32")
         return ("fp32", "fp16") if capability >= (7, 0) else ("fp32",)

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autobatch.core.knobs import Axis, Configuration, Value, defaults
+from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
 from autobatch.core.records import Trial, Tuning
 from autobatch.tuning.compare import MINIMUM_GAIN, Choice, compare
-from autobatch.tuning.configuration import Certify, Measure, Measurement
+from autobatch.tuning.configuration import ConfirmFits, Measure, Measurement
 
 if TYPE_CHECKING:
     from autobatch.tuning.study import Finished
@@ -38,7 +38,7 @@ class Budget(NamedTuple):
     """Asked before every trial."""
 
 
-class Place(NamedTuple):
+class StudyLocation(NamedTuple):
     """Which study it is, and where."""
 
     name: str
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     """What its figures depend on; plain values by name."""
 
 
-class Tuned(NamedTuple):
+class TuningResult(NamedTuple):
     """The answer."""
 
     tuning: Tuning
@@ -56,20 +56,20 @@ class Tuned(NamedTuple):
     """Of the best configuration; ``None`` where the default stays and was not measured."""
 
 
-Told = Callable[[int, Configuration, Measurement], None]
+OnTrial = Callable[[int, Configuration, Measurement], None]
 
 
-def tune(
+def find_fastest(
     measure: Measure,
-    axes: Sequence[Axis],
+    axes: Sequence[SearchAxis],
     *,
     budget: Budget,
     seed: int,
-    place: Place,
-    certify: Certify = lambda _: None,
-    progress: Told = lambda *_: None,
+    place: StudyLocation,
+    confirm_fits: ConfirmFits = lambda _: None,
+    progress: OnTrial = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Tuned:
+) -> TuningResult:
     """Find the fastest configuration.
 
     Args:
@@ -78,7 +78,7 @@ def tune(
         budget: trials and time.
         seed: same seed, same measurements, same answer.
         place: the study.
-        certify: runs a configuration inside the enforced budget, before it is chosen.
+        confirm_fits: runs a configuration inside the enforced budget, before it is chosen.
         progress: told of each trial.
         clock: seconds.
 
@@ -119,7 +119,7 @@ def tune(
     base = defaults(axes)
     others = _candidates(finished, base)
     choice = compare(measure, base, others) if others else _unchallenged(finished, base)
-    best, notes = _certified(choice, [base, *others], certify)
+    best, notes = _confirmed(choice, [base, *others], confirm_fits)
     notes += _why(finished, choice, base) + study.notes
     winner = choice.baseline if best == 0 else choice.contenders[best - 1]
     speeds = [0.0 if one is None else one.samples_per_s for one in (choice.baseline, winner)]
@@ -137,7 +137,7 @@ def tune(
         sampler_seconds=asking,
         notes=notes,
     )
-    return Tuned(tuning, winner)
+    return TuningResult(tuning, winner)
 
 
 def _candidates(finished: Sequence[Finished], base: Configuration) -> list[dict[str, Value]]:
@@ -158,13 +158,13 @@ def _unchallenged(finished: Sequence[Finished], base: Configuration) -> Choice:
     return Choice([], known, [], 0)
 
 
-def _certified(
-    choice: Choice, configurations: Sequence[Configuration], certify: Certify
+def _confirmed(
+    choice: Choice, configurations: Sequence[Configuration], confirm_fits: ConfirmFits
 ) -> tuple[int, list[str]]:
     """The number of the fastest that runs inside the enforced budget, and what did not."""
     notes: list[str] = []
     for number in choice.ranking:
-        reason = certify(configurations[number])
+        reason = confirm_fits(configurations[number])
         if reason is None:
             return number, notes
         notes.append(f"a faster configuration does not fit, and is left out: {reason}")

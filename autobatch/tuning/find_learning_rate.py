@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from autobatch.core.records import RatePair, RateTrial, RateTuning
+from autobatch.core.records import LrComparison, LrTrial, LrTuning
 from autobatch.tuning.compare import STUDENT
-from autobatch.tuning.find_fastest import Budget, Place
-from autobatch.tuning.lr_trial import PARTS, REACH, Part, Runs, RunTask, Tried, parts_of
+from autobatch.tuning.find_fastest import Budget, StudyLocation
+from autobatch.tuning.lr_trial import PARTS, REACH, LrTrialResult, LrTrialSpec, Runs, Segment, parts_of
 
 if TYPE_CHECKING:
-    from autobatch.tuning.study import AskedRate, RateStudy
+    from autobatch.tuning.study import LrStudy, LrTrialRequest
 
 
 MINIMUM_GAIN = 0.02
@@ -43,20 +43,20 @@ NEAR_THE_END = 1.5
 """Within this factor of the end of what is tried, the best may lie beyond."""
 
 
-ToldRate = Callable[[int, float, float | None, str | None], None]
+OnLrTrial = Callable[[int, float, float | None, str | None], None]
 """Told of a trial: its number from 1, the learning rate, its loss, and why it is left out."""
 
 
-def tune_rate(
+def find_learning_rate(
     runs: Runs,
-    task: RunTask,
+    task: LrTrialSpec,
     *,
     budget: Budget,
     seed: int,
-    place: Place,
-    progress: ToldRate = lambda *_: None,
+    place: StudyLocation,
+    progress: OnLrTrial = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
-) -> RateTuning:
+) -> LrTuning:
     """Find the learning rate after which the loss is lowest.
 
     Args:
@@ -75,10 +75,10 @@ def tune_rate(
         InputError: the storage cannot be used, or the study was made for something else.
         Exception: what the workload raises at its default.
     """
-    from autobatch.tuning.study import RateStudy
+    from autobatch.tuning.study import LrStudy
 
     start = clock()
-    study = RateStudy(
+    study = LrStudy(
         task.default,
         name=place.name,
         storage=place.storage,
@@ -98,12 +98,12 @@ def tune_rate(
     finished = study.finished()
     known = next((one for one in finished if one.rate == task.default), None)
     best = min((one for one in finished if one.failure is None), key=_loss, default=None)
-    pairs: list[RatePair] = []
+    pairs: list[LrComparison] = []
     if known is not None and best is not None and best.rate != task.default:
         pairs = list(_pairs(runs, task, known, best, seed))
     is_better = decide(pairs)
     chosen = best if is_better and best is not None else known
-    return RateTuning(
+    return LrTuning(
         trials=len(finished),
         steps=task.steps,
         default=task.default,
@@ -119,7 +119,7 @@ def tune_rate(
     )
 
 
-def decide(pairs: Sequence[RatePair]) -> bool:
+def decide(pairs: Sequence[LrComparison]) -> bool:
     """Whether the other learning rate is better than the default in every pair, and beyond the noise."""
     gains = [pair.gain for pair in pairs]
     if len(gains) < 2 or not all(gain > 0 for gain in gains):
@@ -129,7 +129,7 @@ def decide(pairs: Sequence[RatePair]) -> bool:
     return mean > MINIMUM_GAIN and mean - half > 0
 
 
-def gain_over(default: Tried, other: Tried) -> float:
+def gain_over(default: LrTrialResult, other: LrTrialResult) -> float:
     """Share of the fall of the loss that a learning rate gains over the default; 1 over one that diverges."""
     if other.failure is not None or other.loss is None or other.first is None or other.loss >= other.first:
         return -1.0
@@ -138,7 +138,7 @@ def gain_over(default: Tried, other: Tried) -> float:
     return max(-1.0, (default.loss - other.loss) / (other.first - other.loss))
 
 
-def _try(runs: Runs, task: RunTask, study: RateStudy, asked: AskedRate, seed: int) -> Tried:
+def _try(runs: Runs, task: LrTrialSpec, study: LrStudy, asked: LrTrialRequest, seed: int) -> LrTrialResult:
     """Run a trial, to its end unless the pruner has seen enough."""
 
     def is_hopeless(number: int, loss: float) -> bool:
@@ -149,30 +149,32 @@ def _try(runs: Runs, task: RunTask, study: RateStudy, asked: AskedRate, seed: in
 
 def _run(
     runs: Runs,
-    task: RunTask,
+    task: LrTrialSpec,
     rate: float,
     seed: int,
     is_hopeless: Callable[[int, float], bool] = lambda *_: False,
-) -> Tried:
-    part = Part(None, None)
+) -> LrTrialResult:
+    part = Segment(None, None)
     with closing(runs.losses(rate, seed)) as windows:
         for number, part in enumerate(parts_of(windows, task.steps), 1):
             if part.failure is not None or part.loss is None:
-                return Tried(rate, None, part.first, part.failure or "none of its losses is finite")
+                return LrTrialResult(rate, None, part.first, part.failure or "none of its losses is finite")
             if number < PARTS and is_hopeless(number, part.loss):
                 failure = f"ended after {number} of {PARTS} parts, worse than the median by then"
-                return Tried(rate, part.loss, part.first, failure)
-    return Tried(rate, part.loss, part.first, _divergence(part))
+                return LrTrialResult(rate, part.loss, part.first, failure)
+    return LrTrialResult(rate, part.loss, part.first, _divergence(part))
 
 
-def _divergence(last: Part) -> str | None:
+def _divergence(last: Segment) -> str | None:
     """What is said of a run whose loss grew."""
     if last.loss is None or last.first is None or last.loss - last.first <= (DIVERGED - 1) * abs(last.first):
         return None
     return f"it diverged: the loss went from {last.first:.4g} to {last.loss:.4g}"
 
 
-def _pairs(runs: Runs, task: RunTask, known: Tried, best: Tried, seed: int) -> Iterator[RatePair]:
+def _pairs(
+    runs: Runs, task: LrTrialSpec, known: LrTrialResult, best: LrTrialResult, seed: int
+) -> Iterator[LrComparison]:
     """The default and the best on the same data: that of the study, and others; each goes first in turn."""
     yield _pair(seed, known, best)
     for number in range(1, OTHER_SEEDS + 1):
@@ -182,17 +184,17 @@ def _pairs(runs: Runs, task: RunTask, known: Tried, best: Tried, seed: int) -> I
         yield _pair(other, found[known.rate], found[best.rate])
 
 
-def _pair(seed: int, default: Tried, other: Tried) -> RatePair:
-    return RatePair(
+def _pair(seed: int, default: LrTrialResult, other: LrTrialResult) -> LrComparison:
+    return LrComparison(
         seed=seed, default_loss=default.loss, other_loss=other.loss, gain=gain_over(default, other)
     )
 
 
 def _why(
-    finished: Sequence[Tried],
-    known: Tried | None,
-    best: Tried | None,
-    pairs: Sequence[RatePair],
+    finished: Sequence[LrTrialResult],
+    known: LrTrialResult | None,
+    best: LrTrialResult | None,
+    pairs: Sequence[LrComparison],
     *,
     is_better: bool,
 ) -> list[str]:
@@ -214,8 +216,8 @@ def _why(
     return []
 
 
-def _row(number: int, one: Tried) -> RateTrial:
-    return RateTrial(
+def _row(number: int, one: LrTrialResult) -> LrTrial:
+    return LrTrial(
         number=number,
         learning_rate=one.rate,
         loss=one.loss,
@@ -224,5 +226,5 @@ def _row(number: int, one: Tried) -> RateTrial:
     )
 
 
-def _loss(one: Tried) -> float:
+def _loss(one: LrTrialResult) -> float:
     return math.inf if one.loss is None else one.loss

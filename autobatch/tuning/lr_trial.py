@@ -20,15 +20,15 @@ from autobatch.core.records import Precision
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import Bench, batches_of, open_trainee
-from autobatch.probing.child import ChildLost, ProbeChild
+from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
+from autobatch.probing.child import ChildCrashed, ProbeChild
 from autobatch.probing.setup import with_knobs
-from autobatch.step.restore import lent
-from autobatch.step.train_state import Trainee
-from autobatch.step.train_step import WindowResult, run_window
-from autobatch.workload.contract import Batch, Workload
-from autobatch.workload.data import join
-from autobatch.workload.order import Course
+from autobatch.step.restore import temporary_weights
+from autobatch.step.train_state import TrainState
+from autobatch.step.train_step import StepResult, train_step
+from autobatch.workload.contract import Collated, Workload
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
 
 REACH = 32.0
@@ -39,7 +39,7 @@ PARTS = 4
 """A run is looked at after each of so many parts; the mean of the last is its figure."""
 
 
-class RunTask(NamedTuple):
+class LrTrialSpec(NamedTuple):
     """What short runs train; plain values, that travel to another process."""
 
     default: float
@@ -55,7 +55,7 @@ class RunTask(NamedTuple):
     """Whether a window that is not finite is passed over, as the training that follows does."""
 
 
-class Seen(NamedTuple):
+class StepLoss(NamedTuple):
     """A window of a run."""
 
     loss: float
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
     """Why the run ended here, in one line; nothing follows then."""
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """What a part of a run found."""
 
     loss: float | None
@@ -77,7 +77,7 @@ class Part(NamedTuple):
     """Why the run ended here; nothing follows then."""
 
 
-class Tried(NamedTuple):
+class LrTrialResult(NamedTuple):
     """What a short run came to."""
 
     rate: float
@@ -89,14 +89,14 @@ class Tried(NamedTuple):
     """Why it is not feasible, in one line."""
 
 
-Losses = Generator[Seen, None, None]
+Losses = Generator[StepLoss, None, None]
 
 
-def short_run(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
+def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Losses:
     """Train a few windows at a learning rate; what goes wrong with it is told as the last.
 
     Args:
-        bench: the model, which is lent, and the data.
+        setup: the model, which is lent, and the data.
         task: what to train.
         rate: the learning rate.
         seed: of the order of the data and of what the model draws.
@@ -106,7 +106,7 @@ def short_run(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
     """
     failure: str | None = None
     try:
-        chosen = replace(with_knobs(bench, task.knobs), precision=task.precision)
+        chosen = replace(with_knobs(setup, task.knobs), precision=task.precision)
         yield from _train(chosen, task, rate, seed)
     except Exception as error:
         if classify(error) is Verdict.NONE and rate == task.default:
@@ -114,11 +114,11 @@ def short_run(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
         failure = first_line(error)
     # The except block is left: nothing keeps the failed step's tensors alive any more.
     if failure is not None:
-        bench.device.release()
-        yield Seen(math.nan, 0.0, failure)
+        setup.device.release()
+        yield StepLoss(math.nan, 0.0, failure)
 
 
-def parts_of(windows: Iterable[Seen], steps: int) -> Iterator[Part]:
+def parts_of(windows: Iterable[StepLoss], steps: int) -> Iterator[Segment]:
     """The means of the parts of a run.
 
     Args:
@@ -130,45 +130,45 @@ def parts_of(windows: Iterable[Seen], steps: int) -> Iterator[Part]:
     total = count = 0.0
     for number, seen in enumerate(windows, 1):
         if seen.failure is not None:
-            yield Part(None, first, seen.failure)
+            yield Segment(None, first, seen.failure)
             return
         if seen.items and math.isfinite(seen.loss):
             first = seen.loss if first is None else first
             total, count = total + seen.loss * seen.items, count + seen.items
         if number in ends:
-            yield Part(total / count if count else None, first)
+            yield Segment(total / count if count else None, first)
             total = count = 0.0
 
 
-def _train(bench: Bench, task: RunTask, rate: float, seed: int) -> Losses:
-    device = bench.device.torch_device
-    with preserved_random_state(), bench.device.training() as meter, lent(bench.model, device):
+def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Losses:
+    device = setup.device.torch_device
+    with preserved_random_state(), setup.device.training() as meter, temporary_weights(setup.model, device):
         seed_everything(seed)
-        trainee = open_trainee(bench, meter, learning_rate=rate)
-        for result in _windows(bench, task, trainee, meter, seed):
+        train_state = open_train_state(setup, meter, learning_rate=rate)
+        for result in _train_batches(setup, task, train_state, meter, seed):
             # Where training would end: a loss scale that is still to fall passes over such a window.
-            if result.count and not result.applied and trainee.scaler is None and not task.skips:
-                yield Seen(math.nan, 0.0, "its loss or gradient is not finite")
+            if result.count and not result.applied and train_state.scaler is None and not task.skips:
+                yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
                 return
-            yield Seen(result.loss, result.count)
+            yield StepLoss(result.loss, result.count)
 
 
-def _windows(
-    bench: Bench, task: RunTask, trainee: Trainee, meter: Meter, seed: int
-) -> Iterator[WindowResult]:
+def _train_batches(
+    setup: TrainSetup, task: LrTrialSpec, train_state: TrainState, meter: Meter, seed: int
+) -> Iterator[StepResult]:
     """The first windows that a run with this seed would train."""
-    samples = len(bench.workload.train_data)  # type: ignore[arg-type]
-    course = Course(samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps)
-    for window in course.windows():
+    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
+    sampler = GlobalBatchSampler(samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps)
+    for window in sampler.batches():
         sizes = micro_batches(len(window.ids), task.micro_batch)
-        batches = batches_of(bench, meter, _fetched(bench.workload, window.ids, sizes))
-        yield run_window(trainee, batches, len(window.ids))
+        batches = batches_of(setup, meter, _fetched(setup.workload, window.ids, sizes))
+        yield train_step(train_state, batches, len(window.ids))
 
 
-def _fetched(workload: Workload, ids: list[int], sizes: list[int]) -> Iterator[tuple[Batch, int]]:
+def _fetched(workload: Workload, ids: list[int], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
     first = 0
     for size in sizes:
-        yield join(workload, ids[first : first + size]), size
+        yield load_micro_batch(workload, ids[first : first + size]), size
         first += size
 
 
@@ -186,12 +186,12 @@ class Runs(Protocol):
 class LocalRuns:
     """Short runs in this process."""
 
-    bench: Bench
-    task: RunTask
+    setup: TrainSetup
+    task: LrTrialSpec
 
     def losses(self, rate: float, seed: int) -> Losses:
         """See `autobatch.tuning.lr_trial.short_run`."""
-        return short_run(self.bench, self.task, rate, seed)
+        return short_run(self.setup, self.task, rate, seed)
 
 
 @dataclass
@@ -200,34 +200,34 @@ class IsolatedRuns:
 
     child: ProbeChild
     """… with `run_answers`."""
-    task: RunTask
+    task: LrTrialSpec
 
     def losses(self, rate: float, seed: int) -> Losses:
         """See `Runs`."""
-        question: tuple[RunTask, float, int] | None = (self.task, rate, seed)
+        question: tuple[LrTrialSpec, float, int] | None = (self.task, rate, seed)
         while (seen := self._ask(question)) is not None:
             yield seen
             question = None
 
-    def _ask(self, question: tuple[RunTask, float, int] | None) -> Seen | None:
+    def _ask(self, question: tuple[LrTrialSpec, float, int] | None) -> StepLoss | None:
         try:
-            seen: Seen | None = self.child.ask(question, TRIAL)
-        except ChildLost as lost:
+            seen: StepLoss | None = self.child.ask(question, TRIAL)
+        except ChildCrashed as lost:
             self.child.restart()
-            return Seen(math.nan, 0.0, str(lost))
+            return StepLoss(math.nan, 0.0, str(lost))
         return seen
 
 
-def run_answers(bench: Bench, _: Any) -> Callable[[Any], Any]:
+def run_answers(setup: TrainSetup, _: Any) -> Callable[[Any], Any]:
     """What a child for short runs does with what it is asked: the first window of a run, or the next one."""
     current: Losses | None = None
 
-    def answer(asked: Any) -> Seen | None:
+    def answer(asked: Any) -> StepLoss | None:
         nonlocal current
         if asked is not None:
             if current is not None:
                 current.close()
-            current = short_run(bench, *asked)
+            current = short_run(setup, *asked)
         assert current is not None
         return next(current, None)
 
@@ -236,11 +236,16 @@ def run_answers(bench: Bench, _: Any) -> Callable[[Any], Any]:
 
 @contextmanager
 def open_runs(
-    workload: str | None, options: TuneOptions, task: RunTask, *, bench: Callable[[], Bench], isolated: bool
+    workload: str | None,
+    options: TuneOptions,
+    task: LrTrialSpec,
+    *,
+    setup: Callable[[], TrainSetup],
+    isolated: bool,
 ) -> Iterator[Runs]:
     """Open what trains short runs; see `autobatch.tuning.trial.open_trials`."""
     if not isolated:
-        yield LocalRuns(bench(), task)
+        yield LocalRuns(setup(), task)
         return
     with ProbeChild(workload, options, answers=run_answers) as child:
         yield IsolatedRuns(child, task)

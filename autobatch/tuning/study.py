@@ -21,9 +21,9 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.knobs import Axis, Value, defaults
+from autobatch.core.knobs import SearchAxis, Value, defaults
 from autobatch.tuning.configuration import CONSTRAINTS, Key, Measurement, key_of, nearest_unseen, size_of
-from autobatch.tuning.lr_trial import PARTS, REACH, Tried
+from autobatch.tuning.lr_trial import PARTS, REACH, LrTrialResult
 from autobatch.tuning.sampler import NumberedSampler
 from autobatch.tuning.storage import Worker, describe_storage, is_gone, open_storage, reason_of, this_worker
 
@@ -42,7 +42,7 @@ def guarded(storage: str | None, what: str) -> Iterator[None]:
     """Inside, whatever a storage raises becomes one line.
 
     Args:
-        storage: see `Kept`.
+        storage: see `OptunaStudy`.
         what: what is done to it: ``opened``, ``read``, ``used`` or ``written``.
 
     Raises:
@@ -80,7 +80,7 @@ def check_storage(storage: str | None) -> None:
         opened.remove_session()
 
 
-class Kept:
+class OptunaStudy:
     """A study and where it is kept.
 
     Args:
@@ -199,16 +199,16 @@ WARM_PARTS = PARTS // 2
 """Parts of a run before which none is ended: a small learning rate is slow at first."""
 
 
-class AskedRate(NamedTuple):
+class LrTrialRequest(NamedTuple):
     """A learning rate to try."""
 
     trial: optuna.Trial
     rate: float
-    known: Tried | None
+    known: LrTrialResult | None
     """What it came to, where it was tried before: samplers repeat points by design."""
 
 
-class RateStudy:
+class LrStudy:
     """Learning rates that were tried, and the next one.
 
     Args:
@@ -236,7 +236,7 @@ class RateStudy:
         self._default = default
         self._sampler = NumberedSampler(seed, trials, parzen=True)
         pruner = MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=WARM_PARTS)
-        self._kept = Kept(
+        self._kept = OptunaStudy(
             name, storage, made_for=made_for, direction="minimize", sampler=self._sampler, pruner=pruner
         )
         with self._kept.guarded("opened"):
@@ -267,15 +267,17 @@ class RateStudy:
             self._kept.close_orphans()
             return len(self._kept.of(TrialState.RUNNING, TrialState.COMPLETE))
 
-    def ask(self) -> AskedRate:
+    def ask(self) -> LrTrialRequest:
         """A learning rate to try; the first is the default."""
         with self._kept.guarded("used"):
             trial = self._kept.ask()
             low, high = self._default / REACH, self._default * REACH
             rate = trial.suggest_float(RATE, low, high, log=True)
-            return AskedRate(trial, rate, next((one for one in self.finished() if one.rate == rate), None))
+            return LrTrialRequest(
+                trial, rate, next((one for one in self.finished() if one.rate == rate), None)
+            )
 
-    def is_hopeless(self, asked: AskedRate, part: int, loss: float) -> bool:
+    def is_hopeless(self, asked: LrTrialRequest, part: int, loss: float) -> bool:
         """Keep the loss of a part; whether it is worse than the median of the trials before (Optuna's
         ``MedianPruner``). The default always runs to its end: all others are held against it.
         """
@@ -283,7 +285,7 @@ class RateStudy:
             asked.trial.report(loss, part)
             return asked.rate != self._default and asked.trial.should_prune()
 
-    def tell(self, asked: AskedRate, tried: Tried) -> None:
+    def tell(self, asked: LrTrialRequest, tried: LrTrialResult) -> None:
         """Keep what a trial came to: its loss, and no more than the worst so far where it is infeasible."""
         with self._kept.guarded("written"), suppress(UpdateFinishedTrialError):
             for name in ("loss", "first", "failure"):
@@ -291,15 +293,15 @@ class RateStudy:
             asked.trial.set_constraint(TRAINS, -1.0 if tried.failure is None else 1.0)
             self._kept.study.tell(asked.trial, self._value(tried))
 
-    def abandon(self, asked: AskedRate) -> None:
+    def abandon(self, asked: LrTrialRequest) -> None:
         """Close a trial that is not going to end."""
         self._kept.abandon(asked.trial)
 
-    def finished(self) -> list[Tried]:
+    def finished(self) -> list[LrTrialResult]:
         """Every learning rate that was tried, in order."""
         with self._kept.guarded("read"):
             return [
-                Tried(
+                LrTrialResult(
                     trial.params[RATE],
                     trial.user_attrs.get("loss"),
                     trial.user_attrs.get("first"),
@@ -309,7 +311,7 @@ class RateStudy:
                 if RATE in trial.params
             ]
 
-    def _value(self, tried: Tried) -> float:
+    def _value(self, tried: LrTrialResult) -> float:
         """A loss that grew beyond all bounds would flatten all differences between the others."""
         if tried.failure is None and tried.loss is not None:
             return tried.loss
@@ -318,7 +320,7 @@ class RateStudy:
         return worst if tried.loss is None else min(worst, tried.loss)
 
 
-class Asked(NamedTuple):
+class TrialRequest(NamedTuple):
     """A configuration to try."""
 
     trial: optuna.Trial
@@ -349,7 +351,7 @@ class Study:
 
     def __init__(
         self,
-        axes: Sequence[Axis],
+        axes: Sequence[SearchAxis],
         *,
         name: str,
         storage: str | None,
@@ -361,7 +363,7 @@ class Study:
         self._seed = seed
         self._is_small = size_of(self._axes) <= trials
         self._sampler = NumberedSampler(seed, trials)
-        self._kept = Kept(
+        self._kept = OptunaStudy(
             name,
             storage,
             made_for={**made_for, **{axis.name: list(axis.choices) for axis in self._axes}},
@@ -397,7 +399,7 @@ class Study:
             self._kept.close_orphans()
             return len(self._occupied(TrialState.RUNNING, TrialState.COMPLETE))
 
-    def ask(self) -> Asked | None:
+    def ask(self) -> TrialRequest | None:
         """A configuration that nobody has tried; ``None`` where none is left.
 
         Raises:
@@ -416,12 +418,12 @@ class Study:
                     axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in self._axes
                 }
                 if key_of(values) not in taken:
-                    return Asked(trial, values)
+                    return TrialRequest(trial, values)
                 # Samplers repeat points by design; a repeat costs nothing.
                 self._close_repeat(trial, done.get(key_of(values)))
                 self._enqueue_unseen(taken)
 
-    def tell(self, asked: Asked, found: Measurement) -> None:
+    def tell(self, asked: TrialRequest, found: Measurement) -> None:
         """Keep what a trial found: the logarithm of its speed, and the worst so far where there is none.
 
         Raises:
@@ -438,7 +440,7 @@ class Study:
             speed = math.log(found.samples_per_s) if found.feasible else min(values, default=0.0)
             self._study.tell(asked.trial, speed)
 
-    def abandon(self, asked: Asked) -> None:
+    def abandon(self, asked: TrialRequest) -> None:
         """Close a trial that is not going to end; whatever fails here is not worth another error."""
         self._kept.abandon(asked.trial)
 

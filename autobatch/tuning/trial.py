@@ -20,7 +20,7 @@ from autobatch.core.knobs import (
     PREFETCH,
     SPLIT,
     Configuration,
-    Situation,
+    TuningContext,
     Value,
     memory_signature,
     numeric_signature,
@@ -32,19 +32,19 @@ from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Untraceable, largest
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import Bench, Outcome, attempt
-from autobatch.probing.child import ChildLost, ProbeChild
-from autobatch.probing.limits import ReplayForecast, prior_footprint
+from autobatch.probing.attempt import Outcome, TrainSetup, attempt
+from autobatch.probing.child import ChildCrashed, ProbeChild
+from autobatch.probing.limits import ReplayPredictor, trace_footprint
 from autobatch.probing.search import search
 from autobatch.probing.setup import with_knobs
-from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, key_of, refused
-from autobatch.tuning.context import situation_of
+from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, infeasible, key_of
+from autobatch.tuning.context import describe_context
 from autobatch.tuning.loss_check import LossCheck
 from autobatch.tuning.timing import time_steps
 from autobatch.workload.feed import AHEAD
 
 
-class Task(NamedTuple):
+class TrialSpec(NamedTuple):
     """What trials are made for; plain values, that travel to another process."""
 
     limit: int
@@ -60,12 +60,12 @@ class Task(NamedTuple):
 
 
 @dataclass
-class Lab:
+class TrialRunner:
     """Runs trials on a bench; remembers what it found out on the way."""
 
-    bench: Bench
+    setup: TrainSetup
     options: TuneOptions
-    task: Task
+    task: TrialSpec
     defaults: Configuration = field(default_factory=dict)
     """Values that change nothing; what is missing is at its default."""
     _limits: dict[Key, int | str] = field(default_factory=dict)
@@ -84,10 +84,10 @@ class Lab:
         """Say what every knob is at when nothing is changed; before the first trial."""
         self.defaults = defaults
 
-    def situation(self) -> Situation:
+    def context(self) -> TuningContext:
         """What decides which knobs apply."""
-        return situation_of(
-            self.bench,
+        return describe_context(
+            self.setup,
             precision_is_open=self.options.precision == "auto",
             micro_batch=micro_batches(self.task.samples, self.task.limit)[0],
             planned_steps=self.task.planned_steps,
@@ -109,39 +109,39 @@ class Lab:
             out_of_memory = classify(error) is not Verdict.NONE
             if not out_of_memory and not self._changes(values):
                 raise
-            found = refused(MEMORY if out_of_memory else RUNS, first_line(error))
+            found = infeasible(MEMORY if out_of_memory else RUNS, first_line(error))
         # The except block is left: nothing keeps the failed step's tensors alive any more.
-        self.bench.device.release()
+        self.setup.device.release()
         return found
 
-    def certify(self, values: Configuration) -> str | None:
+    def confirm_fits(self, values: Configuration) -> str | None:
         """Run a configuration inside the enforced budget, whatever was predicted."""
         limit = self._limit(values)
         if isinstance(limit, str):
             return limit
         size = micro_batch_of(limit, self.task.samples, values)
-        return attempt(with_knobs(self.bench, values), size).attempt.reason
+        return attempt(with_knobs(self.setup, values), size).attempt.reason
 
     def _measure(self, values: Configuration) -> Measurement:
         limit = self._limit(values)
         if isinstance(limit, str):
-            return refused(MEMORY, limit)
+            return infeasible(MEMORY, limit)
         size = micro_batch_of(limit, self.task.samples, values)
         reason = self._does_not_fit(values, size)
         if reason is not None:
             limit = self._search(values, cap=size - 1) if size > 1 else 0
             if not limit:
-                return refused(MEMORY, reason, micro_batch=size)
+                return infeasible(MEMORY, reason, micro_batch=size)
             self._limits[key_of(memory_signature(values))] = limit
             size = micro_batch_of(limit, self.task.samples, values)
         over = self._loss_over(values)
         if over > 0:
             reason = f"its losses are not those of the reference (by {over:.1%} more than is tolerated)"
-            return refused(LOSS, reason, over=over, micro_batch=size)
+            return infeasible(LOSS, reason, over=over, micro_batch=size)
         sizes = micro_batches(self.task.samples, size)
         fed = {LOADER_WORKERS: self._workers} | dict(values)
         prefetch = getattr(self.options, "prefetch", None) or int(values.get(PREFETCH) or AHEAD)
-        timing = time_steps(with_knobs(self.bench, fed), sizes, self.task.seconds, prefetch=prefetch)
+        timing = time_steps(with_knobs(self.setup, fed), sizes, self.task.seconds, prefetch=prefetch)
         # Compiled code is found again when a configuration is measured once more.
         setup = self._setups.setdefault(key_of(values), timing.setup)
         seconds = timing._replace(setup=setup).a_step(len(sizes), self.task.planned_steps)
@@ -176,29 +176,29 @@ class Lab:
     def _predict_limit(self, values: Configuration) -> int | str:
         step = self._footprint(values)
         if step is not None:
-            device = with_knobs(self.bench, values).device
+            device = with_knobs(self.setup, values).device
             try:
                 found = largest(step.program, device.new_allocator, self.task.cap) or 0
             except Untraceable:
                 return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
-            budget = format_bytes(self.bench.device.budget_bytes)
+            budget = format_bytes(self.setup.device.budget_bytes)
             return found or f"not even a micro-batch of 1 is predicted to fit in {budget}"
         return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
 
     def _search(self, values: Configuration, *, cap: int) -> int:
         """The largest micro-batch by attempts."""
-        bench = with_knobs(self.bench, values)
+        setup = with_knobs(self.setup, values)
         key = key_of(memory_signature(values))
 
         def run(size: int) -> Outcome:
-            outcome = attempt(bench, size)
+            outcome = attempt(setup, size)
             if outcome.attempt.fits:
                 self._ran[key] = max(size, self._ran.get(key, 0))
             return outcome
 
         step = self._predicted.get(key)
-        forecast = ReplayForecast(bench.device.new_allocator, None if step is None else step.program)
-        return search(run, cap=cap, forecast=forecast).micro_batch
+        predictor = ReplayPredictor(setup.device.new_allocator, None if step is None else step.program)
+        return search(run, cap=cap, predictor=predictor).micro_batch
 
     def _does_not_fit(self, values: Configuration, size: int) -> str | None:
         """Why a micro-batch does not fit; not run where less is known to, or where it is predicted to."""
@@ -207,7 +207,7 @@ class Lab:
         key = key_of(memory_signature(values))
         if size <= self._ran.get(key, 0) or self._has_room(values, size):
             return None
-        outcome = attempt(with_knobs(self.bench, values), size).attempt
+        outcome = attempt(with_knobs(self.setup, values), size).attempt
         if outcome.fits:
             self._ran[key] = size
         return outcome.reason
@@ -218,30 +218,30 @@ class Lab:
         if step is None:
             return False
         try:
-            device = with_knobs(self.bench, values).device
+            device = with_knobs(self.setup, values).device
             outcome = replay(step.program.at(size), device.new_allocator())
         except Untraceable:
             return False
         peak = outcome.peak_reserved_bytes or outcome.peak_allocated_bytes
-        return outcome.fits and peak <= (1 - step.margin) * self.bench.device.budget_bytes
+        return outcome.fits and peak <= (1 - step.margin) * self.setup.device.budget_bytes
 
     def _footprint(self, values: Configuration) -> Footprint | None:
         signature = memory_signature(values)
         # A compiled model is traced as its module, and how segments grow is no matter of the trace.
         key = key_of({name: value for name, value in signature.items() if name not in (COMPILE, EXPANDABLE)})
         if key not in self._predicted:
-            self._predicted[key] = prior_footprint(with_knobs(self.bench, signature))
+            self._predicted[key] = trace_footprint(with_knobs(self.setup, signature))
         return self._predicted[key]
 
     def _loss_over(self, values: Configuration) -> float:
         signature = numeric_signature(values)
         reference = {name: value for name, value in signature.items() if name in self._changes(signature)}
-        if not reference and self.bench.precision == "fp32":
+        if not reference and self.setup.precision == "fp32":
             return -1.0
         key = key_of(signature)
         if key not in self._gaps:
-            self._check = self._check or LossCheck(self.bench, self.task.limit)
-            self._gaps[key] = self._check.over(with_knobs(self.bench, values))
+            self._check = self._check or LossCheck(self.setup, self.task.limit)
+            self._gaps[key] = self._check.over(with_knobs(self.setup, values))
         return self._gaps[key]
 
 
@@ -253,7 +253,7 @@ def micro_batch_of(limit: int, samples: int, values: Configuration) -> int:
 class Trials(Protocol):
     """Runs trials."""
 
-    def situation(self) -> Situation:
+    def context(self) -> TuningContext:
         """What decides which knobs apply."""
 
     def begin(self, defaults: Configuration) -> None:
@@ -262,7 +262,7 @@ class Trials(Protocol):
     def measure(self, values: Configuration) -> Measurement:
         """Run a trial."""
 
-    def certify(self, values: Configuration) -> str | None:
+    def confirm_fits(self, values: Configuration) -> str | None:
         """Run a configuration inside the enforced budget; why it does not fit."""
 
 
@@ -274,15 +274,15 @@ class IsolatedTrials:
         task: what the trials are made for.
     """
 
-    def __init__(self, child: ProbeChild, task: Task) -> None:
+    def __init__(self, child: ProbeChild, task: TrialSpec) -> None:
         self._child = child
         self._task = task
         self._defaults: Configuration = {}
         self._open()
 
-    def situation(self) -> Situation:
+    def context(self) -> TuningContext:
         """See `Trials`."""
-        found: Situation = self._child.ask(("situation",), "looking at the workload")
+        found: TuningContext = self._child.ask(("context",), "looking at the workload")
         return found
 
     def begin(self, defaults: Configuration) -> None:
@@ -294,16 +294,18 @@ class IsolatedTrials:
         """See `Trials`."""
         try:
             found: Measurement = self._child.ask(("measure", dict(values)), "a trial")
-        except ChildLost as lost:
+        except ChildCrashed as lost:
             self._restart()
-            return refused(RUNS, str(lost))
+            return infeasible(RUNS, str(lost))
         return found
 
-    def certify(self, values: Configuration) -> str | None:
+    def confirm_fits(self, values: Configuration) -> str | None:
         """See `Trials`."""
         try:
-            reason: str | None = self._child.ask(("certify", dict(values)), "the check of the best trial")
-        except ChildLost as lost:
+            reason: str | None = self._child.ask(
+                ("confirm_fits", dict(values)), "the check of the best trial"
+            )
+        except ChildCrashed as lost:
             self._restart()
             return str(lost)
         return reason
@@ -316,24 +318,29 @@ class IsolatedTrials:
         self._open()
 
 
-def trial_answers(bench: Bench, options: Any) -> Callable[[Any], Any]:
+def trial_answers(setup: TrainSetup, options: Any) -> Callable[[Any], Any]:
     """What a child for trials does with what it is asked."""
-    lab: Lab
+    runner: TrialRunner
 
     def answer(asked: Any) -> Any:
-        nonlocal lab
+        nonlocal runner
         what, *given = asked
         if what == "open":
-            lab = Lab(bench, options, *given)
+            runner = TrialRunner(setup, options, *given)
             return None
-        return getattr(lab, what)(*given)
+        return getattr(runner, what)(*given)
 
     return answer
 
 
 @contextmanager
 def open_trials(
-    workload: str | None, options: TuneOptions, task: Task, *, bench: Callable[[], Bench], isolated: bool
+    workload: str | None,
+    options: TuneOptions,
+    task: TrialSpec,
+    *,
+    setup: Callable[[], TrainSetup],
+    isolated: bool,
 ) -> Iterator[Trials]:
     """Open what runs trials.
 
@@ -341,11 +348,11 @@ def open_trials(
         workload: what a child is to load; ``None``: the demo.
         options: of the command.
         task: what the trials are made for.
-        bench: opens the bench, where trials run in this process.
+        setup: opens the bench, where trials run in this process.
         isolated: whether they run in a child.
     """
     if not isolated:
-        yield Lab(bench(), options, task)
+        yield TrialRunner(setup(), options, task)
         return
     with ProbeChild(workload, options, answers=trial_answers) as child:
         yield IsolatedTrials(child, task)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
-Batch: TypeAlias = Any
+Collated: TypeAlias = Any
 """What the workload's collate makes of a list of samples."""
 
 
@@ -41,7 +41,7 @@ class WholeBatchLoss:
     of it, only the rows that ``represent`` gives are held at once (`autobatch.step.whole_batch`).
     """
 
-    represent: Callable[[nn.Module, Batch], Any]
+    represent: Callable[[nn.Module, Collated], Any]
     """A tensor, or a tuple, list or dict of some, with a row for each sample of the batch (labels too, if the
     loss needs them). Each row follows from its own sample."""
     loss: Callable[[nn.Module, Any], Tensor]
@@ -59,7 +59,7 @@ class WholeBatchLoss:
                 found = kind_of(getattr(self, part))
                 raise InputError(f"WholeBatchLoss({part}=…) must be a function, found {found}")
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Collated) -> Tensor:
         """The loss of these samples, as the whole of a batch."""
         return self.loss(model, self.represent(model, batch))
 
@@ -72,7 +72,7 @@ class Workload:
     """Builds the model."""
     train_data: Dataset[Any]
     """Map-style: has ``__getitem__`` and ``__len__``."""
-    loss: Callable[[nn.Module, Batch], Tensor | Loss]
+    loss: Callable[[nn.Module, Collated], Tensor | Loss]
     """The mean over the samples of the batch (a 0-d tensor), or a `Loss`; or else a `WholeBatchLoss`."""
     optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
     """``(parameters, learning_rate)`` to an optimizer."""
@@ -80,14 +80,14 @@ class Workload:
     base_batch: int | None = None
     """The batch that ``learning_rate`` was tuned for; ``None``: unknown."""
     validation_data: Dataset[Any] | None = None
-    collate: Callable[[list[Any]], Batch] | None = None
+    collate: Callable[[list[Any]], Collated] | None = None
     """Joins samples to a batch; ``None``: torch's default."""
     schedule: Callable[[torch.optim.Optimizer, int], torch.optim.lr_scheduler.LRScheduler] | None = None
     """``(optimizer, optimizer steps of the run)`` to a schedule, stepped once an optimizer step."""
-    metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor | Loss]] | None = None
+    metrics: Callable[[nn.Module, Collated], Mapping[str, Tensor | Loss]] | None = None
     """More figures for validation, each like a loss: a mean over samples, or a `Loss`."""
     size_of: Callable[[Any], float] | None = None
-    """A sample's cost, its length say; the probe runs the costliest. ``None``: found by a scan."""
+    """A sample's cost, its length say; the probe runs the worst_case. ``None``: found by a scan."""
     name: str = "workload"
     """Of the folder of its runs, and of what is remembered; without one, that of the function behind a
     ``file.py:function``."""

@@ -1,6 +1,6 @@
-"""The user's samples: fetching and joining them, and finding the costliest.
+"""The user's samples: fetching and joining them, and finding the worst_case.
 
-A probe that runs the first samples of the data says nothing of the longest one, so it runs the costliest: by
+A probe that runs the first samples of the data says nothing of the longest one, so it runs the worst_case: by
 the workload's `size_of`, else by how many numbers a sample holds.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Batch, Workload
+from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.user_code import user_code
 
@@ -33,14 +33,14 @@ LONG_SCAN_SECONDS = 60.0
 """… and this long where it did."""
 
 
-def join(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Batch:
+def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Collated:
     """Fetch samples and join them to a batch, on the host.
 
     Raises:
         InputError: the samples cannot be joined; says which sizes were found.
     """
     samples = fetch(workload.train_data if data is None else data, ids)
-    return join_samples(samples, workload.collate, option="Workload(collate=…)")
+    return collate_samples(samples, workload.collate, option="Workload(collate=…)")
 
 
 def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
@@ -51,7 +51,9 @@ def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
         return many(list(ids)) if many else [data[index] for index in ids]
 
 
-def join_samples(samples: list[Any], collate: Callable[[list[Any]], Batch] | None, *, option: str) -> Batch:
+def collate_samples(
+    samples: list[Any], collate: Callable[[list[Any]], Collated] | None, *, option: str
+) -> Collated:
     """Join samples to a batch; without ``collate`` as torch does by default.
 
     Args:
@@ -78,8 +80,8 @@ def join_samples(samples: list[Any], collate: Callable[[list[Any]], Batch] | Non
         ) from error
 
 
-class Costliest:
-    """The costliest samples of the data, as batches of any size.
+class WorstCaseSampler:
+    """The worst_case samples of the data, as batches of any size.
 
     Args:
         workload: what the user handed over.
@@ -92,31 +94,33 @@ class Costliest:
         self._costs = self._read(clock)
         self._order = sorted(self._costs, key=lambda index: (-self._costs[index], index))
 
-    def check_joins(self) -> None:
-        """Join the costliest to the cheapest, as training will, before minutes are spent on a probe.
+    def check_collate(self) -> None:
+        """Join the worst_case to the cheapest, as training will, before minutes are spent on a probe.
 
         Raises:
             InputError: they cannot be joined.
         """
         if self._costs[self._order[0]] != self._costs[self._order[-1]]:
-            join(self._workload, [self._order[0], self._order[-1]])
+            load_micro_batch(self._workload, [self._order[0], self._order[-1]])
 
-    def up_to(self, cost: float) -> Self:
-        """The costliest of the samples that cost no more than this; their sizes are not read again."""
+    def limited_to(self, cost: float) -> Self:
+        """The worst_case of the samples that cost no more than this; their sizes are not read again."""
         limited = copy.copy(self)
         limited._order = [index for index in self._order if self._costs[index] <= cost]
         return limited
 
-    def levels(self) -> list[float]:
+    def size_quartiles(self) -> list[float]:
         """The quartiles of the samples' costs, the largest last; empty where all cost alike."""
         costs = sorted(self._costs.values())
-        levels = sorted({costs[max(0, math.ceil(len(costs) * part / 4) - 1)] for part in (1, 2, 3, 4)})
-        return levels if len(levels) > 1 else []
+        size_quartiles = sorted(
+            {costs[max(0, math.ceil(len(costs) * part / 4) - 1)] for part in (1, 2, 3, 4)}
+        )
+        return size_quartiles if len(size_quartiles) > 1 else []
 
-    def batch(self, size: int) -> Batch:
-        """Join the ``size`` costliest samples, over again from the first where the data has fewer."""
+    def batch(self, size: int) -> Collated:
+        """Join the ``size`` worst_case samples, over again from the first where the data has fewer."""
         count = len(self._order)
-        return join(self._workload, [self._order[i % count] for i in range(size)])
+        return load_micro_batch(self._workload, [self._order[i % count] for i in range(size)])
 
     def _read(self, clock: Callable[[], float]) -> dict[int, float]:
         count = len(self._workload.train_data)  # type: ignore[arg-type]

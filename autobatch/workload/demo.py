@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from autobatch.workload.contract import Batch, Workload
+from autobatch.workload.contract import Collated, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def network() -> nn.Module:
     )
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
+def loss(model: nn.Module, batch: Collated) -> Tensor:
     """Cross entropy, the mean over the images."""
     from torch.nn.functional import cross_entropy
 
@@ -89,7 +89,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model(images), labels)
 
 
-def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def accuracy(model: nn.Module, batch: Collated) -> dict[str, Tensor]:
     """The share of the images that are read right."""
     images, labels = batch
     return {"accuracy": (model(images).argmax(dim=1) == labels).float().mean()}

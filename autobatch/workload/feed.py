@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from autobatch.planning import micro_batches
-from autobatch.workload.contract import Batch
-from autobatch.workload.data import fetch, join_samples
-from autobatch.workload.order import Window
+from autobatch.workload.contract import Collated
+from autobatch.workload.data import collate_samples, fetch
+from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
 
 JOINING = -1
@@ -30,7 +30,7 @@ AHEAD = 2
 """Micro-batches that a worker fetches ahead, as torch's own loader does."""
 
 
-class Part(NamedTuple):
+class MicroBatchIds(NamedTuple):
     """The samples of a micro-batch."""
 
     window: int
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 class Feed(Protocol):
     """Gives a loop its micro-batches."""
 
-    def joined(self, window: Window, micro_batch: int) -> Iterator[Batch]:
+    def collated(self, window: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """The micro-batches of a window, on the host; a window may be asked for again in smaller ones.
 
         Raises:
@@ -52,15 +52,15 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeededJoin:
+class SeededCollate:
     """Fetches and joins micro-batches, every sample under a seed of its own."""
 
     data: Any
-    collate: Callable[[list[Any]], Batch] | None
+    collate: Callable[[list[Any]], Collated] | None
     seed: int
     """Of the run."""
 
-    def __call__(self, part: Part, *, is_asked: Callable[[], bool] = lambda: False) -> Batch:
+    def __call__(self, part: MicroBatchIds, *, is_asked: Callable[[], bool] = lambda: False) -> Collated:
         """Join a micro-batch, and leave the generators at its last draw; ``None`` once it is asked to stop.
 
         Data that can fetch many samples at once (``__getitems__``) are asked for one at a time.
@@ -72,21 +72,21 @@ class SeededJoin:
             seed_generators(self.seed, part.window, place, sample)
             samples += fetch(self.data, [sample])
         seed_generators(self.seed, part.window, part.first, JOINING)
-        return join_samples(samples, self.collate, option="Workload(collate=…)")
+        return collate_samples(samples, self.collate, option="Workload(collate=…)")
 
 
 class SeededFeed:
     """Micro-batches that are joined here, when they are asked for; the loop's generators do not notice."""
 
-    def __init__(self, join: SeededJoin) -> None:
+    def __init__(self, join: SeededCollate) -> None:
         self._join = join
 
-    def joined(self, window: Window, micro_batch: int) -> Iterator[Batch]:
+    def collated(self, window: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """See `Feed`."""
         for part in parts_of(window, micro_batch):
             yield self._one(part)
 
-    def _one(self, part: Part) -> Batch:
+    def _one(self, part: MicroBatchIds) -> Collated:
         # Those of the cards are not seeded, and so go on.
         before = capture_random_state()._replace(cuda=[])
         try:
@@ -95,9 +95,9 @@ class SeededFeed:
             restore_random_state(before)
 
 
-def parts_of(window: Window, micro_batch: int) -> Iterator[Part]:
+def parts_of(window: GlobalBatch, micro_batch: int) -> Iterator[MicroBatchIds]:
     """A window, split as evenly as can be."""
     first = 0
     for size in micro_batches(len(window.ids), micro_batch):
-        yield Part(window.index, first, window.ids[first : first + size])
+        yield MicroBatchIds(window.index, first, window.ids[first : first + size])
         first += size

@@ -38,11 +38,11 @@ from autobatch.core.signals import STOPPING
 from autobatch.device.base import Device
 from autobatch.device.oom import Verdict, classify
 from autobatch.planning import micro_batches
-from autobatch.workload.contract import Batch, Workload
-from autobatch.workload.feed import AHEAD, Feed, Part, SeededFeed, SeededJoin, parts_of
+from autobatch.workload.contract import Collated, Workload
+from autobatch.workload.feed import AHEAD, Feed, MicroBatchIds, SeededCollate, SeededFeed, parts_of
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.order import Window
-from autobatch.workload.user_code import portable
+from autobatch.workload.order import GlobalBatch
+from autobatch.workload.user_code import to_picklable
 
 WAITS = ("connection.py", "selectors.py", "queue.py", "threading.py")
 """Modules of Python's that this process stands in while it waits for a micro-batch."""
@@ -56,7 +56,7 @@ PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when the one that started it is gone."""
 
 
-class WorkerLost(AutobatchError, RuntimeError):  # noqa: N818 - what became of it, not what went wrong
+class LoaderWorkerCrashed(AutobatchError, RuntimeError):  # noqa: N818 - what became of it, not what went wrong
     """A loader worker ended; the message says how, and what helps."""
 
 
@@ -68,26 +68,26 @@ class WorkerFeed:
         windows: the windows of the run from a number on.
         workers: processes.
         prefetch: micro-batches that each is ahead by.
-        card: copy them to memory that this card can read by itself; ``None``: there is none.
+        gpu: copy them to memory that this card can read by itself; ``None``: there is none.
     """
 
     def __init__(
         self,
-        join: SeededJoin,
-        windows: Callable[[int], Iterator[Window]],
+        join: SeededCollate,
+        windows: Callable[[int], Iterator[GlobalBatch]],
         *,
         workers: int,
         prefetch: int,
-        card: torch.device | None = None,
+        gpu: torch.device | None = None,
     ) -> None:
         self._join = join
-        self._windows = windows
+        self._train_batches = windows
         self._settings: dict[str, Any] = {
             "num_workers": workers,
             "prefetch_factor": prefetch,
-            "pin_memory": card is not None,
+            "pin_memory": gpu is not None,
         }
-        self._card = card
+        self._gpu = gpu
         self._context = multiprocessing.get_context(start_method())
         self._stop = self._context.RawValue(ctypes.c_bool, False)
         self._stream: Any = None
@@ -98,12 +98,12 @@ class WorkerFeed:
         """Who was told before of processes that ended; ``None``: nobody can be told here."""
         self._is_waiting = False
 
-    def joined(self, window: Window, micro_batch: int) -> Iterator[Batch]:
+    def collated(self, window: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """See `autobatch.workload.feed.Feed`.
 
         Raises:
             InputError: the workload's data or collate raised in a worker.
-            WorkerLost: a worker was killed, or crashed.
+            LoaderWorkerCrashed: a worker was killed, or crashed.
         """
         count = len(micro_batches(len(window.ids), micro_batch))
         if self._at != (window.index, 0, micro_batch):
@@ -138,7 +138,7 @@ class WorkerFeed:
         before = signal.getsignal(signal.SIGCHLD) if may_listen else None
         try:
             # The thread that copies for a card works on the current one.
-            with _held_back(), nullcontext() if self._card is None else torch.cuda.device(self._card):
+            with _held_back(), nullcontext() if self._gpu is None else torch.cuda.device(self._gpu):
                 self._stream = iter(self._loader(window, micro_batch))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise InputError(
@@ -152,11 +152,11 @@ class WorkerFeed:
             self._chained = signal.SIG_DFL if before is None else before
             signal.signal(signal.SIGCHLD, self._note_ended)
 
-    def _loader(self, window: int, micro_batch: int) -> DataLoader[Batch]:
+    def _loader(self, window: int, micro_batch: int) -> DataLoader[Collated]:
         return DataLoader(
             _View(self._join, self._stop),
             batch_size=None,
-            sampler=_Parts(self._windows, window, micro_batch),
+            sampler=_Parts(self._train_batches, window, micro_batch),
             collate_fn=_as_it_is,
             worker_init_fn=_begin,
             # Of its own: the run's generators are not drawn from.
@@ -165,12 +165,12 @@ class WorkerFeed:
             **self._settings,
         )
 
-    def _take(self, after: tuple[int, int, int]) -> Batch:
+    def _take(self, after: tuple[int, int, int]) -> Collated:
         self._check()
         self._is_waiting = True
         try:
             found = next(self._stream)
-        except WorkerLost:
+        except LoaderWorkerCrashed:
             raise
         except Exception as error:
             if isinstance(error, OSError | EOFError):
@@ -204,10 +204,10 @@ class WorkerFeed:
         if lost is not None:
             raise lost
 
-    def _lost(self) -> WorkerLost | None:
+    def _lost(self) -> LoaderWorkerCrashed | None:
         for process in self._workers:
             if process.exitcode is not None:
-                return WorkerLost(_epitaph(process.pid, process.exitcode))
+                return LoaderWorkerCrashed(_crash_message(process.pid, process.exitcode))
         return None
 
 
@@ -219,7 +219,7 @@ def start_method() -> str | None:
     return "fork" if sys.platform == "linux" else None
 
 
-def why_not_sent(join: SeededJoin, batch: Batch) -> str | None:
+def why_not_sent(join: SeededCollate, batch: Collated) -> str | None:
     """Why a workload cannot be fed by workers; ``None``: it can.
 
     Args:
@@ -240,24 +240,24 @@ def why_not_sent(join: SeededJoin, batch: Batch) -> str | None:
 class _Parts:
     """The micro-batches of the rest of a run, in order: what torch calls a sampler."""
 
-    def __init__(self, windows: Callable[[int], Iterator[Window]], first: int, micro_batch: int) -> None:
-        self._windows = windows
+    def __init__(self, windows: Callable[[int], Iterator[GlobalBatch]], first: int, micro_batch: int) -> None:
+        self._train_batches = windows
         self._first = first
         self._micro_batch = micro_batch
 
-    def __iter__(self) -> Iterator[Part]:
-        for window in self._windows(self._first):
+    def __iter__(self) -> Iterator[MicroBatchIds]:
+        for window in self._train_batches(self._first):
             yield from parts_of(window, self._micro_batch)
 
 
 class _View(Dataset[Any]):
     """Data whose items are whole micro-batches; lives in a worker."""
 
-    def __init__(self, join: SeededJoin, stop: Any) -> None:
+    def __init__(self, join: SeededCollate, stop: Any) -> None:
         self._join = join
         self._stop = stop
 
-    def __getitem__(self, part: Part) -> Any:
+    def __getitem__(self, part: MicroBatchIds) -> Any:
         try:
             batch = self._join(part, is_asked=lambda: bool(self._stop.value))
             # What cannot be sent is dropped in silence by the queue, and would be waited for for ever.
@@ -265,7 +265,7 @@ class _View(Dataset[Any]):
         except (Exception, SystemExit) as error:
             if classify(error) is not Verdict.NONE:
                 raise  # torch carries its type and text over, which is what recovery goes by
-            return _Failure(portable(error))
+            return _Failure(to_picklable(error))
         return batch
 
 
@@ -283,7 +283,7 @@ class _Check(ForkingPickler):
         return (int, ()) if isinstance(value, Tensor) else NotImplemented
 
 
-def _check_sendable(batch: Batch) -> None:
+def _check_sendable(batch: Collated) -> None:
     try:
         _Check(io.BytesIO()).dump(batch)
     except Exception as error:
@@ -293,7 +293,7 @@ def _check_sendable(batch: Batch) -> None:
         ) from error
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Collated) -> Collated:
     """Leave a batch alone, where torch would turn its arrays into tensors."""
     return batch
 
@@ -331,7 +331,7 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _epitaph(pid: int | None, code: int) -> str:
+def _crash_message(pid: int | None, code: int) -> str:
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     advice = "its own output stands above"
     if code == -signal.SIGKILL:
@@ -341,7 +341,7 @@ def _epitaph(pid: int | None, code: int) -> str:
     return f"the loader worker {pid} ended ({how}): {advice}; --workers 0 fetches in this process"
 
 
-def card_of(device: Device, knobs: Configuration) -> torch.device | None:
+def gpu_of(device: Device, knobs: Configuration) -> torch.device | None:
     """The card that `open_feed` is to copy for; ``None`` where the device is none, or the knobs say no."""
     return device.torch_device if device.kind == "cuda" and knobs.get(PIN_MEMORY, True) else None
 
@@ -349,13 +349,13 @@ def card_of(device: Device, knobs: Configuration) -> torch.device | None:
 @contextmanager
 def open_feed(
     workload: Workload,
-    windows: Callable[[int], Iterator[Window]],
+    windows: Callable[[int], Iterator[GlobalBatch]],
     *,
     seed: int,
     workers: int = 0,
     prefetch: int = AHEAD,
     sample_seeds: bool = False,
-    card: torch.device | None = None,
+    gpu: torch.device | None = None,
 ) -> Iterator[Feed | None]:
     """Open what feeds a loop; its workers are gone afterwards.
 
@@ -366,16 +366,16 @@ def open_feed(
         workers: processes that fetch and join; 0: the loop does.
         prefetch: micro-batches that each is ahead by.
         sample_seeds: seed every sample by itself; with workers that is always so.
-        card: copy what workers have joined to where this card can read it by itself, while it computes.
+        gpu: copy what workers have joined to where this card can read it by itself, while it computes.
 
     Yields:
         ``None`` where the loop joins its own micro-batches, from the run's own generators.
     """
-    join = SeededJoin(data=workload.train_data, collate=workload.collate, seed=seed)
+    join = SeededCollate(data=workload.train_data, collate=workload.collate, seed=seed)
     if not workers:
         yield SeededFeed(join) if sample_seeds else None
         return
-    feed = WorkerFeed(join, windows, workers=workers, prefetch=prefetch, card=card)
+    feed = WorkerFeed(join, windows, workers=workers, prefetch=prefetch, gpu=gpu)
     try:
         yield feed
     finally:

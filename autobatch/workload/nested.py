@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autobatch.workload.contract import Batch, kind_of
+from autobatch.workload.contract import Collated, kind_of
 
 if TYPE_CHECKING:
     from autobatch.device.base import Meter
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Collated, device: torch.device) -> Collated:
     """Move all tensors of a batch: nested tuples, lists and mappings, and anything that has ``.to``."""
     if device.type == "cpu":
         return batch
@@ -25,8 +25,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def map_tensors(
-    batch: Batch, change: Callable[[Tensor], Tensor], *, convert: Callable[[Any], Any] | None = None
-) -> Batch:
+    batch: Collated, change: Callable[[Tensor], Tensor], *, convert: Callable[[Any], Any] | None = None
+) -> Collated:
     """The same batch with every tensor changed; what is no container of tensors is kept as it is.
 
     Args:
@@ -50,7 +50,7 @@ def map_tensors(
     return batch
 
 
-def tensors_of(batch: Batch) -> Iterator[Tensor]:
+def tensors_of(batch: Collated) -> Iterator[Tensor]:
     """All tensors of a nested batch, or of an object that keeps them as attributes."""
     if isinstance(batch, Tensor):
         yield batch
@@ -72,8 +72,8 @@ def form_of(value: object) -> str:
 
 
 def feed(
-    fetched: Iterable[tuple[Batch, int]], device: torch.device, meter: Meter, *, twice: bool
-) -> Iterable[tuple[Batch, int]]:
+    fetched: Iterable[tuple[Collated, int]], device: torch.device, meter: Meter, *, twice: bool
+) -> Iterable[tuple[Collated, int]]:
     """Bring micro-batches to the device, one at a time.
 
     Args:
@@ -83,11 +83,11 @@ def feed(
         twice: they can be gone through twice, as a `autobatch.workload.contract.WholeBatchLoss` needs.
     """
 
-    def place(batch: Batch) -> Batch:
-        with meter.aside():
+    def place(batch: Collated) -> Collated:
+        with meter.uncounted():
             # The device's own copy, also where the device is the host.
             there = map_tensors(batch, Tensor.clone) if device.type == "cpu" else to_device(batch, device)
-        meter.adopt(tensors_of(there))
+        meter.count(tensors_of(there))
         return there
 
     made = _made_aside(iter(fetched), meter)
@@ -102,12 +102,14 @@ class Twice:
         place: makes of one what the device holds, anew each time.
     """
 
-    def __init__(self, fetched: Iterable[tuple[Batch, int]], place: Callable[[Batch], Batch]) -> None:
-        self._fetched: Iterable[tuple[Batch, int]] | None = fetched
+    def __init__(
+        self, fetched: Iterable[tuple[Collated, int]], place: Callable[[Collated], Collated]
+    ) -> None:
+        self._fetched: Iterable[tuple[Collated, int]] | None = fetched
         self._place = place
-        self._kept: list[tuple[Batch, int]] = []
+        self._kept: list[tuple[Collated, int]] = []
 
-    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+    def __iter__(self) -> Iterator[tuple[Collated, int]]:
         """The first time as they are fetched, then as they were kept."""
         coming, self._fetched = self._fetched, None
         for batch, size in self._kept if coming is None else coming:
@@ -116,9 +118,9 @@ class Twice:
             yield self._place(batch), size
 
 
-def _made_aside(fetched: Iterator[tuple[Batch, int]], meter: Meter) -> Iterator[tuple[Batch, int]]:
+def _made_aside(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> Iterator[tuple[Collated, int]]:
     while True:
-        with meter.aside():
+        with meter.uncounted():
             found = next(fetched, None)
         if found is None:
             return
@@ -126,10 +128,10 @@ def _made_aside(fetched: Iterator[tuple[Batch, int]], meter: Meter) -> Iterator[
 
 
 def _feed_once(
-    made: Iterator[tuple[Batch, int]], device: torch.device, meter: Meter
-) -> Iterator[tuple[Batch, int]]:
+    made: Iterator[tuple[Collated, int]], device: torch.device, meter: Meter
+) -> Iterator[tuple[Collated, int]]:
     for batch, size in made:
-        with meter.aside():
+        with meter.uncounted():
             there = to_device(batch, device)
-        meter.adopt(tensors_of(there))
+        meter.count(tensors_of(there))
         yield there, size

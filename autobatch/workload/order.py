@@ -14,11 +14,11 @@ from typing import Literal
 
 import torch
 
-LastWindow = Literal["carry", "flush", "drop"]
+LastBatch = Literal["carry", "flush", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class GlobalBatch:
     """The samples of one optimizer step, over all ranks."""
 
     index: int
@@ -29,7 +29,7 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class GlobalBatchSampler:
     """All windows of a run, as arithmetic: any of them can be found without drawing those before it."""
 
     samples: int
@@ -39,14 +39,14 @@ class Course:
     steps: int | None = None
     """Optimizer steps to run; where both are given, the fewer."""
     epochs: int | None = None
-    last_window: LastWindow = "carry"
+    last_batch: LastBatch = "carry"
 
     @property
     def total(self) -> int:
         """Windows of the whole run."""
         if self.epochs is None:
             return self.steps or 0
-        if self.last_window == "carry":
+        if self.last_batch == "carry":
             windows = math.ceil(self.epochs * self.samples / self.target_batch)
         else:
             windows = self.epochs * self._an_epoch
@@ -55,13 +55,13 @@ class Course:
     @property
     def _an_epoch(self) -> int:
         """Windows an epoch where windows do not run over its end."""
-        if self.last_window == "drop":
+        if self.last_batch == "drop":
             return self.samples // self.target_batch
         return math.ceil(self.samples / self.target_batch)
 
     def size(self, index: int) -> int:
         """Samples of a window: the target, or fewer where the data of a window ends."""
-        if self.last_window == "carry":
+        if self.last_batch == "carry":
             end = None if self.epochs is None else self.epochs * self.samples
             return (
                 self.target_batch if end is None else min(self.target_batch, end - index * self.target_batch)
@@ -71,13 +71,13 @@ class Course:
 
     def seen(self, index: int) -> int:
         """Samples taken before a window."""
-        if self.last_window == "carry":
+        if self.last_batch == "carry":
             return min(index * self.target_batch, (self.epochs or math.inf) * self.samples)  # type: ignore[return-value]
         epochs, place = divmod(index, self._an_epoch)
-        whole = self.samples if self.last_window == "flush" else self._an_epoch * self.target_batch
+        whole = self.samples if self.last_batch == "flush" else self._an_epoch * self.target_batch
         return epochs * whole + place * self.target_batch
 
-    def windows(self, start: int = 0) -> Iterator[Window]:
+    def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the windows of the run from number ``start`` on."""
         order: list[int] = []
         drawn = -1
@@ -91,11 +91,11 @@ class Course:
                     order, drawn = permutation(self.samples, seed=self.seed, epoch=epoch), epoch
                 ids += order[place : place + missing]
                 missing = self.size(index) - len(ids)
-            yield Window(index, first // self.samples, ids)
+            yield GlobalBatch(index, first // self.samples, ids)
 
     def _position(self, index: int) -> int:
         """Where a window begins on the line of all epochs."""
-        if self.last_window == "carry":
+        if self.last_batch == "carry":
             return index * self.target_batch
         epoch, place = divmod(index, self._an_epoch)
         return epoch * self.samples + place * self.target_batch

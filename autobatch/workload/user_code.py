@@ -23,20 +23,20 @@ def user_code(part: str) -> Iterator[None]:
     except AutobatchError:
         raise
     except (Exception, SystemExit) as error:
-        blame(error, part)
+        mark_user_error(error, part)
         raise
 
 
 _BLAME = "raised by the workload: "
 
 
-def blame(error: BaseException, part: str) -> None:
+def mark_user_error(error: BaseException, part: str) -> None:
     """Note (PEP 678) on an error that it came out of the user's own ``part``, once."""
-    if blamed_part(error) is None:
+    if failed_part(error) is None:
         error.add_note(_BLAME + part)
 
 
-def blamed_part(error: BaseException) -> str | None:
+def failed_part(error: BaseException) -> str | None:
     """The part of the workload that an error came out of, if it was noted."""
     for note in getattr(error, "__notes__", ()):
         if note.startswith(_BLAME):
@@ -53,7 +53,7 @@ def remarks_on(error: BaseException) -> list[str]:
 def describe(error: BaseException) -> str:
     """One line on an error of the user's code: the part, the exception, and their file and line."""
     place = user_frame(error)
-    part = blamed_part(error)
+    part = failed_part(error)
     whose = f"the workload's {part.removeprefix('the ')}" if part else "the workload"
     if isinstance(error, SystemExit):
         did = f"called sys.exit({'' if error.code is None else repr(error.code)})"
@@ -63,7 +63,7 @@ def describe(error: BaseException) -> str:
     return f"{whose} {did}" + (f" ({place})" if place else "")
 
 
-def portable(error: BaseException) -> AutobatchError:
+def to_picklable(error: BaseException) -> AutobatchError:
     """An error that can be raised in another process, with the traceback of this one as a note."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, AutobatchError) and type(error).__module__ == AutobatchError.__module__:

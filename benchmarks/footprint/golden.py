@@ -21,7 +21,7 @@ class Mismatch(NamedTuple):
 
     index: int
     """Of the entry."""
-    card_bytes: int
+    gpu_bytes: int
     model_bytes: int
 
 

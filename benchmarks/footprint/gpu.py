@@ -30,12 +30,12 @@ from autobatch.device.allocator.trace import replay
 from autobatch.device.cuda import CudaDevice
 from autobatch.footprint.predict import Footprint, footprint, predict, with_workspaces
 from autobatch.footprint.trace_step import Setting
-from autobatch.probing.attempt import WINDOWS, Bench, attempt
-from autobatch.probing.limits import ReplayForecast
+from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
+from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import search
-from benchmarks.footprint.cards import CASES, SAMPLES, Made
 from benchmarks.footprint.golden import WORKSPACES, lasting, mismatches, reduced
-from benchmarks.footprint.table import card_summary, card_text
+from benchmarks.footprint.gpus import CASES, SAMPLES, Made
+from benchmarks.footprint.table import gpu_summary, gpu_text
 from benchmarks.footprint.truth import Onlooker, train
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -71,9 +71,9 @@ def main() -> None:
                 content["golden"] = keep_golden(options.out)
             content["context_bytes"].append(outside_bytes())
             content["wall_seconds"] = round(time.perf_counter() - start)
-            content["summary"] = card_summary(content["workloads"])
+            content["summary"] = gpu_summary(content["workloads"])
             write(options.out, content)
-    print(card_text(content))
+    print(gpu_text(content))
 
 
 def header() -> dict[str, Any]:
@@ -84,7 +84,7 @@ def header() -> dict[str, Any]:
         "benchmark": "footprint-gpu",
         "command": "python -m benchmarks.footprint.gpu",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "card": properties.name,
+        "gpu": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "total_bytes": properties.total_memory,
         "versions": {
@@ -117,14 +117,14 @@ def workspaces() -> dict[str, int]:
     return {str(size): count for size, count in lasting(ran.trace).items()}
 
 
-def bench_of(name: str, precision: str, device: CudaDevice) -> Bench:
+def bench_of(name: str, precision: str, device: CudaDevice) -> TrainSetup:
     case = CASES[name]()
     torch.manual_seed(0)
-    return Bench(
+    return TrainSetup(
         workload=case.workload,
         model=case.workload.model(),
         device=device,
-        costliest=Made(case.batch_of),
+        worst_case=Made(case.batch_of),
         precision=precision,
         max_grad_norm=1.0,
         knobs=case.knobs,
@@ -134,42 +134,42 @@ def bench_of(name: str, precision: str, device: CudaDevice) -> Bench:
 def measure(name: str, precision: str, caps: list[int], found: dict[str, int]) -> dict[str, Any]:
     """One workload in one precision; what goes wrong is part of the result."""
     device = CudaDevice(index=0, memory_budget=None)
-    bench = bench_of(name, precision, device)
+    setup = bench_of(name, precision, device)
     row: dict[str, Any] = {"workload": name, "precision": precision, "sizes": [], "limits": [], "notes": []}
     try:
-        step = footprint(setting_of(bench))
+        step = footprint(setting_of(setup))
     except AutobatchError as error:
         return row | {"failure": str(error)}
     row["cpu_estimate_seconds"], row["notes"] = step.seconds, list(step.notes)
     taken = next(((int(size), count) for size, count in found.items()), (WORKSPACES[0], 2))
     for size in SIZES:
-        ran = attempt(bench, size).attempt
+        ran = attempt(setup, size).attempt
         if not ran.fits:
             break
         row["sizes"].append(
             {
                 "micro_batch": size,
                 "predicted": peaks(step, taken, size),
-                "card": {"allocated": ran.peak_allocated_bytes, "reserved": ran.peak_reserved_bytes},
+                "gpu": {"allocated": ran.peak_allocated_bytes, "reserved": ran.peak_reserved_bytes},
                 "seconds": ran.seconds,
             }
         )
     free, _ = torch.cuda.mem_get_info(0)
     room = free + torch.cuda.memory_reserved(0) - HEADROOM_BYTES
-    row["limits"] = [limit(bench, step, taken, cap * GiB) for cap in caps if cap * GiB <= room]
+    row["limits"] = [limit(setup, step, taken, cap * GiB) for cap in caps if cap * GiB <= room]
     return row
 
 
-def setting_of(bench: Bench) -> Setting:
+def setting_of(setup: TrainSetup) -> Setting:
     return Setting(
-        workload=bench.workload,
-        model=bench.model,
-        batch_of=bench.costliest.batch,
-        precision=bench.precision,
+        workload=setup.workload,
+        model=setup.model,
+        batch_of=setup.worst_case.batch,
+        precision=setup.precision,
         capability=torch.cuda.get_device_capability(0),
-        windows=WINDOWS,
+        steps=ATTEMPT_STEPS,
         max_grad_norm=1.0,
-        knobs=bench.knobs,
+        knobs=setup.knobs,
     )
 
 
@@ -178,19 +178,19 @@ def peaks(step: Footprint, taken: tuple[int, int], size: int) -> dict[str, int]:
     return {"allocated": found.peak_allocated_bytes, "reserved": found.peak_reserved_bytes}
 
 
-def limit(bench: Bench, step: Footprint, taken: tuple[int, int], cap_bytes: int) -> dict[str, Any]:
+def limit(setup: TrainSetup, step: Footprint, taken: tuple[int, int], cap_bytes: int) -> dict[str, Any]:
     """The largest micro-batch under a cap: as it was predicted, and as runs say."""
     said = predict(step, budget_bytes=cap_bytes, cap=SAMPLES, workspaces=taken)
-    card = replace(bench, device=CudaDevice(index=0, memory_budget=cap_bytes))
+    gpu = replace(setup, device=CudaDevice(index=0, memory_budget=cap_bytes))
     program = with_workspaces(step, taken)
-    forecast = ReplayForecast(lambda: CachingAllocator(cap_bytes), program)
-    true = search(lambda size: attempt(card, size), cap=SAMPLES, forecast=forecast)
+    predictor = ReplayPredictor(lambda: CachingAllocator(cap_bytes), program)
+    true = search(lambda size: attempt(gpu, size), cap=SAMPLES, predictor=predictor)
     return {
         "cap_bytes": cap_bytes,
         "predicted": said.micro_batch,
         "predicted_low": said.micro_batch_low,
         "predicted_high": said.micro_batch_high,
-        "card": true.micro_batch,
+        "gpu": true.micro_batch,
         "upper_bound_by": true.upper_bound_by,
         "runs": len(true.attempts),
         "ooms": sum(not one.fits for one in true.attempts),
@@ -200,9 +200,9 @@ def limit(bench: Bench, step: Footprint, taken: tuple[int, int], cap_bytes: int)
 def keep_golden(out: Path) -> dict[str, Any]:
     """Keep the allocator's entries of one step, and compare the model with them."""
     name, precision, size = GOLDEN
-    bench = bench_of(name, precision, CudaDevice(index=0, memory_budget=None))
-    with bench.device.enforced():
-        train(bench, size, Onlooker())
+    setup = bench_of(name, precision, CudaDevice(index=0, memory_budget=None))
+    with setup.device.enforced():
+        train(setup, size, Onlooker())
         snapshot = torch.cuda.memory._snapshot(0)
     entries = reduced(snapshot["device_traces"][0])
     wrong = mismatches(entries)
@@ -210,7 +210,7 @@ def keep_golden(out: Path) -> dict[str, Any]:
         "workload": name,
         "precision": precision,
         "micro_batch": size,
-        "card": torch.cuda.get_device_name(0),
+        "gpu": torch.cuda.get_device_name(0),
         "torch": str(torch.__version__),
         "entries": entries,
     }
@@ -220,7 +220,7 @@ def keep_golden(out: Path) -> dict[str, Any]:
 
 
 def write(out: Path, content: dict[str, Any]) -> None:
-    slug = content["card"].lower().replace(" ", "-")
+    slug = content["gpu"].lower().replace(" ", "-")
     path = out / f"footprint_{slug}_{content['date']}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from autobatch.probing.attempt import WINDOWS, Bench
-from autobatch.step.restore import lent
-from autobatch.step.train_state import assemble
-from autobatch.step.train_step import run_window
+from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup
+from autobatch.step.restore import temporary_weights
+from autobatch.step.train_state import build_train_state
+from autobatch.step.train_step import train_step
 
 
 class Tracked(NamedTuple):
@@ -27,29 +27,29 @@ class Tracked(NamedTuple):
     failure: str | None
 
 
-def tracked(bench: Bench, micro_batch: int) -> Tracked:
-    """Have it watch the windows of an attempt; it needs a run of its own for every size."""
+def tracked(setup: TrainSetup, micro_batch: int) -> Tracked:
+    """Have it watch the steps of an attempt; it needs a run of its own for every size."""
     start = time.process_time()
     try:
-        peak = _peak(bench, micro_batch)
+        peak = _peak(setup, micro_batch)
     except Exception as error:
         return Tracked(None, time.process_time() - start, f"{type(error).__name__}: {error}"[:200])
     return Tracked(peak, time.process_time() - start, None)
 
 
-def _peak(bench: Bench, micro_batch: int) -> int:
-    with lent(bench.model, torch.device("cpu")) as model:
+def _peak(setup: TrainSetup, micro_batch: int) -> int:
+    with temporary_weights(setup.model, torch.device("cpu")) as model:
         model.train()
-        trainee = assemble(
-            bench.workload,
+        train_state = build_train_state(
+            setup.workload,
             model,
             torch.device("cpu"),
-            precision=bench.precision,
-            learning_rate=bench.workload.learning_rate,
-            max_grad_norm=bench.max_grad_norm,
+            precision=setup.precision,
+            learning_rate=setup.workload.learning_rate,
+            max_grad_norm=setup.max_grad_norm,
         )
         tracker = MemTracker()
-        tracker.track_external(model, *trainee.optimizers)
+        tracker.track_external(model, *train_state.optimizers)
 
         def mark(phase: str) -> None:
             # It takes one forward of a module between two of these.
@@ -57,7 +57,7 @@ def _peak(bench: Bench, micro_batch: int) -> int:
                 tracker.reset_mod_stats()
 
         with tracker:
-            for count in WINDOWS:
-                batches = ((bench.costliest.batch(micro_batch), micro_batch) for _ in range(count))
-                run_window(trainee, batches, micro_batch * count, mark=mark)
+            for count in ATTEMPT_STEPS:
+                batches = ((setup.worst_case.batch(micro_batch), micro_batch) for _ in range(count))
+                train_step(train_state, batches, micro_batch * count, mark=mark)
             return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])

@@ -36,8 +36,8 @@ from autobatch.device.simulated import SimulatedDevice
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import Program, largest
 from autobatch.footprint.trace_step import Setting
-from autobatch.probing.attempt import WINDOWS, Bench, attempt
-from autobatch.workload.data import Costliest
+from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state
 from benchmarks.footprint.memtracker import tracked
 from benchmarks.footprint.table import markdown, summary
@@ -57,14 +57,14 @@ CASES = (("gpt2", ("h100-80gb", "rtx-4090")), ("7b", ("h200", "b200")), ("gpt2",
 """Two cards of one generation take one trace; a single card is also told what would help."""
 
 
-def bench_of(name: str, precision: str) -> Bench:
+def bench_of(name: str, precision: str) -> TrainSetup:
     workload = WORKLOADS[name]()
     torch.manual_seed(0)
-    return Bench(
+    return TrainSetup(
         workload=workload,
         model=workload.model(),
         device=CpuDevice(memory_budget=8 * GiB),
-        costliest=Costliest(workload),
+        worst_case=WorstCaseSampler(workload),
         precision=precision,
         max_grad_norm=1.0,
     )
@@ -77,33 +77,33 @@ def peaks(trace: Trace) -> dict[str, int]:
 
 def measure(name: str, precision: str) -> dict[str, Any]:
     """One workload in one precision: the peaks at every size, and the largest under a few budgets."""
-    bench = bench_of(name, precision)
+    setup = bench_of(name, precision)
     start = time.process_time()
     step = footprint(
         Setting(
-            workload=bench.workload,
-            model=bench.model,
-            batch_of=bench.costliest.batch,
-            precision=bench.precision,
+            workload=setup.workload,
+            model=setup.model,
+            batch_of=setup.worst_case.batch,
+            precision=setup.precision,
             capability=None,
-            windows=WINDOWS,
+            steps=ATTEMPT_STEPS,
             max_grad_norm=1.0,
         )
     )
     seconds = time.process_time() - start
     rows = []
     for size in SIZES:
-        ran = attempt(bench, size)
+        ran = attempt(setup, size)
         rows.append(
             {
                 "micro_batch": size,
                 "predicted": peaks(step.program.at(size)),
                 "tensors": peaks(ran.trace),
-                "process": peaks(profiled(bench, size)),
+                "process": peaks(profiled(setup, size)),
             }
         )
-    theirs = tracked(bench, TRACKED_SIZE)._asdict()
-    theirs["live_bytes"] = attempt(bench, TRACKED_SIZE).attempt.peak_allocated_bytes
+    theirs = tracked(setup, TRACKED_SIZE)._asdict()
+    theirs["live_bytes"] = attempt(setup, TRACKED_SIZE).attempt.peak_allocated_bytes
     return {
         "workload": name,
         "precision": precision,
@@ -111,36 +111,36 @@ def measure(name: str, precision: str) -> dict[str, Any]:
         "notes": list(step.notes),
         "sizes": rows,
         "memtracker": theirs | {"micro_batch": TRACKED_SIZE},
-        "limits": [limit(bench, step.program, size) for size in LIMITED_SIZES],
+        "limits": [limit(setup, step.program, size) for size in LIMITED_SIZES],
     }
 
 
-def limit(bench: Bench, program: Program, size: int) -> dict[str, Any]:
+def limit(setup: TrainSetup, program: Program, size: int) -> dict[str, Any]:
     """The largest micro-batch under a budget, as predicted, and whether real runs say so."""
     budget = replay(program.at(size), CachingAllocator()).peak_reserved_bytes
     found = largest(program, lambda: CachingAllocator(budget), 4096)
-    card = Bench(
-        workload=bench.workload,
-        model=bench.model,
+    gpu = TrainSetup(
+        workload=setup.workload,
+        model=setup.model,
         device=SimulatedDevice(load_profile("h200", user_dir=RESULTS), budget),
-        costliest=bench.costliest,
-        precision=bench.precision,
+        worst_case=setup.worst_case,
+        precision=setup.precision,
         max_grad_norm=1.0,
     )
     return {
         "budget_bytes": budget,
         "predicted": found,
-        "it_runs": runs(card, found),
-        "one_more_runs": runs(card, found + 1),
-        "a_probe_agrees": attempt(card, found).attempt.fits,
+        "it_runs": runs(gpu, found),
+        "one_more_runs": runs(gpu, found + 1),
+        "a_probe_agrees": attempt(gpu, found).attempt.fits,
     }
 
 
-def runs(card: Bench, size: int) -> bool:
-    """Whether the windows that were traced run inside the budget; a probe also tries another order."""
-    with preserved_random_state(), card.device.enforced() as meter:
+def runs(gpu: TrainSetup, size: int) -> bool:
+    """Whether the steps that were traced run inside the budget; a probe also tries another order."""
+    with preserved_random_state(), gpu.device.enforced() as meter:
         try:
-            train(card, size, meter)
+            train(gpu, size, meter)
         except torch.OutOfMemoryError:
             return False
     return True
@@ -149,8 +149,8 @@ def runs(card: Bench, size: int) -> bool:
 def costs() -> list[dict[str, Any]]:
     """Seconds of estimates, each in a process of its own."""
     rows = []
-    for which, cards in CASES:
-        command = [sys.executable, "-m", "benchmarks.footprint.seconds", which, *cards]
+    for which, gpus in CASES:
+        command = [sys.executable, "-m", "benchmarks.footprint.seconds", which, *gpus]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

@@ -21,18 +21,18 @@ from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
 DECODERS = {"gpt2": (GPT2_SMALL, "GPT-2 small"), "7b": (LLAMA2_7B, "Llama 2 7B")}
 
 
-def main(which: str, cards: list[str]) -> None:
+def main(which: str, gpus: list[str]) -> None:
     torch.set_num_threads(1)
     shape, title = DECODERS[which]
     wall, cpu = time.perf_counter(), time.process_time()
-    found = run_estimate(decoder(shape, which), EstimateOptions(profile=cards, micro_batch=1), {})
+    found = run_estimate(decoder(shape, which), EstimateOptions(profile=gpus, micro_batch=1), {})
     one = found.estimates[0]
     print(
         json.dumps(
             {
                 "model": title,
                 "length": shape.length,
-                "cards": cards,
+                "gpus": gpus,
                 "with_remedies": one.remedies is not None,
                 "wall_seconds": time.perf_counter() - wall,
                 "cpu_seconds": time.process_time() - cpu,

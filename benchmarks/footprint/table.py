@@ -86,7 +86,7 @@ def markdown(content: dict[str, Any]) -> str:
         f"| MemTracker, live bytes | tensors of a real run | {_figures(found['memtracker'])} |",
         "",
         f"Largest micro-batch under a budget: {found['limits_exact']} of {found['limits']} exact (it runs, "
-        f"one more does not), {found['limits_too_high']} too high. A probe also tries the windows in another "
+        f"one more does not), {found['limits_too_high']} too high. A probe also tries the steps in another "
         f"order, from nothing cached: {found['limits_a_probe_agrees']} of {found['limits']} survive that too "
         "(budgets of a few MiB, where one segment of 2 MiB is a large part).",
         "",
@@ -134,7 +134,7 @@ def _estimates(rows: list[dict[str, Any]]) -> list[str]:
             lines.append(f"| {row['model']} | | | {row['failure']} | | | |")
             continue
         lines.append(
-            f"| {row['model']}, {row['length']} tokens | {', '.join(row['cards'])} | "
+            f"| {row['model']}, {row['length']} tokens | {', '.join(row['gpus'])} | "
             f"{'traced too' if row['with_remedies'] else 'no'} | {row['wall_seconds']:.1f} | "
             f"{row['cpu_seconds']:.1f} | {row['peak_rss_bytes'] >> 20:,} MiB | {row['load_before']:.1f} |"
         )
@@ -160,34 +160,34 @@ def _row(row: dict[str, Any]) -> str:
     )
 
 
-def card_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def gpu_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The headline figures of a card: errors of the peaks, and of the largest micro-batches."""
     measured = [row for row in rows if "failure" not in row]
-    limits = [one for row in measured for one in row["limits"] if one["card"]]
+    limits = [one for row in measured for one in row["limits"] if one["gpu"]]
     return {
         "workloads": len({row["workload"] for row in measured}),
         "untraceable": len(rows) - len(measured),
-        "allocated": figures(errors(measured, "card", "allocated")),
-        "reserved": figures(errors(measured, "card", "reserved")),
+        "allocated": figures(errors(measured, "gpu", "allocated")),
+        "reserved": figures(errors(measured, "gpu", "reserved")),
         "without_recurrent": {
-            figure: figures(errors([row for row in measured if is_trusted(row)], "card", figure))
+            figure: figures(errors([row for row in measured if is_trusted(row)], "gpu", figure))
             for figure in ("allocated", "reserved")
         },
         # A limit that is predicted too high is memory that was underestimated: the signs are turned.
-        "limits": figures([-relative(one["predicted"], one["card"]) for one in limits]),
-        "limits_exact": sum(one["predicted"] == one["card"] for one in limits),
+        "limits": figures([-relative(one["predicted"], one["gpu"]) for one in limits]),
+        "limits_exact": sum(one["predicted"] == one["gpu"] for one in limits),
         "limits_in_interval": sum(
-            one["predicted_low"] <= one["card"] <= one["predicted_high"] for one in limits
+            one["predicted_low"] <= one["gpu"] <= one["predicted_high"] for one in limits
         ),
         "runs_median": statistics.median([one["runs"] for one in limits] or [0]),
         "ooms": sum(one["ooms"] for one in limits),
     }
 
 
-def card_text(content: dict[str, Any]) -> str:
+def gpu_text(content: dict[str, Any]) -> str:
     """What a person reads at the end of a run on a card."""
     found = content["summary"]
-    lines = [f"{content['card']}, torch {content['versions']['torch']}, {content['wall_seconds']} s"]
+    lines = [f"{content['gpu']}, torch {content['versions']['torch']}, {content['wall_seconds']} s"]
     if found is None:
         return f"{lines[0]}: nothing was measured"
     for figure in ("allocated", "reserved", "limits"):

@@ -1,7 +1,7 @@
 """What a step really allocates on the CPU: the events of torch's own profiler, with no mode of ours active.
 
 The profiler sees every allocation of the CPU's allocator, scratch space inside of operators included; a trace
-on fakes sees tensors alone. Both run `autobatch.step.train_step.run_window`, which is what trains.
+on fakes sees tensors alone. Both run `autobatch.step.train_step.train_step`, which is what trains.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.probing.attempt import WINDOWS, Bench
-from autobatch.step.restore import lent
-from autobatch.step.train_state import assemble
-from autobatch.step.train_step import run_window
+from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup
+from autobatch.step.restore import temporary_weights
+from autobatch.step.train_state import build_train_state
+from autobatch.step.train_step import train_step
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state
 
@@ -38,56 +38,56 @@ class Prepared:
 class Onlooker:
     """A meter that does nothing, for nothing of ours is to run."""
 
-    def adopt(self, tensors: Any) -> None:
+    def count(self, tensors: Any) -> None:
         pass
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         yield
 
     def mark(self, phase: str) -> None:
         pass
 
 
-def profiled(bench: Bench, micro_batch: int) -> Trace:
-    """Run the windows of an attempt, and tell what the process allocated and freed meanwhile."""
-    prepared = replace(bench, costliest=Prepared(bench.costliest.batch(micro_batch)))
+def profiled(setup: TrainSetup, micro_batch: int) -> Trace:
+    """Run the steps of an attempt, and tell what the process allocated and freed meanwhile."""
+    prepared = replace(setup, worst_case=Prepared(setup.worst_case.batch(micro_batch)))
     with preserved_random_state(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         train(prepared, micro_batch, Onlooker())
     return trace_of(prof.profiler.kineto_results.experimental_event_tree())
 
 
-def train(bench: Bench, micro_batch: int, meter: Any) -> None:
-    """Run the windows that are traced on copies of the model's tensors.
+def train(setup: TrainSetup, micro_batch: int, meter: Any) -> None:
+    """Run the steps that are traced on copies of the model's tensors.
 
     Raises:
         torch.OutOfMemoryError: they outgrow the budget of the device.
     """
-    device = bench.device.torch_device
-    with lent(bench.model, device) as model:
-        meter.adopt(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+    device = setup.device.torch_device
+    with temporary_weights(setup.model, device) as model:
+        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
         meter.mark("setup")
-        trainee = assemble(
-            bench.workload,
+        train_state = build_train_state(
+            setup.workload,
             model.train(),
             device,
-            precision=bench.precision,
-            learning_rate=bench.workload.learning_rate,
-            max_grad_norm=bench.max_grad_norm,
-            knobs=bench.knobs,
+            precision=setup.precision,
+            learning_rate=setup.workload.learning_rate,
+            max_grad_norm=setup.max_grad_norm,
+            knobs=setup.knobs,
         )
-        for count in WINDOWS:
-            run_window(
-                trainee, _batches(bench, micro_batch, count, meter), micro_batch * count, mark=meter.mark
+        for count in ATTEMPT_STEPS:
+            train_step(
+                train_state, _batches(setup, micro_batch, count, meter), micro_batch * count, mark=meter.mark
             )
-        bench.device.synchronize()
+        setup.device.synchronize()
 
 
-def _batches(bench: Bench, micro_batch: int, count: int, meter: Any) -> Iterator[tuple[Any, int]]:
+def _batches(setup: TrainSetup, micro_batch: int, count: int, meter: Any) -> Iterator[tuple[Any, int]]:
     for _ in range(count):
-        with meter.aside():
-            batch = to_device(bench.costliest.batch(micro_batch), bench.device.torch_device)
-        meter.adopt(tensors_of(batch))
+        with meter.uncounted():
+            batch = to_device(setup.worst_case.batch(micro_batch), setup.device.torch_device)
+        meter.count(tensors_of(batch))
         yield batch, micro_batch
 
 

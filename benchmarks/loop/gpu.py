@@ -25,12 +25,12 @@ import autobatch
 from autobatch import Workload
 from autobatch.device.base import Device, Meter
 from autobatch.probing.setup import open_device
-from autobatch.step.train_state import assemble
+from autobatch.step.train_state import build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.training.loop import Loop
-from autobatch.workload.data import join
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import feed
-from autobatch.workload.order import Course
+from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.report import save, surroundings
 from benchmarks.tune.gpu import VOCABULARY, Decoder
 
@@ -59,17 +59,17 @@ def workload() -> Workload:
 
 
 def by_hand(given: Workload, size: int) -> Callable[[], None]:
-    card = torch.device("cuda", 0)
-    model = Decoder().to(card)
+    gpu = torch.device("cuda", 0)
+    model = Decoder().to(gpu)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     order = iter(range(10**9))
 
     def step() -> None:
-        total = torch.zeros((), device=card)
+        total = torch.zeros((), device=gpu)
         for _ in range(ACCUMULATION):
             first = next(order) * size
-            batch = join(given, [(first + i) % SAMPLES for i in range(size)])
-            ids, labels = (tensor.to(card, non_blocking=True) for tensor in batch)
+            batch = load_micro_batch(given, [(first + i) % SAMPLES for i in range(size)])
+            ids, labels = (tensor.to(gpu, non_blocking=True) for tensor in batch)
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = loss_of(model, (ids, labels)) / ACCUMULATION
             loss.backward()
@@ -84,27 +84,29 @@ def by_hand(given: Workload, size: int) -> Callable[[], None]:
 
 def by_autobatch(given: Workload, size: int, device: Device, meter: Meter) -> Loop:
     model = Decoder().to(device.torch_device)
-    trainee = assemble(
+    train_state = build_train_state(
         given, model, device.torch_device, precision="bf16", learning_rate=1e-4, max_grad_norm=CLIP
     )
-    course = Course(samples=SAMPLES, target_batch=ACCUMULATION * size, seed=0, steps=10**9)
-    return Loop(workload=given, trainee=trainee, course=course, device=device, meter=meter, micro_batch=size)
+    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=ACCUMULATION * size, seed=0, steps=10**9)
+    return Loop(
+        workload=given, train_state=train_state, sampler=sampler, device=device, meter=meter, micro_batch=size
+    )
 
 
 def waits_inside(loop: Loop, size: int) -> str | None:
     """Where the host waits for the card in the micro-batches of a window; ``None``: nowhere."""
-    batches = [(join(loop.workload, range(size)), size) for _ in range(ACCUMULATION)]
-    placed = feed(batches, loop.trainee.device, loop.meter, twice=False)
+    batches = [(load_micro_batch(loop.workload, range(size)), size) for _ in range(ACCUMULATION)]
+    placed = feed(batches, loop.train_state.device, loop.meter, twice=False)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tally = accumulate(loop.trainee, placed, ACCUMULATION * size, loop.meter.mark)
+        accumulator = accumulate(loop.train_state, placed, ACCUMULATION * size, loop.meter.mark)
     except RuntimeError as error:
-        loop.trainee.gradients.discard()
+        loop.train_state.gradients.clear()
         return str(error).splitlines()[0]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    finish(loop.trainee, tally, mark=loop.meter.mark)
+    finish(loop.train_state, accumulator, mark=loop.meter.mark)
     return None
 
 

@@ -35,10 +35,10 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from autobatch import Workload
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.device.host import cpu_name
-from autobatch.step.train_state import assemble
+from autobatch.step.train_state import build_train_state
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import JsonLines
-from autobatch.workload.order import Course
+from autobatch.workload.order import GlobalBatchSampler
 
 ACCUMULATION = 4
 CLIP = 1.0
@@ -128,7 +128,7 @@ def by_hand(case: dict[str, Any], precision: str) -> Callable[[], None]:
 
 def by_autobatch(case: dict[str, Any], precision: str) -> Callable[[], None]:
     workload = workload_of(case)
-    trainee = assemble(
+    train_state = build_train_state(
         workload,
         workload.model(),
         torch.device("cpu"),
@@ -139,8 +139,8 @@ def by_autobatch(case: dict[str, Any], precision: str) -> Callable[[], None]:
     window = ACCUMULATION * case["micro_batch"]
     loop = Loop(
         workload=workload,
-        trainee=trainee,
-        course=Course(samples=len(case["data"]), target_batch=window, seed=0, steps=10**9),
+        train_state=train_state,
+        sampler=GlobalBatchSampler(samples=len(case["data"]), target_batch=window, seed=0, steps=10**9),
         device=CpuDevice(memory_budget="1GiB"),
         meter=SilentMeter(),
         micro_batch=case["micro_batch"],

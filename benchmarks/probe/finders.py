@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 
 from autobatch.core.errors import DoesNotFitError
-from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
-from autobatch.probing.attempt import WINDOWS, attempt
+from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from autobatch.probing.child import LocalProber
 from autobatch.probing.find_limit import run_probe
-from autobatch.probing.setup import facts_of
-from autobatch.step.train_state import assemble
-from autobatch.step.train_step import run_window
+from autobatch.probing.setup import describe_setup
+from autobatch.step.train_state import build_train_state
+from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
-from autobatch.workload.data import join
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of
 from benchmarks.probe.limits import Limit, bisected
 
@@ -41,10 +41,10 @@ class Answer:
 
 def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
     start = time.perf_counter()
-    bench = limit.bench()
+    setup = limit.setup()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe, _ = run_probe(LocalProber(bench, facts_of(bench)), limit.options, home=Path(home))
+            probe, _ = run_probe(LocalProber(setup, describe_setup(setup)), limit.options, home=Path(home))
         except DoesNotFitError:
             return Answer(0, 1, 1, time.perf_counter() - start), {"limited_by": "nothing fits"}
     answer = Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
@@ -59,11 +59,11 @@ def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
 def by_hand(limit: Limit) -> Answer:
     """Doubling, then bisection, with the very attempts that autobatch makes."""
     start = time.perf_counter()
-    bench = limit.bench()
+    setup = limit.setup()
     seen: list[bool] = []
 
     def fits(size: int) -> bool:
-        seen.append(attempt(bench, size).attempt.fits)
+        seen.append(attempt(setup, size).attempt.fits)
         return seen[-1]
 
     found = bisected(fits, limit.cap)
@@ -74,7 +74,7 @@ def by_accelerate(limit: Limit, start_size: int) -> Answer:
     """As its documentation shows: model and optimizer are built inside of the function that is decorated."""
     from accelerate.utils import find_executable_batch_size
 
-    device = limit.bench().device
+    device = limit.setup().device
     counts = [0, 0]
     start = time.perf_counter()
 
@@ -104,26 +104,28 @@ def train_anew(workload: Workload, meter: Meter, size: int) -> None:
     torch.manual_seed(0)
     model = workload.model().train()
     cpu = torch.device("cpu")
-    trainee = assemble(workload, model, cpu, precision="fp32", learning_rate=workload.learning_rate)
+    train_state = build_train_state(
+        workload, model, cpu, precision="fp32", learning_rate=workload.learning_rate
+    )
     order = torch.randperm(len(workload.train_data)).tolist()  # type: ignore[arg-type]
-    for count in WINDOWS:
+    for count in ATTEMPT_STEPS:
 
         def batches(count: int = count):
             for _ in range(count):
-                with meter.aside():
-                    batch = join(workload, [order[i % len(order)] for i in range(size)])
-                meter.adopt(tensors_of(batch))
+                with meter.uncounted():
+                    batch = load_micro_batch(workload, [order[i % len(order)] for i in range(size)])
+                meter.count(tensors_of(batch))
                 order[:] = order[size:] + order[:size]
                 yield batch, size
 
-        run_window(trainee, batches(), count * size)
+        train_step(train_state, batches(), count * size)
 
 
 def meter_of(device: Device) -> AbstractContextManager[Meter]:
     """The device's own meter; on the CPU in the words of torch's allocator, which is what others look for."""
     if device.kind != "cpu":
         return device.enforced()
-    return StorageTracker(
+    return StorageMeter(
         device.new_allocator(),  # type: ignore[attr-defined]
         text=lambda error: (
             f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {error.requested} bytes."

@@ -24,10 +24,10 @@ from torch.utils.data import Dataset
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import ProbeOptions
-from autobatch.probing.attempt import Bench, attempt
+from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.child import LocalProber
 from autobatch.probing.find_limit import run_probe
-from autobatch.probing.setup import facts_of, open_bench
+from autobatch.probing.setup import describe_setup, open_setup
 from benchmarks.probe.limits import bisected
 from benchmarks.probe.run import RESULTS, environment
 from benchmarks.workloads import Block, adamw, classify, mlp
@@ -129,14 +129,14 @@ MODELS = {"gpt-124m": gpt, "resnet-50": resnet, "mlp-wide": wide}
 def measure(name: str, budget: int) -> dict[str, Any]:
     """What the probe found under a cap, and the truth."""
     options = ProbeOptions(device="cuda:0", memory_budget=f"{budget}GiB")
-    bench = open_bench(MODELS[name](), options)
-    row: dict[str, Any] = {"model": name, "budget_gib": budget, "precision": bench.precision}
+    setup = open_setup(MODELS[name](), options)
+    row: dict[str, Any] = {"model": name, "budget_gib": budget, "precision": setup.precision}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe, _ = run_probe(LocalProber(bench, facts_of(bench)), options, home=Path(home))
+            probe, _ = run_probe(LocalProber(setup, describe_setup(setup)), options, home=Path(home))
         except DoesNotFitError as error:
-            return row | {"found": 0, "error": str(error), "true": truth(bench, {})}
+            return row | {"found": 0, "error": str(error), "true": truth(setup, {})}
     row |= {
         "found": probe.micro_batch,
         "limited_by": probe.limited_by,
@@ -150,17 +150,17 @@ def measure(name: str, budget: int) -> dict[str, Any]:
         "peak_reserved_bytes": max(one.peak_reserved_bytes or 0 for one in probe.attempts if one.fits),
     }
     known: dict[int, bool] = {}
-    row["true"] = truth(bench, known)
+    row["true"] = truth(setup, known)
     for size in (probe.micro_batch, probe.micro_batch + 1):
         if size not in known and size <= SAMPLES:
-            known[size] = attempt(bench, size).attempt.fits
+            known[size] = attempt(setup, size).attempt.fits
     row["exact"] = known[probe.micro_batch] and not known.get(probe.micro_batch + 1, False)
     return row
 
 
-def truth(bench: Bench, known: dict[int, bool]) -> int:
+def truth(setup: TrainSetup, known: dict[int, bool]) -> int:
     def fits(size: int) -> bool:
-        known[size] = attempt(bench, size).attempt.fits
+        known[size] = attempt(setup, size).attempt.fits
         return known[size]
 
     return bisected(fits, SAMPLES)
@@ -177,18 +177,18 @@ def main() -> None:
     if not torch.cuda.is_available():
         print(f"no CUDA card here (torch {torch.__version__}): nothing was measured")
         return
-    card = torch.cuda.get_device_properties(0)
+    gpu = torch.cuda.get_device_properties(0)
     rows = []
     for name in options.models:
         for budget in options.budgets:
-            if budget * 2**30 > card.total_memory:
-                print(f"{name} {budget} GiB: left out, {card.name} has {card.total_memory / 2**30:.1f} GiB")
+            if budget * 2**30 > gpu.total_memory:
+                print(f"{name} {budget} GiB: left out, {gpu.name} has {gpu.total_memory / 2**30:.1f} GiB")
                 continue
             rows.append(measure(name, budget))
             print(json.dumps(rows[-1]), flush=True)
-    about = environment() | {"command": "python -m benchmarks.probe.gpu", "card": card.name}
-    about |= {"card_bytes": card.total_memory, "cuda": torch.version.cuda}
-    slug = re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-")
+    about = environment() | {"command": "python -m benchmarks.probe.gpu", "gpu": gpu.name}
+    about |= {"gpu_bytes": gpu.total_memory, "cuda": torch.version.cuda}
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / f"probe_{slug}_{about['date']}.json"
     file.write_text(json.dumps({"environment": about, "limits": rows}, indent=1) + "\n")

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from autobatch.device.base import Meter
 from autobatch.workload.contract import Loss, Workload
-from autobatch.workload.data import join
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of
 from benchmarks.probe.finders import Answer, meter_of
 from benchmarks.probe.limits import Limit
@@ -41,15 +41,15 @@ class Module(LightningModule):
         return DataLoader(range(count), batch_size=self.batch_size, shuffle=True, collate_fn=self.fetch)  # type: ignore[arg-type]
 
     def fetch(self, ids: list[int]) -> object:
-        with self.meter.aside():
-            return join(self.workload, ids)
+        with self.meter.uncounted():
+            return load_micro_batch(self.workload, ids)
 
     def on_train_start(self) -> None:
         self.runs += 1
 
     def training_step(self, batch: object, _: int) -> torch.Tensor:
         with self.counted():
-            self.meter.adopt(tensors_of(batch))
+            self.meter.count(tensors_of(batch))
             loss = self.workload.loss(self.net, batch)
         return loss.total / loss.count if isinstance(loss, Loss) else loss
 
@@ -77,7 +77,7 @@ class Module(LightningModule):
 def by_lightning(limit: Limit, mode: str) -> Answer:
     """Its defaults, with two micro-batches an optimizer step as everyone here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    device = limit.bench().device
+    device = limit.setup().device
     torch.manual_seed(0)
     start = time.perf_counter()
     with (
@@ -86,7 +86,7 @@ def by_lightning(limit: Limit, mode: str) -> Answer:
         meter_of(device) as meter,
     ):
         module = Module(limit.workload, meter)
-        meter.adopt(tensor.data for tensor in [*module.parameters(), *module.buffers()])
+        meter.count(tensor.data for tensor in [*module.parameters(), *module.buffers()])
         trainer = Trainer(
             accelerator="cpu",
             default_root_dir=folder,

@@ -9,13 +9,13 @@ from torch.utils.data import Dataset
 
 from autobatch.core.options import ProbeOptions
 from autobatch.device.oom import is_oom
-from autobatch.probing.attempt import Bench, attempt
-from autobatch.probing.setup import open_bench
-from autobatch.step.restore import lent
-from autobatch.step.train_state import assemble
-from autobatch.step.train_step import run_window
+from autobatch.probing.attempt import TrainSetup, attempt
+from autobatch.probing.setup import open_setup
+from autobatch.step.restore import temporary_weights
+from autobatch.step.train_state import build_train_state
+from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
-from autobatch.workload.data import join
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state
 from benchmarks.workloads import WORKLOADS
@@ -59,7 +59,7 @@ LATER = 20
 """Windows of training at a found size, on samples drawn at random."""
 
 
-class Kept(Dataset):
+class OptunaStudy(Dataset):
     """Samples in memory: making them is not what is measured."""
 
     def __init__(self, data: Dataset) -> None:
@@ -74,7 +74,7 @@ class Kept(Dataset):
 
 def workload_of(name: str) -> Workload:
     workload = WORKLOADS[name]()
-    return replace(workload, train_data=Kept(workload.train_data))
+    return replace(workload, train_data=OptunaStudy(workload.train_data))
 
 
 @dataclass
@@ -95,27 +95,27 @@ class Limit:
     def cap(self) -> int:
         return len(self.workload.train_data)  # type: ignore[arg-type]
 
-    def bench(self) -> Bench:
-        return open_bench(self.workload, self.options)
+    def setup(self) -> TrainSetup:
+        return open_setup(self.workload, self.options)
 
-    def fits(self, bench: Bench, size: int) -> bool:
+    def fits(self, setup: TrainSetup, size: int) -> bool:
         if size not in self.known:
-            self.known[size] = attempt(bench, size).attempt.fits
+            self.known[size] = attempt(setup, size).attempt.fits
         return self.known[size]
 
-    def later(self, bench: Bench, size: int) -> int:
+    def later(self, setup: TrainSetup, size: int) -> int:
         """The number of windows of training at a size that ran before memory was out."""
         if size and size not in self.survived:
-            self.survived[size] = later(bench, size)
+            self.survived[size] = later(setup, size)
         return self.survived[size] if size else LATER
 
-    def true(self, bench: Bench, *around: int) -> int:
+    def true(self, setup: TrainSetup, *around: int) -> int:
         """The largest size that is known to fit: by bisection, and by running all sizes near the answers."""
-        found = bisected(lambda size: self.fits(bench, size), self.cap)
+        found = bisected(lambda size: self.fits(setup, size), self.cap)
         if self.device != "cpu":
             for answer in {found, *around}:
                 for size in range(max(1, answer - WINDOW), min(self.cap, answer + WINDOW) + 1):
-                    self.fits(bench, size)
+                    self.fits(setup, size)
         return max((size for size, fits in self.known.items() if fits), default=0)
 
 
@@ -130,33 +130,37 @@ def bisected(fits, cap: int) -> int:
     return low
 
 
-def later(bench: Bench, size: int, windows: int = LATER) -> int:
+def later(setup: TrainSetup, size: int, windows: int = LATER) -> int:
     """Train at a size on samples drawn at random; the number of windows that ran before memory was out."""
     generator = torch.Generator().manual_seed(size)
-    count = len(bench.workload.train_data)  # type: ignore[arg-type]
+    count = len(setup.workload.train_data)  # type: ignore[arg-type]
     done = 0
-    with preserved_random_state(), bench.device.enforced() as meter, lent(bench.model, torch.device("cpu")):
-        meter.adopt(tensor.data for tensor in [*bench.model.parameters(), *bench.model.buffers()])
-        bench.model.train()
-        trainee = assemble(
-            bench.workload,
-            bench.model,
+    with (
+        preserved_random_state(),
+        setup.device.enforced() as meter,
+        temporary_weights(setup.model, torch.device("cpu")),
+    ):
+        meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
+        setup.model.train()
+        train_state = build_train_state(
+            setup.workload,
+            setup.model,
             torch.device("cpu"),
-            precision=bench.precision,
-            learning_rate=bench.workload.learning_rate,
+            precision=setup.precision,
+            learning_rate=setup.workload.learning_rate,
         )
 
         def batches():
             for _ in range(2):
-                with meter.aside():
+                with meter.uncounted():
                     ids = torch.randint(count, (size,), generator=generator).tolist()
-                    batch = join(bench.workload, ids)
-                meter.adopt(tensors_of(batch))
+                    batch = load_micro_batch(setup.workload, ids)
+                meter.count(tensors_of(batch))
                 yield batch, size
 
         try:
             for _ in range(windows):
-                run_window(trainee, batches(), 2 * size)
+                train_step(train_state, batches(), 2 * size)
                 done += 1
         except Exception as error:
             if not is_oom(error):

@@ -48,15 +48,15 @@ def measure(task: tuple[str, str]) -> list[dict[str, object]]:
 
 def measure_limit(name: str, limit: Limit) -> dict[str, object]:
     answer, more = by_autobatch(limit)
-    bench = limit.bench()
-    true = limit.true(bench, answer.found)
-    neighbour = answer.found >= limit.cap or not limit.fits(bench, answer.found + 1)
+    setup = limit.setup()
+    true = limit.true(setup, answer.found)
+    neighbour = answer.found >= limit.cap or not limit.fits(setup, answer.found + 1)
     rows: dict[str, dict[str, object] | None] = {"autobatch": answer.to_json() | more}
     for finder, find in finders(lightning=name in LIGHTNING).items():
         rows[finder] = find(limit).to_json() if find else None
     for row in rows.values():
         if row is not None:
-            row["windows_later"] = limit.later(bench, row["found"])
+            row["windows_later"] = limit.later(setup, row["found"])
     print(f"{name:18} {limit.device:7} {limit.budget:>8}  true {true:5}  found {answer.found:5}", flush=True)
     return {
         "workload": name,
@@ -64,7 +64,7 @@ def measure_limit(name: str, limit: Limit) -> dict[str, object]:
         "budget": limit.budget,
         "dataset": limit.cap,
         "true": true,
-        "exact": bool(answer.found and limit.fits(bench, answer.found) and neighbour),
+        "exact": bool(answer.found and limit.fits(setup, answer.found) and neighbour),
         "finders": rows,
     }
 

@@ -26,12 +26,12 @@ from torch.utils.data import TensorDataset
 from autobatch import Workload
 from autobatch.core.knobs import applicable, defaults, parse_knobs
 from autobatch.core.options import TuneOptions, options_from
-from autobatch.probing.attempt import Bench
+from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import LocalProber
 from autobatch.probing.find_limit import caps_of, plan_from, run_probe
-from autobatch.probing.setup import facts_of, open_bench
-from autobatch.tuning.find_fastest import Budget, Place, tune
-from autobatch.tuning.trial import Lab, Task
+from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
+from autobatch.tuning.trial import TrialRunner, TrialSpec
 from benchmarks.report import save, surroundings
 from benchmarks.workloads import Block, Residual
 
@@ -103,35 +103,35 @@ def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[st
         TuneOptions,
         {"target_batch": 1024, "device": "cuda", "memory_budget": chosen.memory_budget},
     )
-    bench = open_bench(make(), options)
-    facts = facts_of(bench)
-    limit = limit_of(bench, options)
+    setup = open_setup(make(), options)
+    facts = describe_setup(setup)
+    limit = limit_of(setup, options)
     samples = sum(plan_from(facts, limit, options).micro_batches)
-    task = Task(limit, min(caps_of(facts, options).values()), samples, planned_steps=1000, seconds=1.0)
-    lab = Lab(bench, options, task)
+    task = TrialSpec(limit, min(caps_of(facts, options).values()), samples, planned_steps=1000, seconds=1.0)
+    runner = TrialRunner(setup, options, task)
     names = None if chosen.knobs is None else parse_knobs(chosen.knobs)
-    axes, _ = applicable(lab.situation(), names)
+    axes, _ = applicable(runner.context(), names)
     base = defaults(axes)
-    lab.begin(base)
+    runner.begin(base)
     start = time.monotonic()
-    found = tune(
-        lab.measure,
+    found = find_fastest(
+        runner.measure,
         axes,
         budget=Budget(chosen.trials, lambda: time.monotonic() - start > chosen.timeout),
         seed=0,
-        place=Place("gpu", None, {}),
-        certify=lab.certify,
+        place=StudyLocation("gpu", None, {}),
+        confirm_fits=runner.confirm_fits,
         progress=lambda n, values, one: print(
             n, dict(values), one.failure or round(one.samples_per_s), flush=True
         ),
     ).tuning
-    single = dataclasses.replace(bench, precision="fp32")
-    plain = Lab(single, options, task._replace(limit=limit_of(single, options)))
+    single = dataclasses.replace(setup, precision="fp32")
+    plain = TrialRunner(single, options, task._replace(limit=limit_of(single, options)))
     plain.begin({})
     gains: dict[str, list[float]] = {"over_default": [], "over_fp32": []}
     for _ in range(ROUNDS):
-        best = lab.measure(found.best).samples_per_s
-        gains["over_default"].append(best / lab.measure(base).samples_per_s)
+        best = runner.measure(found.best).samples_per_s
+        gains["over_default"].append(best / runner.measure(base).samples_per_s)
         gains["over_fp32"].append(best / plain.measure({}).samples_per_s)
     return {
         "target_batch": 1024,
@@ -145,10 +145,10 @@ def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[st
     }
 
 
-def limit_of(bench: Bench, options: TuneOptions) -> int:
+def limit_of(setup: TrainSetup, options: TuneOptions) -> int:
     """The largest micro-batch that fits."""
     with tempfile.TemporaryDirectory() as home:
-        return run_probe(LocalProber(bench, facts_of(bench)), options, home=Path(home))[0].micro_batch
+        return run_probe(LocalProber(setup, describe_setup(setup)), options, home=Path(home))[0].micro_batch
 
 
 def main() -> None:

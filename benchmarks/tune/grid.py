@@ -16,16 +16,16 @@ import optuna
 from torch.utils.data import Dataset
 
 from autobatch import Workload
-from autobatch.core.knobs import Axis, Configuration, applicable, defaults
+from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
 from autobatch.core.options import TuneOptions, options_from
-from autobatch.probing.attempt import Bench
+from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import LocalProber
 from autobatch.probing.find_limit import caps_of, plan_from, run_probe
-from autobatch.probing.setup import facts_of, open_bench
+from autobatch.probing.setup import describe_setup, open_setup
 from autobatch.tuning.compare import compare
 from autobatch.tuning.configuration import Measure, Measurement, every, key_of
-from autobatch.tuning.find_fastest import Budget, Place, tune
-from autobatch.tuning.trial import Lab, Task
+from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
+from autobatch.tuning.trial import TrialRunner, TrialSpec
 
 REFINED = 6
 REFINING_ROUNDS = 8
@@ -53,10 +53,10 @@ class InMemory(Dataset):
 class Case(NamedTuple):
     """A workload with everything that a trial of it needs."""
 
-    bench: Bench
-    task: Task
+    setup: TrainSetup
+    task: TrialSpec
     options: TuneOptions
-    axes: list[Axis]
+    axes: list[SearchAxis]
     limit: int
 
 
@@ -68,22 +68,22 @@ def open_case(workload: Workload, *, target_batch: int, memory_budget: str, seco
     )
     # On a machine that others use, a process's own time is the one to read; on a quiet one, with one thread,
     # it is the same.
-    bench = dataclasses.replace(open_bench(workload, options), clock=time.process_time)
-    facts = facts_of(bench)
+    setup = dataclasses.replace(open_setup(workload, options), clock=time.process_time)
+    facts = describe_setup(setup)
     with tempfile.TemporaryDirectory() as home:
-        probe, _ = run_probe(LocalProber(bench, facts), options, home=Path(home))
+        probe, _ = run_probe(LocalProber(setup, facts), options, home=Path(home))
     plan = plan_from(facts, probe.micro_batch, options)
     cap = min(caps_of(facts, options).values())
-    task = Task(probe.micro_batch, cap, sum(plan.micro_batches), planned_steps=1000, seconds=seconds)
-    axes, _ = applicable(Lab(bench, options, task).situation())
-    return Case(bench, task, options, axes, probe.micro_batch)
+    task = TrialSpec(probe.micro_batch, cap, sum(plan.micro_batches), planned_steps=1000, seconds=seconds)
+    axes, _ = applicable(TrialRunner(setup, options, task).context())
+    return Case(setup, task, options, axes, probe.micro_batch)
 
 
-def open_lab(case: Case, seconds: float) -> Lab:
+def open_lab(case: Case, seconds: float) -> TrialRunner:
     """A lab that remembers nothing."""
-    lab = Lab(case.bench, case.options, case.task._replace(seconds=seconds))
-    lab.begin(defaults(case.axes))
-    return lab
+    runner = TrialRunner(case.setup, case.options, case.task._replace(seconds=seconds))
+    runner.begin(defaults(case.axes))
+    return runner
 
 
 class Grid(NamedTuple):
@@ -103,7 +103,7 @@ class Grid(NamedTuple):
 
 def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
     """Measure every configuration in every pass, each pass in another order."""
-    lab = open_lab(case, seconds)
+    runner = open_lab(case, seconds)
     base = defaults(case.axes)
     found: dict[Any, list[float]] = {key_of(values): [] for values in every(case.axes)}
     sizes: dict[Any, int] = {}
@@ -111,9 +111,9 @@ def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
         order = list(every(case.axes))
         random.Random(number).shuffle(order)
         for first in range(0, len(order), ANCHOR_EVERY):
-            anchors = [lab.measure(base).samples_per_s]
-            part = [(values, lab.measure(values)) for values in order[first : first + ANCHOR_EVERY]]
-            anchors.append(lab.measure(base).samples_per_s)
+            anchors = [runner.measure(base).samples_per_s]
+            part = [(values, runner.measure(values)) for values in order[first : first + ANCHOR_EVERY]]
+            anchors.append(runner.measure(base).samples_per_s)
             anchor = statistics.geometric_mean(anchors)
             for values, one in part:
                 found[key_of(values)].append(one.samples_per_s / anchor)
@@ -128,14 +128,14 @@ def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
 
 def _refine(case: Case, speeds: dict[Any, float]) -> dict[Any, list[float]]:
     """The best, measured again beside the default, in turn."""
-    lab = open_lab(case, LONGEST_TRIAL_SECONDS)
+    runner = open_lab(case, LONGEST_TRIAL_SECONDS)
     base = defaults(case.axes)
     best = sorted((key for key in speeds if key != key_of(base)), key=lambda key: -speeds[key])[:REFINED]
     found: dict[Any, list[float]] = {key: [] for key in best}
     for _ in range(REFINING_ROUNDS):
-        anchor = lab.measure(base).samples_per_s
+        anchor = runner.measure(base).samples_per_s
         for key in best:
-            found[key].append(lab.measure(dict(key)).samples_per_s / anchor)
+            found[key].append(runner.measure(dict(key)).samples_per_s / anchor)
     return found
 
 
@@ -172,8 +172,12 @@ class Search(NamedTuple):
 
 def by_autobatch(case: Case, grid: Grid, *, trials: int, seed: int) -> Search:
     """The tuner itself."""
-    result = tune(
-        replayed(grid, seed), case.axes, budget=Budget(trials), seed=seed, place=Place("replay", None, {})
+    result = find_fastest(
+        replayed(grid, seed),
+        case.axes,
+        budget=Budget(trials),
+        seed=seed,
+        place=StudyLocation("replay", None, {}),
     ).tuning
     first = max((one for one in result.history if one.feasible), key=lambda one: one.samples_per_s or 0.0)
     return Search(

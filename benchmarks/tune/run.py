@@ -32,7 +32,7 @@ import torch
 
 from autobatch.core.knobs import defaults
 from autobatch.tuning.configuration import key_of, size_of
-from autobatch.tuning.find_fastest import Budget, Place, tune
+from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
 from benchmarks.report import save, surroundings
 from benchmarks.tune.grid import (
     LONGEST_TRIAL_SECONDS,
@@ -86,20 +86,20 @@ def searches(case: Case, grid: Grid, *, trials: int, seeds: int) -> dict[str, An
 
 def for_real(case: Case, *, trials: int) -> dict[str, Any]:
     """Tune, then measure the answer and the default in turn."""
-    lab = open_lab(case, LONGEST_TRIAL_SECONDS)
-    found = tune(
-        lab.measure,
+    runner = open_lab(case, LONGEST_TRIAL_SECONDS)
+    found = find_fastest(
+        runner.measure,
         case.axes,
         budget=Budget(trials),
         seed=0,
-        place=Place("real", None, {}),
-        certify=lab.certify,
+        place=StudyLocation("real", None, {}),
+        confirm_fits=runner.confirm_fits,
         clock=time.process_time,
     ).tuning
     base = defaults(case.axes)
     ratios: list[float] = []
     for _ in range(ROUNDS):
-        default, best = lab.measure(base), lab.measure(found.best)
+        default, best = runner.measure(base), runner.measure(found.best)
         if default.feasible and best.feasible:
             ratios.append(best.samples_per_s / default.samples_per_s)
     low, middle, high = statistics.quantiles(ratios, n=4)

@@ -168,7 +168,7 @@ def test_enforced_raises_and_recovers():
 def test_training_counts_nothing_and_says_so():
     device = CpuDevice(memory_budget=KiB, memory=HOST)
     with device.training() as meter:
-        meter.adopt([torch.ones(10_000)])
+        meter.count([torch.ones(10_000)])
         meter.mark("forward")
         assert torch.ones(10_000).sum() == 10_000
         assert set(meter.stats()) == {None}

@@ -15,7 +15,7 @@ from autobatch.device import cuda, nvml
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.cuda import CudaDevice, memory_fraction, others_bytes, resolve_budget, why_refused
 from autobatch.device.host import HostMemory
-from autobatch.device.nvml import NvmlAbsent, NvmlCard
+from autobatch.device.nvml import NvmlAbsent, NvmlGpu
 from autobatch.device.oom import Verdict, classify
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -31,10 +31,10 @@ def stats(*, retries: int | None = 0, reserved: int | None = 0) -> MemoryStats:
     )
 
 
-def card(
+def gpu(
     free: int | None = 20 * GIB, *, total: int = 24 * GIB, reserved: int | None = None, mig: bool = False
-) -> NvmlCard:
-    return NvmlCard(
+) -> NvmlGpu:
+    return NvmlGpu(
         uuid="GPU-a1",
         name="Alpha",
         total_bytes=None if free is None else total,
@@ -113,10 +113,10 @@ def test_refusals() -> None:
 
 
 def test_what_others_hold() -> None:
-    assert others_bytes(card(20 * GIB), held_bytes=GIB) == 3 * GIB
-    assert others_bytes(card(20 * GIB, reserved=512 * MIB), held_bytes=GIB) == 3 * GIB - 512 * MIB
-    assert others_bytes(card(20 * GIB), held_bytes=5 * GIB) == 0
-    assert others_bytes(card(None), held_bytes=0) is None
+    assert others_bytes(gpu(20 * GIB), held_bytes=GIB) == 3 * GIB
+    assert others_bytes(gpu(20 * GIB, reserved=512 * MIB), held_bytes=GIB) == 3 * GIB - 512 * MIB
+    assert others_bytes(gpu(20 * GIB), held_bytes=5 * GIB) == 0
+    assert others_bytes(gpu(None), held_bytes=0) is None
 
 
 # Sessions, against a stand-in for torch.cuda that has no notion of tensors.
@@ -189,16 +189,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(nvml, "read_holders", lambda uuid: [])
     tell(
         monkeypatch,
-        lambda uuid: card() if uuid == "GPU-a1" else NvmlAbsent(reason="no card of that name here"),
+        lambda uuid: gpu() if uuid == "GPU-a1" else NvmlAbsent(reason="no card of that name here"),
     )
     return fake
 
 
-def tell(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], NvmlCard | NvmlAbsent]) -> None:
-    monkeypatch.setattr(nvml, "read_card", read)
+def tell(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], NvmlGpu | NvmlAbsent]) -> None:
+    monkeypatch.setattr(nvml, "read_gpu", read)
 
 
-def test_budget_comes_from_the_card_of_that_uuid(fake: FakeCuda) -> None:
+def test_budget_comes_from_the_gpu_of_that_uuid(fake: FakeCuda) -> None:
     device = CudaDevice(index=0, memory_budget=None)
     assert device.budget_bytes == 22 * GIB - int(1.2 * GIB)
     record = device.describe()
@@ -306,7 +306,7 @@ def test_cap_is_lifted_where_torch_cannot_say_what_stood(
 def test_meter_counts_retries_of_its_own_session(fake: FakeCuda) -> None:
     device = CudaDevice(index=0, memory_budget="6GiB")
     with device.training() as meter:
-        meter.adopt([torch.zeros(1)])
+        meter.count([torch.zeros(1)])
         assert meter.trace() is None
         read = meter.stats()
         assert read == MemoryStats(1, 2 * GIB, 3, 4 * GIB, 0)
@@ -319,12 +319,12 @@ def test_meter_counts_retries_of_its_own_session(fake: FakeCuda) -> None:
     ("answer", "words"),
     [
         (NvmlAbsent(reason="the NVIDIA driver is not loaded"), "the NVIDIA driver is not loaded"),
-        (card(None), "does not tell what is free"),
-        (card(mig=True), "cut by MIG"),
+        (gpu(None), "does not tell what is free"),
+        (gpu(mig=True), "cut by MIG"),
     ],
 )
 def test_driver_serves_where_nvml_does_not(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, answer: NvmlCard | NvmlAbsent, words: str
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, answer: NvmlGpu | NvmlAbsent, words: str
 ) -> None:
     tell(monkeypatch, lambda uuid: answer if uuid == "GPU-a1" else NvmlAbsent(reason="no such slice"))
     device = CudaDevice(index=0, memory_budget=None)
@@ -336,8 +336,8 @@ def test_driver_serves_where_nvml_does_not(
     assert "(the CUDA driver)" in record.budget_source
 
 
-def test_slice_is_found_before_its_card(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"MIG-a1": card(9 * GIB, total=10 * GIB), "GPU-a1": card(70 * GIB, mig=True)}
+def test_slice_is_found_before_its_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"MIG-a1": gpu(9 * GIB, total=10 * GIB), "GPU-a1": gpu(70 * GIB, mig=True)}
     tell(monkeypatch, known.__getitem__)
     assert "9.00 GiB free (NVML)" in CudaDevice(index=0, memory_budget=None).describe().budget_source
 
@@ -358,9 +358,9 @@ def test_unified_memory_is_counted_by_the_host(fake: FakeCuda, monkeypatch: pyte
 def test_others_are_counted_without_this_process(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.figures["reserved_bytes.all.current"] = 0
 
-    def read(uuid: str) -> NvmlCard:
+    def read(uuid: str) -> NvmlGpu:
         context = 512 * MIB if fake.initialized else 0
-        return card(24 * GIB - 3 * GIB - context - fake.figures["reserved_bytes.all.current"])
+        return gpu(24 * GIB - 3 * GIB - context - fake.figures["reserved_bytes.all.current"])
 
     tell(monkeypatch, read)
     holders = [MemoryHolder(pid=pid, name=None, used_bytes=3 * GIB) for pid in (os.getpid(), 1)]
@@ -377,14 +377,14 @@ def test_others_are_counted_without_this_process(fake: FakeCuda, monkeypatch: py
     assert late.notes == ["what other processes hold includes this process's own CUDA context"]
 
 
-def test_visible_cards(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = cuda.visible_cards()
+def test_visible_gpus(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = cuda.visible_gpus()
     assert (found.index, found.uuid, found.capability, found.free_bytes) == (0, "a1", "8.9", 20 * GIB)
     tell(monkeypatch, lambda uuid: NvmlAbsent(reason="none"))
-    assert cuda.visible_cards()[0].free_bytes is None
+    assert cuda.visible_gpus()[0].free_bytes is None
 
 
-def test_card_that_is_not_there(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_is_not_there(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"cuda:3 was asked for, and torch finds 1: cuda:0 to cuda:0"):
         CudaDevice(index=3, memory_budget=None)
     with pytest.raises(InputError):
@@ -392,7 +392,7 @@ def test_card_that_is_not_there(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="--device cpu"):
         CudaDevice(index=0, memory_budget=None)
-    assert cuda.visible_cards() == []
+    assert cuda.visible_gpus() == []
 
 
 # A real card.
@@ -468,9 +468,9 @@ def test_real_segments_are_expandable_inside_and_fixed_outside(real: CudaDevice)
 
 
 @pytest.mark.gpu
-def test_real_card_is_described(real: CudaDevice) -> None:
+def test_real_gpu_is_described(real: CudaDevice) -> None:
     record = CudaDevice(index=0, memory_budget=None).describe()
     free, _ = torch.cuda.mem_get_info(0)
     assert record.total_bytes == torch.cuda.get_device_properties(0).total_memory
     assert 0 < record.budget_bytes <= free + torch.cuda.memory_reserved(0)
-    assert cuda.visible_cards()[0].name == record.name
+    assert cuda.visible_gpus()[0].name == record.name

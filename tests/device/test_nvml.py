@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from autobatch.device.nvml import NvmlCard, VisibleCards, visible_cards
+from autobatch.device.nvml import NvmlGpu, VisibleGpus, visible_gpus
 
 GIB = 1 << 30
 ALPHA = "GPU-aaaa1111-0000-0000-0000-000000000000"
@@ -57,14 +57,14 @@ def ask(question: str, *, said: str = "", **environ: str | Path) -> tuple[str, A
     return kind, answer
 
 
-def read(driver: Path, mode: str, question: str = "read_cards()") -> tuple[str, Any]:
+def read(driver: Path, mode: str, question: str = "read_gpus()") -> tuple[str, Any]:
     return ask(question, LD_LIBRARY_PATH=driver, STUB_MODE=mode)
 
 
-def test_two_cards_with_all_figures(driver: Path) -> None:
+def test_two_gpus_with_all_figures(driver: Path) -> None:
     kind, reading = read(driver, "")
     assert (kind, reading["driver_version"], reading["notes"]) == ("NvmlReading", "580.65.06", [])
-    assert reading["cards"] == [
+    assert reading["gpus"] == [
         {
             "uuid": ALPHA,
             "name": "Alpha",
@@ -77,58 +77,58 @@ def test_two_cards_with_all_figures(driver: Path) -> None:
             "mig_uuids": [],
             "driver_version": "580.65.06",
         },
-        reading["cards"][1],
+        reading["gpus"][1],
     ]
-    second = reading["cards"][1]
+    second = reading["gpus"][1]
     assert (second["uuid"], second["total_bytes"], second["mig_mode"]) == (BETA, 80 * GIB, False)
 
 
-def test_card_by_uuid(driver: Path) -> None:
-    kind, card = read(driver, "", f"read_card({BETA!r})")
-    assert (kind, card["uuid"], card["free_bytes"]) == ("NvmlCard", BETA, 80 * GIB - GIB // 2)
-    kind, absent = read(driver, "", "read_card('GPU-none')")
+def test_gpu_by_uuid(driver: Path) -> None:
+    kind, gpu = read(driver, "", f"read_gpu({BETA!r})")
+    assert (kind, gpu["uuid"], gpu["free_bytes"]) == ("NvmlGpu", BETA, 80 * GIB - GIB // 2)
+    kind, absent = read(driver, "", "read_gpu('GPU-none')")
     assert (kind, absent["reason"]) == ("NvmlAbsent", "no card of that name here")
 
 
 def test_mig_slice_by_uuid(driver: Path) -> None:
     _, reading = read(driver, "mig")
-    assert reading["cards"][1]["mig_mode"] is True
-    assert reading["cards"][1]["mig_uuids"] == [SLICE_1, SLICE_2]
-    _, card = read(driver, "mig", f"read_card({SLICE_1!r})")
-    assert (card["total_bytes"], card["free_bytes"]) == (10 * GIB, 9 * GIB - GIB // 2)
+    assert reading["gpus"][1]["mig_mode"] is True
+    assert reading["gpus"][1]["mig_uuids"] == [SLICE_1, SLICE_2]
+    _, gpu = read(driver, "mig", f"read_gpu({SLICE_1!r})")
+    assert (gpu["total_bytes"], gpu["free_bytes"]) == (10 * GIB, 9 * GIB - GIB // 2)
 
 
 def test_every_reading_is_closed(driver: Path) -> None:
     for question in (
-        "read_cards()",
-        f"read_card({ALPHA!r})",
-        "read_card('GPU-none')",
+        "read_gpus()",
+        f"read_gpu({ALPHA!r})",
+        "read_gpu('GPU-none')",
         f"read_holders({BETA!r})",
     ):
         ask(question, said="open\nclose\n", LD_LIBRARY_PATH=driver, STUB_MODE="loud")
 
 
 @pytest.mark.parametrize("mode", ["memory:3", "memory:4", "zero"])
-def test_memory_that_cannot_be_read_is_none_and_the_card_stays(driver: Path, mode: str) -> None:
+def test_memory_that_cannot_be_read_is_none_and_the_gpu_stays(driver: Path, mode: str) -> None:
     _, reading = read(driver, mode)
-    figures = {(card["total_bytes"], card["free_bytes"], card["used_bytes"]) for card in reading["cards"]}
+    figures = {(gpu["total_bytes"], gpu["free_bytes"], gpu["used_bytes"]) for gpu in reading["gpus"]}
     assert figures == {(None, None, None)}
-    assert [card["name"] for card in reading["cards"]] == ["Alpha", "Beta"]
+    assert [gpu["name"] for gpu in reading["gpus"]] == ["Alpha", "Beta"]
 
 
 def test_old_driver_and_odd_name_cost_one_figure_each(driver: Path) -> None:
     _, reading = read(driver, "old")
-    assert (reading["cards"][0]["driver_reserved_bytes"], reading["cards"][0]["total_bytes"]) == (
+    assert (reading["gpus"][0]["driver_reserved_bytes"], reading["gpus"][0]["total_bytes"]) == (
         None,
         24 * GIB,
     )
     _, reading = read(driver, "latin")
-    assert [card["name"] for card in reading["cards"]] == [None, "Beta"]
+    assert [gpu["name"] for gpu in reading["gpus"]] == [None, "Beta"]
 
 
-def test_lost_card_leaves_a_note(driver: Path) -> None:
+def test_lost_gpu_leaves_a_note(driver: Path) -> None:
     _, reading = read(driver, "lost")
-    assert [card["uuid"] for card in reading["cards"]] == [ALPHA]
+    assert [gpu["uuid"] for gpu in reading["gpus"]] == [ALPHA]
     assert reading["notes"] == ["card 1 does not answer: a card is lost: it no longer answers on the bus"]
 
 
@@ -173,7 +173,7 @@ def test_holders_whose_memory_is_not_told(driver: Path) -> None:
     assert (kind, absent["reason"].split(" (")[0]) == ("NvmlAbsent", "the card does not offer this reading")
 
 
-@pytest.mark.parametrize("question", ["read_cards()", f"read_card({ALPHA!r})", f"read_holders({ALPHA!r})"])
+@pytest.mark.parametrize("question", ["read_gpus()", f"read_gpu({ALPHA!r})", f"read_holders({ALPHA!r})"])
 def test_absent_library(question: str, tmp_path: Path) -> None:
     # A file that is no library: also on a machine with a driver, the loader stops at it.
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"not a library")
@@ -198,20 +198,20 @@ def test_wrong_module_of_that_name(tmp_path: Path, files: dict[str, str], words:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     path = os.pathsep.join([str(tmp_path), *sys.path[1:]])
-    kind, absent = ask("read_cards()", PYTHONPATH=path)
+    kind, absent = ask("read_gpus()", PYTHONPATH=path)
     assert kind == "NvmlAbsent"
     assert words in absent["reason"]
 
 
-def test_cards_resolved_against_the_driver(driver: Path) -> None:
-    question = "visible_cards(dict(CUDA_VISIBLE_DEVICES={!r}), read_cards().cards)"
+def test_gpus_resolved_against_the_driver(driver: Path) -> None:
+    question = "visible_gpus(dict(CUDA_VISIBLE_DEVICES={!r}), read_gpus().gpus)"
     assert read(driver, "alike", question.format("1,0"))[1]["uuids"] == [BETA, ALPHA]
     assert read(driver, "", question.format("GPU-bbbb"))[1]["uuids"] == [BETA]
     assert read(driver, "mig", question.format(SLICE_2))[1]["uuids"] == [SLICE_2]
 
 
-def card(uuid: str, name: str | None, bus: int, mig_uuids: tuple[str, ...] = ()) -> NvmlCard:
-    return NvmlCard(
+def gpu(uuid: str, name: str | None, bus: int, mig_uuids: tuple[str, ...] = ()) -> NvmlGpu:
+    return NvmlGpu(
         uuid=uuid,
         name=name,
         total_bytes=GIB,
@@ -226,7 +226,7 @@ def card(uuid: str, name: str | None, bus: int, mig_uuids: tuple[str, ...] = ())
 
 
 # Out of the order of the bus on purpose.
-ALIKE = [card("GPU-b2", "H", 2), card("GPU-a1", "H", 1), card("GPU-b3", "H", 3)]
+ALIKE = [gpu("GPU-b2", "H", 2), gpu("GPU-a1", "H", 1), gpu("GPU-b3", "H", 3)]
 ONE, TWO, THREE = "GPU-a1", "GPU-b2", "GPU-b3"
 
 
@@ -258,37 +258,37 @@ ONE, TWO, THREE = "GPU-a1", "GPU-b2", "GPU-b3"
         ("MIG-GPU-a1/1/0,MIG-GPU-a1/2/0,GPU-b2", ["MIG-GPU-a1/1/0", "MIG-GPU-a1/2/0"]),
     ],
 )
-def test_visible_cards_as_cuda_reads_it(asked: str | None, uuids: list[str]) -> None:
+def test_visible_gpus_as_cuda_reads_it(asked: str | None, uuids: list[str]) -> None:
     environ = {} if asked is None else {"CUDA_VISIBLE_DEVICES": asked}
     for order in ({}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}):
-        assert visible_cards({**environ, **order}, ALIKE).uuids == uuids
+        assert visible_gpus({**environ, **order}, ALIKE).uuids == uuids
 
 
 @pytest.mark.parametrize("names", [("Alpha", "Beta"), (None, None), ("Alpha", None)])
 @pytest.mark.parametrize("asked", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
-def test_unlike_cards_are_not_guessed_by_index(
+def test_unlike_gpus_are_not_guessed_by_index(
     names: tuple[str | None, str | None], asked: dict[str, str]
 ) -> None:
-    cards = [card("GPU-a1", names[0], 1), card("GPU-b2", names[1], 2)]
-    unknown = visible_cards(asked, cards)
+    gpus = [gpu("GPU-a1", names[0], 1), gpu("GPU-b2", names[1], 2)]
+    unknown = visible_gpus(asked, gpus)
     assert unknown.uuids is None
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in (unknown.note or "")
-    by_bus = visible_cards({**asked, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, cards)
-    assert by_bus == VisibleCards(uuids=["GPU-a1"] if asked else ["GPU-a1", "GPU-b2"])
-    assert visible_cards({"CUDA_VISIBLE_DEVICES": "GPU-b"}, cards).uuids == ["GPU-b2"]
-    assert visible_cards({"CUDA_VISIBLE_DEVICES": "-1"}, cards).uuids == []
+    by_bus = visible_gpus({**asked, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, gpus)
+    assert by_bus == VisibleGpus(uuids=["GPU-a1"] if asked else ["GPU-a1", "GPU-b2"])
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-b"}, gpus).uuids == ["GPU-b2"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, gpus).uuids == []
 
 
 def test_slices_must_be_named() -> None:
-    cut = [card("GPU-a1", "H", 1), card("GPU-b2", "H", 2, ("MIG-c3", "MIG-d4"))]
+    cut = [gpu("GPU-a1", "H", 1), gpu("GPU-b2", "H", 2, ("MIG-c3", "MIG-d4"))]
     for asked in ("1", "GPU-b2", "0,1"):
-        found = visible_cards({"CUDA_VISIBLE_DEVICES": asked}, cut)
+        found = visible_gpus({"CUDA_VISIBLE_DEVICES": asked}, cut)
         assert (found.uuids, "MIG" in (found.note or "")) == (None, True)
-    assert visible_cards({"CUDA_VISIBLE_DEVICES": "0"}, cut).uuids == ["GPU-a1"]
-    assert visible_cards({"CUDA_VISIBLE_DEVICES": "MIG-d4,MIG-c"}, cut).uuids == ["MIG-d4", "MIG-c3"]
-    assert visible_cards({"CUDA_VISIBLE_DEVICES": "MIG-d4,MIG-x"}, cut).uuids == ["MIG-d4"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, cut).uuids == ["GPU-a1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-d4,MIG-c"}, cut).uuids == ["MIG-d4", "MIG-c3"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-d4,MIG-x"}, cut).uuids == ["MIG-d4"]
 
 
-def test_no_cards_at_all() -> None:
-    assert visible_cards({}, []).uuids == []
-    assert visible_cards({"CUDA_VISIBLE_DEVICES": "0"}, []).uuids == []
+def test_no_gpus_at_all() -> None:
+    assert visible_gpus({}, []).uuids == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, []).uuids == []

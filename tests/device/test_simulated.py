@@ -14,7 +14,7 @@ from autobatch.device.base import Device
 from autobatch.device.simulated import SimulatedDevice
 
 
-class Card(NamedTuple):
+class Gpu(NamedTuple):
     """What is needed of a profile."""
 
     name: str = "made-up"
@@ -24,23 +24,23 @@ class Card(NamedTuple):
 
 
 def test_budget_is_what_the_context_and_a_headroom_leave():
-    assert SimulatedDevice(Card()).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
-    assert SimulatedDevice(Card(total_bytes=4 * GiB)).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
-    unknown = SimulatedDevice(Card(total_bytes=4 * GiB, context_bytes=None))
+    assert SimulatedDevice(Gpu()).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
+    assert SimulatedDevice(Gpu(total_bytes=4 * GiB)).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
+    unknown = SimulatedDevice(Gpu(total_bytes=4 * GiB, context_bytes=None))
     assert unknown.budget_bytes == 4 * GiB - 512 * MiB - 512 * MiB
 
 
 def test_budget_asked_for_is_taken_at_its_word():
-    assert SimulatedDevice(Card(), "1GiB").budget_bytes == GiB
-    assert SimulatedDevice(Card(), "50%").budget_bytes == 12 * GiB
+    assert SimulatedDevice(Gpu(), "1GiB").budget_bytes == GiB
+    assert SimulatedDevice(Gpu(), "50%").budget_bytes == 12 * GiB
     with pytest.raises(InputError, match=r"25\.0 GiB.*24\.0 GiB"):
-        SimulatedDevice(Card(), "25GiB")
+        SimulatedDevice(Gpu(), "25GiB")
     with pytest.raises(DoesNotFitError, match="768 MiB"):
-        SimulatedDevice(Card(total_bytes=768 * MiB))
+        SimulatedDevice(Gpu(total_bytes=768 * MiB))
 
 
 def test_segments_are_what_is_held_against_the_budget():
-    device: Device = SimulatedDevice(Card(), 64 * MiB)
+    device: Device = SimulatedDevice(Gpu(), 64 * MiB)
     with device.enforced() as meter:
         small = torch.zeros(1)
         large = torch.zeros(2 * MiB // 4)
@@ -60,7 +60,7 @@ def test_segments_are_what_is_held_against_the_budget():
 
 
 def test_cached_segments_are_used_again_given_back_and_released():
-    device = SimulatedDevice(Card(), 64 * MiB)
+    device = SimulatedDevice(Gpu(), 64 * MiB)
     with device.training() as meter:
         for _ in range(3):
             torch.zeros(40 * MiB // 4)
@@ -78,7 +78,7 @@ def test_cached_segments_are_used_again_given_back_and_released():
 
 
 def test_the_limit_is_on_in_training():
-    device = SimulatedDevice(Card(), 64 * MiB)
+    device = SimulatedDevice(Gpu(), 64 * MiB)
     with device.training(), pytest.raises(torch.OutOfMemoryError):
         torch.zeros(65 * MiB, dtype=torch.uint8)
 
@@ -86,7 +86,7 @@ def test_the_limit_is_on_in_training():
 def test_expandable_segments():
     reserved = []
     for expandable in (False, True):
-        device = SimulatedDevice(Card(), 128 * MiB, expandable_segments=expandable)
+        device = SimulatedDevice(Gpu(), 128 * MiB, expandable_segments=expandable)
         with device.enforced() as meter:
             torch.zeros(40 * MiB, dtype=torch.uint8)
             torch.zeros(42 * MiB, dtype=torch.uint8)
@@ -95,7 +95,7 @@ def test_expandable_segments():
 
 
 def test_describes_itself():
-    device = SimulatedDevice(Card(), "1GiB")
+    device = SimulatedDevice(Gpu(), "1GiB")
     record = device.describe()
     assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")
     assert (record.total_bytes, record.budget_bytes) == (24 * GiB, GiB)

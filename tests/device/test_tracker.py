@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.footprint.program import Program
 
 F32 = 4
@@ -29,11 +29,11 @@ def _no_garbage_collection():
     gc.enable()
 
 
-def tracker(limit: int | None = None, **options) -> StorageTracker:
-    return StorageTracker(Ledger(limit), **options)
+def tracker(limit: int | None = None, **options) -> StorageMeter:
+    return StorageMeter(CountingAllocator(limit), **options)
 
 
-def held(meter: StorageTracker) -> int:
+def held(meter: StorageMeter) -> int:
     return meter.stats().allocated_bytes
 
 
@@ -78,7 +78,7 @@ def test_adams_state_is_counted_and_stays():
     model = mlp()
     parameters = sum(p.nbytes for p in model.parameters())
     with tracker() as meter:
-        meter.adopt(model.parameters())
+        meter.count(model.parameters())
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             model(torch.ones(3, 64)).sum().backward()
@@ -107,18 +107,18 @@ def test_adopts_once_what_was_made_elsewhere():
     x, y = torch.ones(100), torch.ones(50)
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 5), (4, 5), check_invariants=True)
     with tracker() as meter:
-        meter.adopt([x, x[5:], x.detach(), nn.Parameter(x)])
+        meter.count([x, x[5:], x.detach(), nn.Parameter(x)])
         assert held(meter) == 400
         y.add_(1)  # works on it, but does not make it ours
         assert held(meter) == 400
-        meter.adopt([sparse])
+        meter.count([sparse])
         assert held(meter) == 400 + 2 * 8 + 10 * F32
         assert torch.tensor([1.0, 2.0]).sum() == 3
         two = torch.tensor([1.0, 2.0])
         assert held(meter) == 400 + 2 * 8 + 10 * F32 + 2 * F32
         del two
     with tracker(399) as meter, pytest.raises(torch.OutOfMemoryError):
-        meter.adopt([x])
+        meter.count([x])
 
 
 @pytest.mark.parametrize("spare", [64, 10**6])
@@ -128,7 +128,7 @@ def test_sparse_gradients_are_counted(spare):
     ids = torch.tensor([1, 2, 2])
     # The loss and its gradient; the rows looked up and their gradient, the values and indices of the sparse.
     with tracker(model.weight.nbytes + 24 + 4 * 3 * 8 * F32 + 24 + spare) as meter:
-        meter.adopt([*model.parameters(), ids])
+        meter.count([*model.parameters(), ids])
         model(ids).sum().backward()
         assert model.weight.grad.is_sparse
         before = held(meter)
@@ -233,7 +233,7 @@ def test_an_embedding_with_sparse_gradients_steps_near_the_limit():
     rows = torch.arange(20)
     weight = 1000 * 8 * F32
     with tracker(weight + 8 * KiB) as meter:
-        meter.adopt([*table.parameters(), rows])
+        meter.count([*table.parameters(), rows])
         for _ in range(2):
             table(rows).square().sum().backward()
         torch.optim.SGD(table.parameters(), lr=1.0).step()
@@ -246,7 +246,7 @@ def test_gradients_that_add_up_are_counted_as_in_place():
     model = nn.Linear(1000, 100, bias=False)
     weight = 1000 * 100 * F32
     with tracker() as meter:
-        meter.adopt(model.parameters())
+        meter.count(model.parameters())
         x = torch.ones(1, 1000)
         for _ in range(3):
             model(x).sum().backward()
@@ -271,7 +271,7 @@ def test_an_addition_whose_summand_lives_on_is_counted():
     kept: list[tuple[Tensor, Tensor]] = []
     with tracker() as meter:
         x = torch.ones(1000, requires_grad=True)
-        meter.adopt([x])
+        meter.count([x])
         Keeps.apply(x).sum().backward()
         grad, twice = kept[0]
         storages = {
@@ -289,7 +289,7 @@ class Step:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.recompute = recompute
 
-    def __call__(self, meter: StorageTracker, batch: int) -> None:
+    def __call__(self, meter: StorageMeter, batch: int) -> None:
         meter.mark("forward")
         x = torch.ones(batch, 64)
         x = checkpoint(self.model, x, use_reentrant=False) if self.recompute else self.model(x)
@@ -317,8 +317,8 @@ def test_errors_from_every_phase_leave_the_books_at_the_baseline(recompute, cach
     phases = []
     for share in range(1, 15):
         limit = peak * share // 12 + (4 * MiB if caching else 0)
-        with StorageTracker(CachingAllocator(limit) if caching else Ledger(limit)) as meter:
-            meter.adopt(step.tensors())
+        with StorageMeter(CachingAllocator(limit) if caching else CountingAllocator(limit)) as meter:
+            meter.count(step.tensors())
             base = held(meter)
             phase = None
             try:
@@ -340,7 +340,7 @@ def test_errors_from_every_phase_leave_the_books_at_the_baseline(recompute, cach
 def test_forty_errors_in_one_session():
     step = Step()
     with tracker(4 * MiB) as meter:
-        meter.adopt(step.tensors())
+        meter.count(step.tensors())
         step(meter, 8)
         base = held(meter)
         for _ in range(40):
@@ -363,7 +363,7 @@ def test_errors_in_setup_and_in_the_optimizer():
     before = {name: p.clone() for name, p in step.model.named_parameters()}
     size = sum(p.nbytes for p in step.model.parameters())
     with tracker(3 * size + 8 * KiB) as meter:  # weights, gradients, one moment; not two
-        meter.adopt(step.model.parameters())
+        meter.count(step.model.parameters())
         failed = False
         try:
             step(meter, 4)
@@ -381,7 +381,7 @@ def test_the_mode_changes_no_result():
         step = Step()
         with tracker() if counted else torch.enable_grad() as meter:
             for _ in range(3):
-                step(meter if counted else StorageTracker(Ledger()), 16)
+                step(meter if counted else StorageMeter(CountingAllocator()), 16)
         results.append([p.detach().clone() for p in step.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -390,7 +390,7 @@ def test_traces_of_two_micro_batches_tell_a_third():
     def record(batch: int):
         step = Step()
         with tracker() as meter:
-            meter.adopt(step.model.parameters())
+            meter.count(step.model.parameters())
             for _ in range(2):
                 step(meter, batch)
         return meter.trace(), meter.stats().peak_allocated_bytes
@@ -398,16 +398,16 @@ def test_traces_of_two_micro_batches_tell_a_third():
     program = Program.fit([(m, record(m)[0]) for m in (2, 3)])
     trace, peak = record(77)
     assert program.agrees_with(77, trace)
-    assert replay(program.at(77), Ledger()).peak_allocated_bytes == peak
+    assert replay(program.at(77), CountingAllocator()).peak_allocated_bytes == peak
     assert [phase for _, phase in trace.marks] == ["forward", "backward", "optimizer"] * 2
 
 
 def test_what_is_made_aside_is_not_counted_until_it_is_adopted():
     with tracker() as meter:
-        with meter.aside():
+        with meter.uncounted():
             batch = torch.stack([torch.arange(10.0) % 3 for _ in range(10)])
         assert held(meter) == 0
-        meter.adopt([batch])
+        meter.count([batch])
         assert meter.trace().events == ((0, 400),)
 
 
@@ -417,4 +417,4 @@ def test_after_the_session_nothing_is_watched():
         meter.mark("setup")
     del x
     assert meter.trace().events == ((0, 400),)
-    assert StorageTracker(Ledger(), record=False).trace() is None
+    assert StorageMeter(CountingAllocator(), record=False).trace() is None

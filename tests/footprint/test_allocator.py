@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import Ledger, OutOfBudget, cuda_oom_text
+from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator, cuda_oom_text
 
 # What a step asks for: many small tensors, some middling, a few that get a segment of their own.
 SIZES = st.one_of(
@@ -96,7 +96,7 @@ def run(allocator, steps, check=lambda: None):
             if live:
                 allocator.free(live.pop(step[0] % len(live)))
         else:
-            with suppress(OutOfBudget):
+            with suppress(BudgetExceeded):
                 live.append(allocator.malloc(step))
         check()
     return live
@@ -119,7 +119,7 @@ def test_agrees_with_the_slow_model_event_by_event(steps, limit):
         elif step > 0:
             expected = slow.malloc(step)
             if expected is None:
-                with pytest.raises(OutOfBudget):
+                with pytest.raises(BudgetExceeded):
                     fast.malloc(step)
             else:
                 live.append((fast.malloc(step), expected))
@@ -164,7 +164,7 @@ def test_a_refusal_changes_no_live_block(steps, limit, expandable):
     before = [(block.address, block.size) for block in live]
     held = allocator.allocated_bytes
     if limit is not None:
-        with pytest.raises(OutOfBudget):
+        with pytest.raises(BudgetExceeded):
             allocator.malloc(limit + 1)
     assert [(block.address, block.size) for block in live] == before
     assert allocator.allocated_bytes == held
@@ -215,7 +215,7 @@ def test_cached_segments_are_given_back_before_the_error():
     allocator.free(first)
     assert allocator.malloc(36 * MiB).size == 36 * MiB
     assert (allocator.reserved_bytes, allocator.retries) == (36 * MiB, 1)
-    with pytest.raises(OutOfBudget) as refusal:
+    with pytest.raises(BudgetExceeded) as refusal:
         allocator.malloc(5 * MiB)
     error = refusal.value
     assert (error.requested, error.attempted) == (5 * MiB, 20 * MiB)
@@ -228,7 +228,7 @@ def test_a_split_segment_cannot_be_given_back():
     allocator = CachingAllocator(40 * MiB)
     keep = allocator.malloc(2 * MiB)
     allocator.free(allocator.malloc(15 * MiB))
-    with pytest.raises(OutOfBudget):
+    with pytest.raises(BudgetExceeded):
         allocator.malloc(22 * MiB)
     allocator.free(keep)
     assert allocator.malloc(22 * MiB).size == 22 * MiB
@@ -260,11 +260,11 @@ def test_expandable_segments_do_not_strand_a_gap():
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(0, 5000))
 def test_ledger_counts_live_bytes(sizes, limit):
-    ledger = Ledger(limit)
+    ledger = CountingAllocator(limit)
     held = []
     for size in sizes:
         if sum(held) + size > limit:
-            with pytest.raises(OutOfBudget) as refusal:
+            with pytest.raises(BudgetExceeded) as refusal:
                 ledger.malloc(size)
             assert (refusal.value.requested, refusal.value.free) == (size, limit - sum(held))
         else:
@@ -279,7 +279,7 @@ def test_ledger_counts_live_bytes(sizes, limit):
 
 
 def test_oom_text_reads_like_cudas():
-    error = OutOfBudget(
+    error = BudgetExceeded(
         requested=2 * GiB - 3, attempted=2 * GiB, allocated=5 * GiB, reserved=6 * GiB, limit=7 * GiB
     )
     text = cuda_oom_text(error, total_bytes=8 * GiB, context_bytes=512 * MiB)

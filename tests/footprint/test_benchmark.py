@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from autobatch.core.units import GiB, KiB, MiB
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.footprint.predict import footprint
 from autobatch.probing.attempt import attempt
-from benchmarks.footprint import cards, gpu, table
+from benchmarks.footprint import gpu, gpus, table
 from benchmarks.footprint.golden import Mismatch, lasting, mismatches, reduced
 from benchmarks.footprint.truth import profiled
 from benchmarks.workloads import mlp
-from tests.footprint.test_recorder import bench, setting
+from tests.footprint.test_recorder import setting, setup
 from tests.footprint.workloads import WORKLOADS
 
 
@@ -68,8 +68,8 @@ def test_a_summary_leaves_out_what_is_not_used_and_counts_what_is_wrong():
 
 
 def test_a_limit_that_is_too_high_is_an_underestimate():
-    limit = {"card": 100, "predicted": 103, "predicted_low": 99, "predicted_high": 104, "runs": 2, "ooms": 0}
-    found = table.card_summary([{"workload": "a", "notes": [], "sizes": [], "limits": [limit]}])
+    limit = {"gpu": 100, "predicted": 103, "predicted_low": 99, "predicted_high": 104, "runs": 2, "ooms": 0}
+    found = table.gpu_summary([{"workload": "a", "notes": [], "sizes": [], "limits": [limit]}])
     assert found["limits"]["under"] == 1
     assert (found["limits_exact"], found["limits_in_interval"]) == (0, 1)
 
@@ -103,7 +103,7 @@ def test_the_allocators_entries_by_hand():
     assert mismatches(small) == []
 
 
-def test_a_card_that_does_otherwise_is_noticed():
+def test_a_gpu_that_does_otherwise_is_noticed():
     other = [(action, address, 4 * MiB if size == 2 * MiB else size) for action, address, size in BY_HAND]
     assert mismatches(other)[0] == Mismatch(1, 4 * MiB, 2 * MiB)
 
@@ -116,12 +116,12 @@ def test_workspaces_are_blocks_that_stay():
 
 def test_what_the_profiler_saw_is_what_a_meter_counts():
     """Two observers of a real step that share nothing: torch's profiler, and the counter of storages."""
-    one = bench(WORKLOADS["transformer"]())
-    seen = replay(profiled(one, 6), Ledger()).peak_allocated_bytes
+    one = setup(WORKLOADS["transformer"]())
+    seen = replay(profiled(one, 6), CountingAllocator()).peak_allocated_bytes
     assert seen == pytest.approx(attempt(one, 6).attempt.peak_allocated_bytes, rel=0.02)
 
 
-def test_without_a_card_it_says_so(monkeypatch, capsys, tmp_path):
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path / "none")])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpu.main()
@@ -129,7 +129,7 @@ def test_without_a_card_it_says_so(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_the_whole_run_on_a_simulated_card(monkeypatch, capsys, tmp_path):
+def test_the_whole_run_on_a_simulated_gpu(monkeypatch, capsys, tmp_path):
     class Properties:
         name, major, minor, total_memory = "NVIDIA Simulated", 9, 0, 140 * GiB
 
@@ -137,7 +137,7 @@ def test_the_whole_run_on_a_simulated_card(monkeypatch, capsys, tmp_path):
         budget = GiB if memory_budget is None else memory_budget * KiB // GiB * 256
         return SimulatedDevice(load_profile("h200", user_dir=tmp_path), budget)
 
-    small = partial(cards.case, "mlp", mlp(64, 2), partial(cards.vectors, width=32))
+    small = partial(gpus.case, "mlp", mlp(64, 2), partial(gpus.vectors, width=32))
     answers = {
         "is_available": True, "get_device_properties": Properties, "get_device_capability": (9, 0),
         "mem_get_info": (139 * GiB, 140 * GiB), "memory_reserved": 0, "get_device_name": "Simulated",
@@ -163,19 +163,19 @@ def test_the_whole_run_on_a_simulated_card(monkeypatch, capsys, tmp_path):
     for row in found["workloads"]:
         assert [size["micro_batch"] for size in row["sizes"]] == list(gpu.SIZES)
         assert [limit["cap_bytes"] for limit in row["limits"]] == [8 * GiB]
-        assert all(limit["card"] > 0 for limit in row["limits"])
+        assert all(limit["gpu"] > 0 for limit in row["limits"])
     assert found["golden"]["mismatches"] == 0
     golden = json.loads(gzip.decompress((tmp_path / found["golden"]["file"]).read_bytes()))
     assert mismatches([tuple(entry) for entry in golden["entries"]]) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cards.CASES)
-def test_every_case_for_a_card_can_be_traced(name):
-    case = cards.CASES[name]()
+@pytest.mark.parametrize("name", gpus.CASES)
+def test_every_case_for_a_gpu_can_be_traced(name):
+    case = gpus.CASES[name]()
     with torch.device("meta"):
         model = case.workload.model()
-    one = setting(bench(WORKLOADS["perceptron"](), precision="bf16"), capability=(9, 0), windows=(1, 2, 2))
+    one = setting(setup(WORKLOADS["perceptron"](), precision="bf16"), capability=(9, 0), steps=(1, 2, 2))
     made = replace(one, workload=case.workload, model=model, batch_of=case.batch_of, knobs=case.knobs)
     traced = footprint(made)
-    assert replay(traced.program.at(64), Ledger()).peak_allocated_bytes > 16 * MiB
+    assert replay(traced.program.at(64), CountingAllocator()).peak_allocated_bytes > 16 * MiB

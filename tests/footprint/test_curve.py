@@ -5,35 +5,35 @@ from __future__ import annotations
 import pytest
 
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import explain as curves
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.predict import footprint
-from autobatch.probing.attempt import WINDOWS
-from tests.footprint.test_recorder import bench, setting
+from autobatch.probing.attempt import ATTEMPT_STEPS
+from tests.footprint.test_recorder import setting, setup
 from tests.footprint.workloads import WORKLOADS
 
 
 @pytest.fixture(scope="module")
 def step():
-    return footprint(setting(bench(WORKLOADS["transformer"]()), windows=WINDOWS))
+    return footprint(setting(setup(WORKLOADS["transformer"]()), steps=ATTEMPT_STEPS))
 
 
 def parameters():
-    return sum(p.nbytes for p in bench(WORKLOADS["transformer"]()).model.parameters())
+    return sum(p.nbytes for p in setup(WORKLOADS["transformer"]()).model.parameters())
 
 
 @pytest.mark.parametrize("most", [500, 60])
 def test_a_step_in_the_steady_state(step, most, monkeypatch):
     monkeypatch.setattr(curves, "MOST_POSITIONS", most)
-    found = memory_curve(step, 40, Ledger())
+    found = memory_curve(step, 40, CountingAllocator())
     assert {len(sizes) for sizes in found.categories.values()} == {len(found.positions)}
     assert len(found.positions) <= most
     assert found.positions == sorted(found.positions)
     # The same peak as a replay of the whole attempt: the steady state needs most.
     totals = [sum(sizes) for sizes in zip(*found.categories.values(), strict=True)]
-    assert max(totals) == replay(step.program.at(40), Ledger()).peak_allocated_bytes
+    assert max(totals) == replay(step.program.at(40), CountingAllocator()).peak_allocated_bytes
     # Adam's two moments stand next to the parameters from the first event to the last.
     assert set(found.categories["parameters"]) == {parameters()}
     state = found.categories["optimizer state"]
@@ -55,13 +55,13 @@ def test_what_the_allocator_holds_besides(step):
 
 
 def test_peaks_around_the_answer(step):
-    found = predicted_points(step, 100, Ledger, cap=110)
+    found = predicted_points(step, 100, CountingAllocator, cap=110)
     sizes = [point.micro_batch for point in found]
     assert sizes == sorted(set(sizes))
     assert (sizes[0], sizes[-1]) == (1, 110)
     assert {100, 101} <= set(sizes)
     assert len(sizes) <= curves.POINTS + 2
     for point in found:
-        peak = replay(step.program.at(point.micro_batch), Ledger()).peak_allocated_bytes
+        peak = replay(step.program.at(point.micro_batch), CountingAllocator()).peak_allocated_bytes
         assert point.peak_reserved_bytes == peak
-    assert [point.micro_batch for point in predicted_points(step, 1, Ledger, cap=1)] == [1]
+    assert [point.micro_batch for point in predicted_points(step, 1, CountingAllocator, cap=1)] == [1]

@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.footprint import cuda_policy as personality
 from autobatch.footprint.attention import backward_scratch_bytes
-from autobatch.footprint.cuda_policy import cuda_personality, prefer_foreach
+from autobatch.footprint.cuda_policy import cuda_policy, prefer_foreach
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture
-def on_card():
-    with FakeTensorMode(), cuda_personality((8, 0)):
+def on_gpu():
+    with FakeTensorMode(), cuda_policy((8, 0)):
         yield
 
 
@@ -51,7 +51,7 @@ def test_lists_are_torchs_own(macro, names):
     assert {name for name in names if f"aten::{name}" in known} <= listed
 
 
-@pytest.mark.usefixtures("on_card")
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("low", [bf16, fp16])
 def test_types_under_autocast_are_those_of_cuda(low):
     """docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast"."""
@@ -84,7 +84,7 @@ def test_types_under_autocast_are_those_of_cuda(low):
     }
 
 
-@pytest.mark.usefixtures("on_card")
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("low", "steps"), [(fp16, ["LogSoftmax"]), (bf16, ["LogSoftmax", "ToCopy"])])
 def test_softmax_of_fp16_needs_no_copy_in_fp32(low, steps):
     x = torch.randn(4, 8, dtype=low, requires_grad=True)
@@ -107,7 +107,7 @@ def test_afterwards_the_cpu_is_as_it_was():
             return y.softmax(-1).dtype, y.sum().dtype, attended.dtype, type(F.dropout(x, 0.5).grad_fn)
 
     before = habits()
-    with FakeTensorMode(), cuda_personality((9, 0)):
+    with FakeTensorMode(), cuda_policy((9, 0)):
         pass
     assert habits() == before
 
@@ -124,8 +124,8 @@ def test_afterwards_the_cpu_is_as_it_was():
         ((8, 0), bf16, False, 320, "Efficient"),
     ],
 )
-def test_attention_takes_the_kernel_that_the_card_would(capability, dtype, mask, head, kernel):
-    with FakeTensorMode(), cuda_personality(capability):
+def test_attention_takes_the_kernel_that_the_gpu_would(capability, dtype, mask, head, kernel):
+    with FakeTensorMode(), cuda_policy(capability):
         q = torch.randn(2, 3, 128, head, dtype=dtype, requires_grad=True)
         given = torch.ones(128, 128, dtype=torch.bool) if mask else None
         out = F.scaled_dot_product_attention(q, q, q, attn_mask=given)
@@ -145,12 +145,12 @@ def test_attention_takes_the_kernel_that_the_card_would(capability, dtype, mask,
 def test_a_choice_of_the_users_is_heeded():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    with FakeTensorMode(), cuda_personality((8, 0)), sdpa_kernel(SDPBackend.MATH):
+    with FakeTensorMode(), cuda_policy((8, 0)), sdpa_kernel(SDPBackend.MATH):
         q = torch.randn(2, 3, 128, 64, dtype=bf16, requires_grad=True)
         assert "ScaledDotProduct" not in F.scaled_dot_product_attention(q, q, q).grad_fn.name()
 
 
-@pytest.mark.usefixtures("on_card")
+@pytest.mark.usefixtures("on_gpu")
 def test_dropout_keeps_a_mask_of_bytes():
     x = torch.randn(10, requires_grad=True)
     assert "NativeDropout" in F.dropout(x, 0.5).grad_fn.name()

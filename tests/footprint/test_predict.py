@@ -13,7 +13,7 @@ from torch import nn
 from autobatch.core.errors import InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import predict as predicting
 from autobatch.footprint import selftest
@@ -21,8 +21,8 @@ from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Unpredictable, footprint, predict
 from autobatch.footprint.program import largest
 from autobatch.footprint.trace_step import record
-from autobatch.probing.attempt import WINDOWS, attempt
-from tests.footprint.test_recorder import bench, setting
+from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from tests.footprint.test_recorder import setting, setup
 from tests.footprint.workloads import WORKLOADS, make, pair_loss, perceptron
 
 
@@ -32,9 +32,9 @@ def test_this_torch_passes_its_test():
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "transformer"])
 def test_the_largest_on_the_cpu_is_the_largest_that_runs(name):
-    step = footprint(setting(bench(WORKLOADS[name]()), windows=WINDOWS))
-    budget = replay(step.program.at(23), bench(WORKLOADS[name]()).device.new_allocator()).peak_allocated_bytes
-    device = bench(WORKLOADS[name](), budget=budget + 100)
+    step = footprint(setting(setup(WORKLOADS[name]()), steps=ATTEMPT_STEPS))
+    budget = replay(step.program.at(23), setup(WORKLOADS[name]()).device.new_allocator()).peak_allocated_bytes
+    device = setup(WORKLOADS[name](), budget=budget + 100)
     size = largest(step.program, device.device.new_allocator, 1000)
     assert size >= 23
     assert attempt(device, size).attempt.fits
@@ -43,17 +43,17 @@ def test_the_largest_on_the_cpu_is_the_largest_that_runs(name):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_small_traces_tell_large_ones(precision):
-    one = setting(bench(WORKLOADS["transformer"](), precision=precision), capability=(8, 0))
+    one = setting(setup(WORKLOADS["transformer"](), precision=precision), capability=(8, 0))
     assert footprint(one).program.agrees_with(64, record(one, 64).trace)
 
 
 def test_a_loss_over_pairs_is_quadratic():
-    one = setting(bench(make(perceptron, loss=pair_loss)), capability=(8, 0))
+    one = setting(setup(make(perceptron, loss=pair_loss)), capability=(8, 0))
     assert footprint(one).program.agrees_with(50, record(one, 50).trace)
 
 
 def test_a_prediction_is_an_interval_with_its_answer_inside():
-    step = footprint(setting(bench(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
+    step = footprint(setting(setup(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
     workspaces = (8_519_680, 2)
     found = predict(step, budget_bytes=256 * MiB, cap=10**6, workspaces=workspaces)
     assert found.fits
@@ -72,7 +72,7 @@ def test_a_prediction_is_an_interval_with_its_answer_inside():
 
 
 def test_a_prediction_is_what_three_searches_of_their_own_say():
-    step = footprint(setting(bench(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
+    step = footprint(setting(setup(WORKLOADS["transformer"](), precision="bf16"), capability=(8, 9)))
     for budget in (MiB, 8 * MiB, 48 * MiB, 256 * MiB):
         found = predict(step, budget_bytes=budget, cap=5000)
         best, cautious, ideal = (
@@ -80,7 +80,7 @@ def test_a_prediction_is_what_three_searches_of_their_own_say():
             for kind, limit in (
                 (CachingAllocator, budget),
                 (CachingAllocator, int(budget * 0.97)),
-                (Ledger, budget),
+                (CountingAllocator, budget),
             )
         )
         assert found.micro_batch_high == ideal
@@ -89,7 +89,7 @@ def test_a_prediction_is_what_three_searches_of_their_own_say():
 
 
 def test_workspaces_come_at_the_first_products_and_stay():
-    step = footprint(setting(bench(WORKLOADS["perceptron"]()), capability=(8, 0)))
+    step = footprint(setting(setup(WORKLOADS["perceptron"]()), capability=(8, 0)))
     plain, more = step.program.at(4), predicting.with_workspaces(step, (MiB, 2)).at(4)
     added = [index for index, (_, size) in enumerate(more.events) if size == MiB]
     assert [more.phase_at(index) for index in added] == ["forward", "backward"]
@@ -97,7 +97,7 @@ def test_workspaces_come_at_the_first_products_and_stay():
 
 
 def test_says_where_the_memory_goes():
-    one = bench(WORKLOADS["perceptron"]())
+    one = setup(WORKLOADS["perceptron"]())
     step = footprint(setting(one, capability=(8, 0)))
     parameters = sum(p.nbytes for p in one.model.parameters())
     small, large = explain(step, 1), explain(step, 4096)
@@ -122,7 +122,7 @@ def case(forward):
         def forward(self, x):
             return forward(self.layer(x.flatten(1)))
 
-    return setting(bench(make(Model)), capability=(8, 0))
+    return setting(setup(make(Model)), capability=(8, 0))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_a_selection_is_taken_to_keep_everything(select):
         y, keep = model(batch[0]), batch[1] >= 0
         return F.cross_entropy(select(y, keep), batch[1][keep])
 
-    one = bench(make(perceptron, loss=loss))
-    step = footprint(setting(one, windows=WINDOWS))
+    one = setup(make(perceptron, loss=loss))
+    step = footprint(setting(one, steps=ATTEMPT_STEPS))
     assert "selection" in step.notes[0]
     ran = attempt(one, 7).attempt.peak_allocated_bytes
     assert ran <= replay(step.program.at(7), one.device.new_allocator()).peak_allocated_bytes <= 1.1 * ran
@@ -171,11 +171,11 @@ def test_branches_on_values_go_one_way():
 def test_input_errors_stay_what_they_are():
     workload = make(perceptron, loss=lambda model, batch: model(batch[0]))
     with pytest.raises(InputError, match="0-d"):
-        footprint(setting(bench(workload), capability=(8, 0)))
+        footprint(setting(setup(workload), capability=(8, 0)))
 
 
 def test_a_torch_whose_parts_have_moved_is_noticed(monkeypatch):
-    one = setting(bench(WORKLOADS["perceptron"]()), capability=(8, 0))
+    one = setting(setup(WORKLOADS["perceptron"]()), capability=(8, 0))
     monkeypatch.setattr(predicting, "missing_parts", lambda: ["torch._C._gone"])
     with pytest.raises(Unpredictable, match=r"no torch\._C\._gone"):
         footprint(one)
@@ -185,8 +185,8 @@ def test_a_torch_whose_parts_have_moved_is_noticed(monkeypatch):
 
     monkeypatch.setattr(personality, "_dropout", lambda x, p, train: x * 2)
     assert "allocates in its forward" in selftest.self_test()
-    monkeypatch.setattr(personality, "cuda_personality", None)
-    monkeypatch.setattr("autobatch.footprint.trace_step.cuda_personality", None)
+    monkeypatch.setattr(personality, "cuda_policy", None)
+    monkeypatch.setattr("autobatch.footprint.trace_step.cuda_policy", None)
     assert "does not run" in selftest.self_test()
 
 
@@ -197,7 +197,7 @@ def test_a_large_model_in_seconds_and_without_memory():
         return nn.Sequential(nn.Flatten(), nn.Linear(432, 20_000), nn.ReLU(), nn.Linear(20_000, 20_000))
 
     workload = make(model, loss=lambda m, batch: m(batch[0]).mean())
-    one = bench(make(perceptron))
+    one = setup(make(perceptron))
     with torch.device("meta"):
         built = workload.model()
     step = footprint(replace(setting(one, capability=(9, 0)), workload=workload, model=built))

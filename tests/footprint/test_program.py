@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program, Untraceable, largest
 
@@ -134,10 +134,10 @@ def test_no_size_is_ever_negative():
 def test_replay_names_the_phase_of_the_peak_and_of_the_failure():
     events = ((0, 100), (1, 50), (1, FREE), (2, 70), (3, 10))
     one = Trace(events, ((0, "setup"), (1, "forward"), (3, "backward"), (4, "optimizer")))
-    whole = replay(one, Ledger(180))
+    whole = replay(one, CountingAllocator(180))
     assert (whole.fits, whole.peak_allocated_bytes, whole.peak_phase) == (True, 180, "optimizer")
     assert (whole.allocated_bytes, whole.peak_reserved_bytes, whole.retries) == (180, None, None)
-    cut = replay(one, Ledger(169))
+    cut = replay(one, CountingAllocator(169))
     assert (cut.fits, cut.failed_at, cut.failed_phase, cut.refusal.requested) == (False, 3, "backward", 70)
     assert (cut.peak_at, cut.peak_phase) == (1, "forward")
 
@@ -155,13 +155,13 @@ def test_blocks_that_stay_are_put_in_at_their_place():
     assert [size for _, size in more.at(3).events] == [40, 15, 100, 6]
     assert len({block for block, _ in more.events}) == 4
     assert more.marks == ((0, "forward"), (2, "backward"))
-    assert replay(more.at(3), Ledger()).peak_allocated_bytes == 161
+    assert replay(more.at(3), CountingAllocator()).peak_allocated_bytes == 161
 
 
 def test_frees_of_unknown_blocks_are_left_out():
     one = Trace(((7, FREE), (8, 5), (8, FREE), (8, 6)), ((1, "forward"),))
     assert one.canonical() == Trace(((0, 5), (0, FREE), (1, 6)), ((0, "forward"),))
-    assert replay(one, Ledger()).peak_allocated_bytes == 6
+    assert replay(one, CountingAllocator()).peak_allocated_bytes == 6
 
 
 @settings(max_examples=50, deadline=None)
@@ -170,7 +170,7 @@ def test_largest_against_brute_force(recipe, limit, cap, caching):
     program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3))])
 
     def allocator():
-        return CachingAllocator(limit) if caching else Ledger(limit)
+        return CachingAllocator(limit) if caching else CountingAllocator(limit)
 
     truth = [replay(program.at(m), allocator()).fits for m in range(1, cap + 1)]
     answer = largest(program, allocator, cap)
@@ -185,9 +185,9 @@ def test_largest_against_brute_force(recipe, limit, cap, caching):
 
 def test_largest_of_two_orders_is_what_fits_in_both():
     program = Program.fit([(1, trace(100)), (2, trace(200))])
-    assert largest(program, lambda: Ledger(1000), 50) == 10
-    assert largest(program, lambda: Ledger(1000), 7) == 7
-    assert largest(program, lambda: Ledger(99), 7) is None
+    assert largest(program, lambda: CountingAllocator(1000), 50) == 10
+    assert largest(program, lambda: CountingAllocator(1000), 7) == 7
+    assert largest(program, lambda: CountingAllocator(99), 7) is None
     other = Program.fit([(1, trace(130)), (2, trace(250))])
-    assert largest(program, lambda: Ledger(1000), 50, other=other) == (1000 - 10) // 120
-    assert largest(other, lambda: Ledger(1000), 50, other=program) == (1000 - 10) // 120
+    assert largest(program, lambda: CountingAllocator(1000), 50, other=other) == (1000 - 10) // 120
+    assert largest(other, lambda: CountingAllocator(1000), 50, other=program) == (1000 - 10) // 120

@@ -10,39 +10,39 @@ import torch
 from torch import nn
 
 from autobatch.core.units import GiB
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, replay
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.footprint.trace_mode import Recorder
-from autobatch.footprint.trace_step import Setting, new_mode, record, twin_batch, twin_model
-from autobatch.probing.attempt import WINDOWS, Bench, attempt
-from autobatch.workload.data import Costliest
+from autobatch.footprint.trace_step import Setting, fake_batch, fake_model, new_mode, record
+from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
+from autobatch.workload.data import WorstCaseSampler
 from tests.footprint.workloads import WORKLOADS, Transformer, make, sgd
 
 
-def bench(workload, *, precision="fp32", budget=GiB) -> Bench:
+def setup(workload, *, precision="fp32", budget=GiB) -> TrainSetup:
     torch.manual_seed(0)
     device = CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up"))
-    costliest = Costliest(workload)
-    return Bench(
+    worst_case = WorstCaseSampler(workload)
+    return TrainSetup(
         workload=workload,
         model=workload.model(),
         device=device,
-        costliest=costliest,
+        worst_case=worst_case,
         precision=precision,
         max_grad_norm=1.0,
     )
 
 
-def setting(of: Bench, *, capability=None, windows=(1, 2)) -> Setting:
+def setting(of: TrainSetup, *, capability=None, steps=(1, 2)) -> Setting:
     return Setting(
         workload=of.workload,
         model=of.model,
-        batch_of=of.costliest.batch,
+        batch_of=of.worst_case.batch,
         precision=of.precision,
         capability=capability,
-        windows=windows,
+        steps=steps,
         max_grad_norm=of.max_grad_norm,
     )
 
@@ -52,16 +52,16 @@ def setting(of: Bench, *, capability=None, windows=(1, 2)) -> Setting:
 def test_records_every_event_of_a_real_attempt(name, precision):
     if (name, precision) == ("convolutions", "bf16"):
         pytest.skip("torch's meta kernel of batch norm keeps its statistics in bf16, the real one in fp32")
-    real = bench(WORKLOADS[name](), precision=precision)
+    real = setup(WORKLOADS[name](), precision=precision)
     for size in (3, 11) if name == "perceptron" else (5,):
         ran = attempt(real, size)
-        assert record(setting(real, windows=WINDOWS), size).trace == ran.trace.canonical()
+        assert record(setting(real, steps=ATTEMPT_STEPS), size).trace == ran.trace.canonical()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["convolutions", "transformer", "recomputed"])
 def test_a_steady_window_is_not_run_twice(name, precision, monkeypatch):
-    one = setting(bench(WORKLOADS[name](), precision=precision), capability=(8, 0), windows=WINDOWS)
+    one = setting(setup(WORKLOADS[name](), precision=precision), capability=(8, 0), steps=ATTEMPT_STEPS)
     forwards = []
     one.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     short = record(one, 3)
@@ -84,10 +84,10 @@ def test_a_window_that_leaves_something_behind_is_run():
             self.seen.append(x * 2)
             return self.layer(x.flatten(1))
 
-    one = bench(make(Hoarder))
+    one = setup(make(Hoarder))
     ran = attempt(one, 3)
     one.model.seen.clear()
-    assert record(setting(one, windows=WINDOWS), 3).trace == ran.trace.canonical()
+    assert record(setting(one, steps=ATTEMPT_STEPS), 3).trace == ran.trace.canonical()
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
@@ -96,16 +96,16 @@ def test_losses_that_are_as_large_as_their_input(name):
         y = model(batch[0]).sigmoid()
         return getattr(nn.functional, name)(y, torch.zeros_like(y).expand(y.shape))
 
-    one = bench(make(WORKLOADS["perceptron"]().model, loss=loss))
-    assert record(setting(one, windows=WINDOWS), 7).trace == attempt(one, 7).trace.canonical()
+    one = setup(make(WORKLOADS["perceptron"]().model, loss=loss))
+    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == attempt(one, 7).trace.canonical()
 
 
 def test_windows_are_those_of_an_attempt():
-    assert tuple(Setting.__dataclass_fields__["windows"].default) == WINDOWS
+    assert tuple(Setting.__dataclass_fields__["steps"].default) == ATTEMPT_STEPS
 
 
 def test_leaves_model_and_random_states_alone():
-    one = bench(WORKLOADS["transformer"]())
+    one = setup(WORKLOADS["transformer"]())
     before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
     objects = [id(p) for p in one.model.parameters()]
     one.model.eval()
@@ -124,7 +124,7 @@ def test_leaves_model_and_random_states_alone():
 
 
 def test_a_model_without_memory_records_the_same():
-    one = bench(WORKLOADS["transformer"]())
+    one = setup(WORKLOADS["transformer"]())
     here = record(setting(one, capability=(8, 0)), 3)
     with torch.device("meta"):
         one = replace(one, model=one.workload.model())
@@ -133,10 +133,10 @@ def test_a_model_without_memory_records_the_same():
 
 def test_labels_add_up_by_hand():
     """Parameters, gradients and two moments of a tied model, and the workspaces' places."""
-    one = bench(WORKLOADS["transformer"]())
+    one = setup(WORKLOADS["transformer"]())
     parameters = sum(p.nbytes for p in one.model.parameters())
-    for windows, gradients in (((1,), 1), ((1, 2), 2)):
-        found = record(setting(one, capability=(8, 0), windows=windows), 4)
+    for steps, gradients in (((1,), 1), ((1, 2), 2)):
+        found = record(setting(one, capability=(8, 0), steps=steps), 4)
         made: dict[str, int] = {}
         for block, size in found.trace.events:
             if size != FREE:
@@ -145,7 +145,7 @@ def test_labels_add_up_by_hand():
         assert made["parameters"] == parameters
         assert made["optimizer state"] == 2 * parameters
         assert made["gradients"] == gradients * parameters
-        assert made["batch"] == sum(windows) * 4 * 17 * 8
+        assert made["batch"] == sum(steps) * 4 * 17 * 8
     forward, backward = found.first_products
     assert found.trace.phase_at(forward) == "forward"
     assert found.trace.phase_at(backward) == "backward"
@@ -154,9 +154,11 @@ def test_labels_add_up_by_hand():
 
 
 def test_cuda_takes_more_than_the_cpu_where_autocast_keeps_fp32():
-    one = bench(WORKLOADS["transformer"](), precision="bf16")
+    one = setup(WORKLOADS["transformer"](), precision="bf16")
     peaks = [
-        replay(record(setting(one, capability=capability), 32).trace, Ledger()).peak_allocated_bytes
+        replay(
+            record(setting(one, capability=capability), 32).trace, CountingAllocator()
+        ).peak_allocated_bytes
         for capability in (None, (8, 0))
     ]
     assert peaks[1] > peaks[0]
@@ -164,8 +166,8 @@ def test_cuda_takes_more_than_the_cpu_where_autocast_keeps_fp32():
 
 def test_fp16_takes_its_steps():
     """The loss scale looks at values that are not there; the optimizer must step all the same."""
-    one = bench(WORKLOADS["transformer"](), precision="fp16")
-    found = record(setting(one, capability=(8, 0), windows=(1,)), 2)
+    one = setup(WORKLOADS["transformer"](), precision="fp16")
+    found = record(setting(one, capability=(8, 0), steps=(1,)), 2)
     state = sum(
         size
         for block, size in found.trace.events
@@ -177,12 +179,12 @@ def test_fp16_takes_its_steps():
 def test_twins_keep_ties_shapes_and_containers():
     mode = new_mode()
     model = Transformer()
-    twin = twin_model(model, mode)
-    assert twin.head.weight is twin.embedding.weight
-    assert [p.shape for p in twin.parameters()] == [p.shape for p in model.parameters()]
+    fake_copy = fake_model(model, mode)
+    assert fake_copy.head.weight is fake_copy.embedding.weight
+    assert [p.shape for p in fake_copy.parameters()] == [p.shape for p in model.parameters()]
     assert all(
         type(p) is not type(q) or p is not q
-        for p, q in zip(twin.parameters(), model.parameters(), strict=True)
+        for p, q in zip(fake_copy.parameters(), model.parameters(), strict=True)
     )
 
     class Sample:
@@ -191,7 +193,7 @@ def test_twins_keep_ties_shapes_and_containers():
             self.name = "a"
 
     batch = {"x": [torch.zeros(2), (torch.ones(1, dtype=torch.int8), "text")], "object": Sample(), "n": 3}
-    made = twin_batch(batch, mode)
+    made = fake_batch(batch, mode)
     assert made["x"][0].shape == (2,)
     assert (made["x"][1][0].dtype, made["x"][1][1], made["n"]) == (torch.int8, "text", 3)
     assert made["object"].x.stride() == (1, 2)
@@ -212,7 +214,9 @@ def test_layers_that_hold_on_to_their_weights_elsewhere():
         def forward(self, x):
             return self.out((self.gru(x.flatten(1, 2)[:, :4])[0] * self.scale).mean(1))
 
-    one = bench(make(Recurrent, optimizer=sgd))
+    one = setup(make(Recurrent, optimizer=sgd))
     ran = attempt(one, 3)
-    found = replay(record(setting(one, windows=WINDOWS), 3).trace, Ledger()).peak_allocated_bytes
+    found = replay(
+        record(setting(one, steps=ATTEMPT_STEPS), 3).trace, CountingAllocator()
+    ).peak_allocated_bytes
     assert found == pytest.approx(ran.attempt.peak_allocated_bytes, rel=0.01)

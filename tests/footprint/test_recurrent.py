@@ -14,7 +14,7 @@ from autobatch.device.allocator.trace import replay
 from autobatch.footprint.predict import footprint
 from autobatch.probing.attempt import attempt
 from autobatch.workload.contract import Workload
-from tests.footprint.test_recorder import bench, setting
+from tests.footprint.test_recorder import setting, setup
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -57,8 +57,8 @@ def test_a_step_with_recurrent_layers_is_predicted_from_above():
         optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
         learning_rate=1e-3,
     )
-    here = bench(workload)
-    step = footprint(setting(here, windows=(1, 2, 2)))
+    here = setup(workload)
+    step = footprint(setting(here, steps=(1, 2, 2)))
     for size in (2, 7, 40):
         real = attempt(here, size).attempt.peak_allocated_bytes
         predicted = replay(step.program.at(size), here.device.new_allocator()).peak_allocated_bytes

@@ -11,14 +11,14 @@ import torch
 from autobatch.core.records import Remedy
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.allocator.ledger import Ledger
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import remedies
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import largest
 from autobatch.footprint.remedies import Spending, find_remedies, in_words
-from autobatch.probing.attempt import WINDOWS, attempt
-from tests.footprint.test_recorder import bench, setting
+from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from tests.footprint.test_recorder import setting, setup
 from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 
 BUDGET = 30 * MiB
@@ -36,11 +36,11 @@ def deep(recompute=False, fused=None):
 
 @pytest.fixture(scope="module")
 def traced():
-    one = setting(bench(deep()), capability=(8, 0))
+    one = setting(setup(deep()), capability=(8, 0))
     return one, footprint(one)
 
 
-def on_card(limit, cap=5000):
+def on_gpu(limit, cap=5000):
     def allocator(budget, expandable):
         return CachingAllocator(budget, AllocatorConfig(expandable_segments=expandable))
 
@@ -49,8 +49,8 @@ def on_card(limit, cap=5000):
 
 def on_cpu(limit, cap=5000):
     return Spending(
-        allocator=lambda expandable: None if expandable else Ledger(limit),
-        unlimited=lambda _: Ledger(),
+        allocator=lambda expandable: None if expandable else CountingAllocator(limit),
+        unlimited=lambda _: CountingAllocator(),
         cap=cap,
     )
 
@@ -61,7 +61,7 @@ def by_name(found: list[Remedy]) -> dict[str, Remedy]:
 
 def test_each_gives_what_a_workload_written_that_way_gives(traced):
     one, step = traced
-    found = find_remedies(one, step, on_card(BUDGET))
+    found = find_remedies(one, step, on_gpu(BUDGET))
     assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
     now = largest(step.program, lambda: CachingAllocator(BUDGET), 5000, neighbours=0)
     assert all(r.micro_batch >= now for r in found)
@@ -72,9 +72,9 @@ def test_each_gives_what_a_workload_written_that_way_gives(traced):
         return best, replay(program.at(best), CachingAllocator(BUDGET, config)).peak_reserved_bytes
 
     known = {
-        "checkpointing": limit(setting(bench(deep(recompute=True)), capability=(8, 0))),
-        "bf16": limit(setting(bench(deep(), precision="bf16"), capability=(8, 0))),
-        "fused": limit(setting(bench(deep(fused=True)), capability=(8, 0))),
+        "checkpointing": limit(setting(setup(deep(recompute=True)), capability=(8, 0))),
+        "bf16": limit(setting(setup(deep(), precision="bf16"), capability=(8, 0))),
+        "fused": limit(setting(setup(deep(fused=True)), capability=(8, 0))),
         "expandable_segments": limit(one, AllocatorConfig(expandable_segments=True)),
     }
     named = by_name(found)
@@ -86,8 +86,8 @@ def test_each_gives_what_a_workload_written_that_way_gives(traced):
 
 
 def test_what_it_says_of_the_cpu_really_runs():
-    real = bench(deep(), budget=8 * MiB)
-    one = setting(real, windows=WINDOWS)
+    real = setup(deep(), budget=8 * MiB)
+    one = setting(real, steps=ATTEMPT_STEPS)
     found = by_name(find_remedies(one, footprint(one), on_cpu(8 * MiB)))
     assert "fused" not in found
     assert "expandable_segments" not in found
@@ -102,16 +102,16 @@ def test_what_it_says_of_the_cpu_really_runs():
 
 def test_only_what_changes_something():
     """Everything fits: nothing is gained but by taking less."""
-    one = setting(bench(WORKLOADS["perceptron"](), precision="bf16"), capability=(8, 0))
+    one = setting(setup(WORKLOADS["perceptron"](), precision="bf16"), capability=(8, 0))
     step = footprint(one)
     peak = replay(step.program.at(8), CachingAllocator()).peak_reserved_bytes
-    for remedy in find_remedies(one, step, on_card(10**9, cap=8)):
+    for remedy in find_remedies(one, step, on_gpu(10**9, cap=8)):
         assert remedy.micro_batch == 8
         assert remedy.peak_bytes <= 0.99 * peak
 
 
-def test_cards_without_bf16_are_not_sent_to_it():
-    one = setting(bench(WORKLOADS["perceptron"]()))
+def test_gpus_without_bf16_are_not_sent_to_it():
+    one = setting(setup(WORKLOADS["perceptron"]()))
     asked = [name for name, _, _ in remedies._settings(replace(one, capability=(7, 0)))]
     assert "bf16" not in asked
     assert "bf16" in [name for name, _, _ in remedies._settings(replace(one, capability=(8, 0)))]
@@ -120,13 +120,13 @@ def test_cards_without_bf16_are_not_sent_to_it():
 def test_what_cannot_be_traced_is_left_out(traced, monkeypatch):
     one, step = traced
     monkeypatch.setattr(remedies, "footprint", lambda *_, **__: (_ for _ in ()).throw(remedies.Untraceable))
-    assert set(by_name(find_remedies(one, step, on_card(BUDGET)))) <= {"expandable_segments"}
+    assert set(by_name(find_remedies(one, step, on_gpu(BUDGET)))) <= {"expandable_segments"}
 
 
 def test_time_is_bounded(traced):
     one, step = traced
     slow = replace(step, seconds=remedies.TRACING_SECONDS + 1)
-    assert set(by_name(find_remedies(one, slow, on_card(BUDGET)))) <= {"expandable_segments"}
+    assert set(by_name(find_remedies(one, slow, on_gpu(BUDGET)))) <= {"expandable_segments"}
 
 
 def test_in_words():
@@ -142,9 +142,9 @@ def test_in_words():
 
 
 def test_one_that_does_not_fit_at_all():
-    one = setting(bench(WORKLOADS["transformer"]()), windows=WINDOWS)
+    one = setting(setup(WORKLOADS["transformer"]()), steps=ATTEMPT_STEPS)
     step = footprint(one)
-    peak = replay(step.program.at(1), Ledger()).peak_allocated_bytes
+    peak = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes
     for remedy in find_remedies(one, step, on_cpu(peak // 3)):
         assert remedy.micro_batch == 0
         assert remedy.peak_bytes < peak

@@ -121,7 +121,7 @@ def test_lightning_takes_the_step_of_the_plan(tmp_path) -> None:
     torch.manual_seed(0)
     network = workload.model()
 
-    class Task(library.LightningModule):
+    class TrialSpec(library.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = network
@@ -141,7 +141,7 @@ def test_lightning_takes_the_step_of_the_plan(tmp_path) -> None:
             accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, **quiet,
             **lightning.arguments(plan),
         )  # fmt: skip
-        trainer.fit(Task(), DataLoader(workload.train_data, batch_size=lightning.batch_size(plan)))
+        trainer.fit(TrialSpec(), DataLoader(workload.train_data, batch_size=lightning.batch_size(plan)))
     assert apart(weights(network), expected) < 1e-6
 
 

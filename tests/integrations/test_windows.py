@@ -1,4 +1,4 @@
-"""A loop of one's own around `autobatch.windows`, against one pass over each whole window, in float64."""
+"""A loop of one's own around `autobatch.batches`, against one pass over each whole window, in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import autobatch
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.planning import make_plan
 from autobatch.workload.contract import Loss
-from autobatch.workload.order import Course
+from autobatch.workload.order import GlobalBatchSampler
 from tests.training.helpers import (
     IGNORED,
     Rows,
@@ -37,9 +37,9 @@ EXACT = 1e-12
 SAMPLES = 24
 
 
-def a_plan(target: int = SAMPLES, limit: int = 5, *, last_window: str = "carry", **changes):
+def a_plan(target: int = SAMPLES, limit: int = 5, *, last_batch: str = "carry", **changes):
     planned = make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1, **changes)
-    return msgspec.structs.replace(planned, last_window=last_window)
+    return msgspec.structs.replace(planned, last_batch=last_batch)
 
 
 def whole_tokens(model: nn.Module, batch) -> torch.Tensor:
@@ -101,9 +101,9 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("limit", [1, 5, 7, 24])
 def test_steps_are_those_of_whole_windows(kind: str, limit: int, clip: float | None) -> None:
     workload, whole = KINDS[kind]
-    course = Course(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
-    expected, losses = reference(workload, [w.ids for w in course.windows()], whole, clip=clip)
-    windows = autobatch.windows(workload.train_data, a_plan(10, limit), epochs=2, seed=3)
+    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
+    expected, losses = reference(workload, [w.ids for w in sampler.batches()], whole, clip=clip)
+    windows = autobatch.batches(workload.train_data, a_plan(10, limit), epochs=2, seed=3)
     found, own = own_loop(workload, windows, clip=clip)
     assert len(windows) == len(losses) == 5
     assert apart(found, expected) <= EXACT
@@ -118,12 +118,12 @@ def test_the_steps_are_those_of_fit() -> None:
     model = workload.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for window in autobatch.windows(workload.train_data, a_plan(10, 4), steps=5, seed=7):
+    for window in autobatch.batches(workload.train_data, a_plan(10, 4), steps=5, seed=7):
         for micro in window:
             window.backward(workload.loss(model, micro.batch))
         losses.append(window.step(optimizer).loss)
     assert losses == [record.loss for record in records]
-    assert torch.equal(weights(model), weights(loop.trainee.model))
+    assert torch.equal(weights(model), weights(loop.train_state.model))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +139,7 @@ def test_a_loader_is_cut_anew(kind: str, last: str, batch_size: int) -> None:
     }[last]
     expected, losses = reference(workload, whole_windows, whole)
     loader = DataLoader(workload.train_data, batch_size=batch_size)
-    found, own = own_loop(workload, autobatch.windows(loader, a_plan(10, 4, last_window=last), epochs=2))
+    found, own = own_loop(workload, autobatch.batches(loader, a_plan(10, 4, last_batch=last), epochs=2))
     assert apart(found, expected) <= EXACT
     assert own == pytest.approx(losses, rel=EXACT)
 
@@ -150,7 +150,7 @@ def test_the_comparison_has_teeth() -> None:
     expected, _ = reference(workload, [range(SAMPLES)], whole)
     mutant = make_workload(model=language_model, train_data=tokens(), loss=whole_tokens)
     data = DataLoader(workload.train_data, batch_size=SAMPLES)
-    found, _ = own_loop(mutant, autobatch.windows(data, a_plan()))
+    found, _ = own_loop(mutant, autobatch.batches(data, a_plan()))
     assert apart(found, expected) > 1e-4
 
 
@@ -163,7 +163,7 @@ def test_a_loss_scale_changes_nothing_and_an_overflow_skips_the_window(overflows
     before = weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126 if overflows else 2.0**10)
-    for window in autobatch.windows(
+    for window in autobatch.batches(
         workload.train_data, a_plan(), sampler=range(SAMPLES), scaler=scaler, optimizer=optimizer
     ):
         for micro in window:
@@ -183,7 +183,7 @@ def test_a_scaler_that_is_off_lets_no_overflow_through() -> None:
     with pytest.raises(NonFiniteError, match=r"the loss \(nan\) of window 0"):
         own_loop(
             make_workload(loss=lambda model, batch: mean_loss(model, batch) * math.nan),
-            autobatch.windows(workload.train_data, a_plan(), scaler=scaler),
+            autobatch.batches(workload.train_data, a_plan(), scaler=scaler),
         )
 
 
@@ -198,13 +198,13 @@ def test_gradients_of_16_bit_parameters_add_up() -> None:
     model = One()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     plan = a_plan(1024, 1)
-    for window in autobatch.windows(Rows(torch.ones(1024)), plan, optimizer=[optimizer]):
+    for window in autobatch.batches(Rows(torch.ones(1024)), plan, optimizer=[optimizer]):
         for micro in window:
             window.backward((model.weight * micro.batch[0].bfloat16()).mean())
         window.step()
     assert model.weight.item() == -1.0
     assert not model.weight._post_accumulate_grad_hooks
-    window = next(iter(autobatch.windows(Rows(torch.ones(1024)), plan)))
+    window = next(iter(autobatch.batches(Rows(torch.ones(1024)), plan)))
     for micro in window:
         window.backward((model.weight * micro.batch[0].bfloat16()).mean())
     with pytest.raises(InputError, match="parameters in bfloat16"):
@@ -217,7 +217,7 @@ def test_several_optimizers_step_together_and_are_clipped_by_one_norm() -> None:
     torch.manual_seed(0)
     model = workload.model()
     pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
-    for window in autobatch.windows(workload.train_data, a_plan()):
+    for window in autobatch.batches(workload.train_data, a_plan()):
         for micro in window:
             window.backward(mean_loss(model, micro.batch))
         result = window.step(*pair, max_grad_norm=0.01)
@@ -232,7 +232,7 @@ def test_gradients_from_before_do_not_count_where_the_optimizer_is_known() -> No
     model = workload.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mean_loss(model, next(iter(DataLoader(workload.train_data, batch_size=9)))).backward()
-    for window in autobatch.windows(workload.train_data, a_plan(), optimizer=optimizer):
+    for window in autobatch.batches(workload.train_data, a_plan(), optimizer=optimizer):
         for micro in window:
             window.backward(mean_loss(model, micro.batch))
         window.step()
@@ -245,7 +245,7 @@ def test_a_window_that_counts_nothing_takes_no_step() -> None:
     workload = make_workload(model=language_model, train_data=data, loss=token_loss)
     torch.manual_seed(0)
     before = weights(workload.model())
-    found, losses = own_loop(workload, autobatch.windows(data, a_plan()))
+    found, losses = own_loop(workload, autobatch.batches(data, a_plan()))
     assert torch.equal(found, before)
     assert math.isnan(losses[0])
 
@@ -255,17 +255,17 @@ def test_a_window_that_counts_nothing_takes_no_step() -> None:
 
 @pytest.mark.parametrize("last", ["carry", "flush", "drop"])
 def test_samples_come_in_windows_of_the_target(last: str) -> None:
-    plan = a_plan(10, 4, last_window=last)
+    plan = a_plan(10, 4, last_batch=last)
     sizes = {"carry": [10] * 4 + [6], "flush": [10, 10, 3] * 2, "drop": [10, 10] * 2}[last]
     for data in (torch.arange(23), Stream(23), DataLoader(torch.arange(23), batch_size=3)):
-        seen = ids_seen(autobatch.windows(data, plan, epochs=2))
+        seen = ids_seen(autobatch.batches(data, plan, epochs=2))
         assert [len(window) for window in seen] == sizes
         if last != "drop":
             assert Counter(i for window in seen for i in window) == dict.fromkeys(range(23), 2)
 
 
 def test_micro_batches_are_those_of_the_plan() -> None:
-    windows = autobatch.windows(torch.arange(17), a_plan(10, 4), epochs=1)
+    windows = autobatch.batches(torch.arange(17), a_plan(10, 4), epochs=1)
     seen = [(window.index, window.samples, len(micro)) for window, micro in walk(windows)]
     assert seen == [(0, 10, 4), (0, 10, 3), (0, 10, 3), (1, 7, 4), (1, 7, 3)]
 
@@ -273,16 +273,16 @@ def test_micro_batches_are_those_of_the_plan() -> None:
 @pytest.mark.parametrize("make", [lambda: torch.arange(23), lambda: Stream(23)])
 def test_a_run_goes_on_from_any_window(make) -> None:
     plan = a_plan(10, 4)
-    full = ids_seen(autobatch.windows(make(), plan, steps=6, seed=5))
-    windows = autobatch.windows(make(), plan, steps=6, start=2, seed=5)
+    full = ids_seen(autobatch.batches(make(), plan, steps=6, seed=5))
+    windows = autobatch.batches(make(), plan, steps=6, start=2, seed=5)
     assert len(windows) == 4
-    assert ids_seen(autobatch.windows(make(), plan, steps=6, start=2, seed=5)) == full[2:]
+    assert ids_seen(autobatch.batches(make(), plan, steps=6, start=2, seed=5)) == full[2:]
 
 
 def test_an_order_of_ones_own() -> None:
     data, plan = torch.arange(6), a_plan(4, 2)
-    assert ids_seen(autobatch.windows(data, plan, sampler=range(6))) == [[0, 1, 2, 3], [4, 5]]
-    assert ids_seen(autobatch.windows(data, plan, sampler=[5, 5, 0, 1])) == [[5, 5, 0, 1]]
+    assert ids_seen(autobatch.batches(data, plan, sampler=range(6))) == [[0, 1, 2, 3], [4, 5]]
+    assert ids_seen(autobatch.batches(data, plan, sampler=[5, 5, 0, 1])) == [[5, 5, 0, 1]]
 
 
 def test_samples_are_fetched_when_their_micro_batch_comes() -> None:
@@ -296,7 +296,7 @@ def test_samples_are_fetched_when_their_micro_batch_comes() -> None:
             fetched.append(index)
             return torch.tensor(index)
 
-    micros = iter(next(iter(autobatch.windows(Watched(), a_plan(8, 2)))))
+    micros = iter(next(iter(autobatch.batches(Watched(), a_plan(8, 2)))))
     assert fetched == []
     next(micros)
     assert len(fetched) == 2
@@ -314,7 +314,7 @@ def test_nested_batches_keep_their_containers() -> None:
         }
 
     loader = DataLoader(range(10), batch_size=4, collate_fn=collate)
-    batches = [micro.batch for _, micro in walk(autobatch.windows(loader, a_plan(10, 5)))]
+    batches = [micro.batch for _, micro in walk(autobatch.batches(loader, a_plan(10, 5)))]
     assert [batch["pair"].left.tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     for batch in batches:
         ids = batch["pair"].left
@@ -337,7 +337,7 @@ def test_batches_padded_to_their_own_length_stay_exact() -> None:
         return ids, labels
 
     workload = make_workload(model=language_model, train_data=data, loss=token_loss)
-    window = next(iter(autobatch.windows(DataLoader(data, batch_size=3, collate_fn=pad), a_plan(10, 5))))
+    window = next(iter(autobatch.batches(DataLoader(data, batch_size=3, collate_fn=pad), a_plan(10, 5))))
     torch.manual_seed(0)
     model = workload.model()
     whole_tokens(model, pad(data)).backward()
@@ -359,7 +359,7 @@ def test_batches_padded_to_their_own_length_stay_exact() -> None:
 
 
 def a_window(**options):
-    return next(iter(autobatch.windows(points(), a_plan(), **options)))
+    return next(iter(autobatch.batches(points(), a_plan(), **options)))
 
 
 def test_backward_that_was_not_called_is_named() -> None:
@@ -394,7 +394,7 @@ def test_a_step_before_the_end_is_refused() -> None:
 
 def test_a_window_without_a_step_does_not_leak_into_the_next() -> None:
     model = network()
-    windows = iter(autobatch.windows(points(), a_plan(8), steps=2))
+    windows = iter(autobatch.batches(points(), a_plan(8), steps=2))
     window = next(windows)
     for micro in window:
         window.backward(mean_loss(model, micro.batch))
@@ -420,7 +420,7 @@ def test_what_is_no_loss_is_named(loss, said: str) -> None:
 def test_a_loss_that_is_detached_is_named() -> None:
     workload = make_workload(loss=lambda model, batch: mean_loss(model, batch).detach())
     with pytest.raises(InputError, match="no gradient"):
-        own_loop(workload, autobatch.windows(points(), a_plan()))
+        own_loop(workload, autobatch.batches(points(), a_plan()))
 
 
 def ragged(samples):
@@ -430,28 +430,28 @@ def ragged(samples):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: autobatch.windows(3, a_plan()), "found a int"),
-        (lambda: autobatch.windows(points(), 24), "plan of autobatch.plan"),
-        (lambda: autobatch.windows(points(), a_plan(world_size=2)), "2 ranks"),
-        (lambda: autobatch.windows(points(), a_plan(), steps=0), "steps is 0: it must be 1"),
-        (lambda: autobatch.windows(points(), a_plan(), start=-1), "start is -1: it must be 0"),
-        (lambda: autobatch.windows([], a_plan()), "0 samples"),
-        (lambda: autobatch.windows(points(), a_plan(30, last_window="drop")), "no window: 24 samples"),
-        (lambda: autobatch.windows(Stream(9), a_plan(30, last_window="drop")), "no window: 9 samples"),
-        (lambda: autobatch.windows(Stream(0), a_plan()), "no sample at all"),
-        (lambda: autobatch.windows(iter(Stream(30)), a_plan(8), steps=9), "no sample in epoch 2"),
-        (lambda: autobatch.windows(Stream(9), a_plan(), sampler=[1]), "needs map-style data"),
-        (lambda: autobatch.windows(DataLoader(points()), a_plan(), collate=list), "give it to the loader"),
+        (lambda: autobatch.batches(3, a_plan()), "found a int"),
+        (lambda: autobatch.batches(points(), 24), "plan of autobatch.plan"),
+        (lambda: autobatch.batches(points(), a_plan(world_size=2)), "2 ranks"),
+        (lambda: autobatch.batches(points(), a_plan(), steps=0), "steps is 0: it must be 1"),
+        (lambda: autobatch.batches(points(), a_plan(), start=-1), "start is -1: it must be 0"),
+        (lambda: autobatch.batches([], a_plan()), "0 samples"),
+        (lambda: autobatch.batches(points(), a_plan(30, last_batch="drop")), "no window: 24 samples"),
+        (lambda: autobatch.batches(Stream(9), a_plan(30, last_batch="drop")), "no window: 9 samples"),
+        (lambda: autobatch.batches(Stream(0), a_plan()), "no sample at all"),
+        (lambda: autobatch.batches(iter(Stream(30)), a_plan(8), steps=9), "no sample in epoch 2"),
+        (lambda: autobatch.batches(Stream(9), a_plan(), sampler=[1]), "needs map-style data"),
+        (lambda: autobatch.batches(DataLoader(points()), a_plan(), collate=list), "give it to the loader"),
         (
-            lambda: autobatch.windows(DataLoader(range(9), batch_size=3, collate_fn=ragged), a_plan()),
+            lambda: autobatch.batches(DataLoader(range(9), batch_size=3, collate_fn=ragged), a_plan()),
             "dimension 0: .*hand over the data set itself",
         ),
         (
-            lambda: autobatch.windows(DataLoader(range(9), collate_fn=lambda _: torch.tensor(1)), a_plan()),
+            lambda: autobatch.batches(DataLoader(range(9), collate_fn=lambda _: torch.tensor(1)), a_plan()),
             "a 0-d tensor in a batch",
         ),
         (
-            lambda: autobatch.windows([torch.zeros(2), torch.zeros(3)], a_plan(2, 2)),
+            lambda: autobatch.batches([torch.zeros(2), torch.zeros(3)], a_plan(2, 2)),
             "give collate= to autobatch.windows",
         ),
     ],
@@ -462,7 +462,7 @@ def test_what_cannot_be_is_named(make, said: str) -> None:
 
 
 def test_windows_are_iterated_once() -> None:
-    windows = autobatch.windows(torch.arange(6), a_plan(4, 2))
+    windows = autobatch.batches(torch.arange(6), a_plan(4, 2))
     assert ids_seen(windows)
     with pytest.raises(InputError, match=r"begun already.*epochs=N"):
         ids_seen(windows)
@@ -471,10 +471,10 @@ def test_windows_are_iterated_once() -> None:
 def test_workers_of_a_loader_change_nothing() -> None:
     plan = a_plan(10, 4)
     alone, many = (DataLoader(torch.arange(23), batch_size=3, num_workers=workers) for workers in (0, 2))
-    assert ids_seen(autobatch.windows(many, plan)) == ids_seen(autobatch.windows(alone, plan))
+    assert ids_seen(autobatch.batches(many, plan)) == ids_seen(autobatch.batches(alone, plan))
 
 
 def test_how_long_a_stream_is_is_not_known() -> None:
     with pytest.raises(TypeError, match="give steps="):
-        len(autobatch.windows(Stream(9), a_plan(), epochs=1))
-    assert len(autobatch.windows(Stream(9), a_plan(), steps=7)) == 7
+        len(autobatch.batches(Stream(9), a_plan(), epochs=1))
+    assert len(autobatch.batches(Stream(9), a_plan(), steps=7)) == 7

@@ -51,8 +51,8 @@ def check(text):
     for landmark in ("header", "nav", "main"):
         assert len(page.all(landmark)) == 1, landmark
     assert len(page.all("h1")) == 1
-    levels = [int(tag[1]) for tag, _, _ in page.elements if tag in {"h1", "h2", "h3", "h4"}]
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    size_quartiles = [int(tag[1]) for tag, _, _ in page.elements if tag in {"h1", "h2", "h3", "h4"}]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(size_quartiles))
     ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids)), "an id stands twice"
     for _, attributes, _ in page.elements:

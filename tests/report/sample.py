@@ -5,13 +5,13 @@ import math
 from autobatch.core.records import (
     Attempt,
     DeviceRecord,
+    LrComparison,
+    LrTrial,
+    LrTuning,
     MemoryCurve,
     MemoryHolder,
     PredictedPoint,
     Probe,
-    RatePair,
-    RateTrial,
-    RateTuning,
     RunRecord,
     StepRecord,
     Training,
@@ -120,7 +120,7 @@ def some_trials():
 
 def some_rates():
     losses = {3e-4: 1.31, 1.2e-3: 1.12, 7.5e-5: 1.9, 4.8e-3: None, 1.9e-5: 2.2, 9e-4: 1.1}
-    return RateTuning(
+    return LrTuning(
         trials=6,
         steps=40,
         default=3e-4,
@@ -129,7 +129,7 @@ def some_rates():
         best_loss=1.1,
         study="resnet-18-4f1c-learning-rate",
         history=[
-            RateTrial(
+            LrTrial(
                 number=number,
                 learning_rate=rate,
                 loss=loss,
@@ -139,7 +139,7 @@ def some_rates():
             for number, (rate, loss) in enumerate(losses.items())
         ],
         pairs=[
-            RatePair(seed=seed, default_loss=1.31 + seed / 100, other_loss=1.1 + seed / 90, gain=0.15)
+            LrComparison(seed=seed, default_loss=1.31 + seed / 100, other_loss=1.1 + seed / 90, gain=0.15)
             for seed in range(3)
         ],
     )

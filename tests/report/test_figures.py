@@ -7,7 +7,7 @@ from autobatch.core.records import Attempt, MemoryCurve, Trial
 from autobatch.core.units import MiB
 from autobatch.planning import make_plan
 from autobatch.report.charts.curves import training_figure
-from autobatch.report.charts.drawing import every, telling
+from autobatch.report.charts.drawing import downsample, evenly_spaced
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure
 from autobatch.report.charts.split import plan_figure
 from autobatch.report.charts.trials import importance_figure, rates_figure, trials_figure
@@ -156,7 +156,7 @@ def test_long_runs_are_thinned_but_keep_their_spikes():
     assert len(picture.table.rows) == 50
     assert picture.table.rows[0][0] == "1"
     assert picture.table.rows[-1][0] == "20,000"
-    drawn = telling([record.loss for record in records], 600)
+    drawn = downsample([record.loss for record in records], 600)
     assert 7776 in drawn
     assert len(drawn) <= 602
 
@@ -194,8 +194,8 @@ def test_a_single_point_of_memory_is_drawn():
 
 
 def test_even_choice():
-    assert every(3, 5) == [0, 1, 2]
-    assert every(100, 3) == [0, 50, 99]
+    assert evenly_spaced(3, 5) == [0, 1, 2]
+    assert evenly_spaced(100, 3) == [0, 50, 99]
 
 
 def test_each_role_reads_on_its_paper():

@@ -13,10 +13,10 @@ from autobatch.report.page import render, write_report
 from autobatch.report.sentences import (
     decimal,
     fits_in_words,
+    headline,
     rate_in_words,
     split_in_words,
     training_in_words,
-    verdict,
 )
 from tests.report.checker import check
 from tests.report.sample import a_device, a_probe, a_run
@@ -129,7 +129,7 @@ def test_figures_of_averaged_weights_and_checkpoints_that_failed_are_told():
     averaged = msgspec.structs.replace(plain, ema=0.999, failed_checkpoints=[40, 80])
     assert "held-out accuracy 93.12%" in describe_training(plain)
     assert "averaged weights' held-out accuracy 93.12%" in describe_training(averaged)
-    changed = msgspec.structs.replace(plain, skipped_windows=1, validation={"accumulated": 7.0, "x": None})
+    changed = msgspec.structs.replace(plain, skipped_steps=1, validation={"accumulated": 7.0, "x": None})
     assert f"{plain.optimizer_steps:,} steps and 1 skipped, " in describe_training(changed)
     assert "held-out accumulated 7.0000, held-out x not finite" in describe_training(changed)
     assert training_in_words(averaged) == (
@@ -140,13 +140,13 @@ def test_figures_of_averaged_weights_and_checkpoints_that_failed_are_told():
 
 def test_sentences():
     run = a_run(training=None)
-    assert verdict(run) == (
+    assert headline(run) == (
         "Exactly 1,024 samples an optimizer step in 6.00 GiB on NVIDIA GeForce RTX 4090: "
         "4 micro-batches of 86 and 8 of 85."
     )
     probed = a_run(training=None, plan=None)
-    assert verdict(probed).startswith("93 is the largest micro-batch that fits in 6.00 GiB")
-    assert verdict(a_run(training=None, plan=None, probe=None)).startswith("There is a budget of 6.00 GiB")
+    assert headline(probed).startswith("93 is the largest micro-batch that fits in 6.00 GiB")
+    assert headline(a_run(training=None, plan=None, probe=None)).startswith("There is a budget of 6.00 GiB")
     plan = make_plan(
         target_batch=8, micro_batch_limit=4, learning_rate=0.1, world_size=2, base_batch=2, rule="sqrt"
     )
@@ -174,7 +174,7 @@ def test_only_what_is_the_largest_is_called_so(changes, line):
     stream = io.StringIO()
     Terminal(stream).probed(probe)
     assert ("largest" in stream.getvalue()) == (line[0] == "largest")
-    sentence = verdict(RunRecord(device=a_device(), probe=probe))
+    sentence = headline(RunRecord(device=a_device(), probe=probe))
     assert ("is the largest" in sentence) == line[1].endswith("by memory")
 
 

@@ -46,11 +46,11 @@ class Watching:
         self._fault = fault
         self._inner = inner or SilentMeter()
 
-    def adopt(self, tensors) -> None:
-        self._inner.adopt(tensors)
+    def count(self, tensors) -> None:
+        self._inner.count(tensors)
 
-    def aside(self):
-        return self._inner.aside()
+    def uncounted(self):
+        return self._inner.uncounted()
 
     def mark(self, phase: str) -> None:
         self._inner.mark(phase)
@@ -130,7 +130,7 @@ def _train(workload, fault, device, meter, *, shrink_to: int | None = None, step
         device=device,
         precision=precision,
     )
-    for optimizer in loop.trainee.optimizers:
+    for optimizer in loop.train_state.optimizers:
         optimizer.fault = fault
     records = []
     with fault or nullcontext():

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 from autobatch.core.records import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
-from autobatch.step.train_state import assemble
+from autobatch.step.train_state import build_train_state
 from autobatch.training.loop import Loop
-from autobatch.workload.contract import Batch, Loss, WholeBatchLoss, Workload
-from autobatch.workload.order import Course
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything
 
 IGNORED = -100
@@ -63,18 +63,18 @@ def language_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 7)).to(dtype)
 
 
-def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+def mean_loss(model: nn.Module, batch: Collated) -> Tensor:
     inputs, labels = batch
     return cross_entropy(model(inputs), labels)
 
 
-def token_loss(model: nn.Module, batch: Batch) -> Loss:
+def token_loss(model: nn.Module, batch: Collated) -> Loss:
     ids, labels = batch
     total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return Loss(total, (labels != IGNORED).sum())
 
 
-def features(model: nn.Module, batch: Batch) -> Tensor:
+def features(model: nn.Module, batch: Collated) -> Tensor:
     return model(batch[0])
 
 
@@ -109,7 +109,7 @@ def make_loop(
     precision: Precision = "fp32",
     max_grad_norm: float | None = None,
     ema: float | None = None,
-    last_window: Any = "carry",
+    last_batch: Any = "carry",
     device: Device | None = None,
     meter: Meter | None = None,
     **fields: Any,
@@ -118,7 +118,7 @@ def make_loop(
     seed_everything(seed)
     device = device or CpuDevice(memory_budget="1GiB")
     model = workload.model()
-    trainee = assemble(
+    train_state = build_train_state(
         workload,
         model,
         device.torch_device,
@@ -127,21 +127,21 @@ def make_loop(
         max_grad_norm=max_grad_norm,
         ema=ema,
     )
-    course = Course(
+    sampler = GlobalBatchSampler(
         samples=len(workload.train_data),  # type: ignore[arg-type]
         target_batch=target_batch,
         seed=seed,
         steps=steps,
         epochs=epochs,
-        last_window=last_window,
+        last_batch=last_batch,
     )
     schedules = []
     if workload.schedule is not None:
-        schedules = [workload.schedule(optimizer, course.total) for optimizer in trainee.optimizers]
+        schedules = [workload.schedule(optimizer, sampler.total) for optimizer in train_state.optimizers]
     return Loop(
         workload=workload,
-        trainee=trainee,
-        course=course,
+        train_state=train_state,
+        sampler=sampler,
         device=device,
         meter=meter or SilentMeter(),
         micro_batch=micro_batch,
@@ -172,7 +172,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 def reference(
     workload: Workload,
     windows: Sequence[Sequence[int]],
-    whole_loss: Callable[[nn.Module, Batch], Tensor],
+    whole_loss: Callable[[nn.Module, Collated], Tensor],
     *,
     seed: int = 0,
     clip: float | None = None,

@@ -53,11 +53,11 @@ def child(folder: Path, workers: int | None) -> None:
         restore_loop(loop, resumed.state, same_hardware=True)
     settings = RunSettings(out=folder, checkpoint_every=1, keep_last=2, facts={}, resume_hint="")
     with open_feed(
-        workload, loop.course.windows, seed=0, workers=workers or 0, sample_seeds=workers is not None
+        workload, loop.sampler.batches, seed=0, workers=workers or 0, sample_seeds=workers is not None
     ) as loop.feed:
         train(loop, settings, Acknowledging(folder / "acknowledged"), resumed)
-    assert loop.trainee.average is not None
-    (folder / "done").write_text(fingerprint(loop.trainee.model, *loop.trainee.average.tensors()))
+    assert loop.train_state.average is not None
+    (folder / "done").write_text(fingerprint(loop.train_state.model, *loop.train_state.average.tensors()))
 
 
 def forked(folder: Path, workers: int | None) -> int:
@@ -77,7 +77,7 @@ def check(folder: Path) -> None:
     lines = (folder / "acknowledged").read_text().splitlines() if (folder / "acknowledged").exists() else []
     acknowledged = max((int(line) for line in lines), default=0)
     found = load_newest(folder / CHECKPOINTS)
-    step = 0 if found is None else found.state["counters"]["windows_seen"]
+    step = 0 if found is None else found.state["counters"]["batches_seen"]
     assert step >= acknowledged, f"{step} < {acknowledged}"
     assert found is None or not found.passed_over, found.passed_over
 

@@ -36,7 +36,7 @@ def test_validation_at_intervals_changes_no_bit_of_the_training(tmp_path: Path) 
     train(plain, settings(tmp_path / "plain"), Silent(), None)
     torch.manual_seed(0)
     done = train(watched, settings(tmp_path / "watched", validate_every=2), Silent(), None)
-    assert fingerprint(watched.trainee.model) == fingerprint(plain.trainee.model)
+    assert fingerprint(watched.train_state.model) == fingerprint(plain.train_state.model)
     found = {row["step"]: row["validation"] for row in rows(tmp_path / "watched")}
     assert [step for step, figures in found.items() if figures] == [2, 4], "the end has its own"
     assert found[2]["loss"] != found[4]["loss"]
@@ -86,16 +86,16 @@ def test_the_averaged_weights_are_validated_and_exported_and_the_training_does_n
     untouched = train(plain, settings(tmp_path / "plain"), Silent(), None)
     loop = open_loop(workload, ema=0.5)
     done = train(loop, settings(tmp_path / "run", validate_every=2), Silent(), None)
-    assert fingerprint(loop.trainee.model) == fingerprint(plain.trainee.model)
+    assert fingerprint(loop.train_state.model) == fingerprint(plain.train_state.model)
     assert (done.ema, untouched.ema) == (0.5, None)
 
     stored = load_file(tmp_path / "run" / "model.safetensors")
     averaged = load_file(tmp_path / "run" / "model-ema.safetensors")
-    names = [name for name, _ in loop.trainee.model.named_parameters()]
-    for name, value in loop.trainee.model.state_dict().items():
+    names = [name for name, _ in loop.train_state.model.named_parameters()]
+    for name, value in loop.train_state.model.state_dict().items():
         assert torch.equal(stored[name], value)
         assert torch.equal(averaged[name], value) == (name not in names), "buffers as they are"
-    for name, average in zip(names, loop.trainee.average.tensors(), strict=True):
+    for name, average in zip(names, loop.train_state.average.tensors(), strict=True):
         assert torch.equal(averaged[name], average)
     assert not (tmp_path / "plain" / "model-ema.safetensors").exists()
 
@@ -173,7 +173,7 @@ def test_the_checkpoint_at_the_end_must_be_written(tmp_path: Path) -> None:
     loop, _ = go_on(tmp_path, make_workload(model=Large))
     straight = open_loop(make_workload(model=Large))
     list(straight.run())
-    assert fingerprint(loop.trainee.model) == fingerprint(straight.trainee.model)
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
 
 
 def test_the_checkpoint_on_a_signal_must_be_written(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_by_the_clock_a_failed_checkpoint_is_tried_again_when_the_next_is_due(
     tmp_path: Path, monkeypatch
 ) -> None:
     loop = open_loop()
-    loop.clock = lambda: 61.0 * loop.windows_seen
+    loop.clock = lambda: 61.0 * loop.batches_seen
     real = os.fsync
 
     def refuse() -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch.cli.failures import complaint_of
+from autobatch.cli.failures import describe_failure
 from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerError
 from autobatch.device.cpu import SilentMeter
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.training.evaluation import Reach, evaluate, rehearse
+from autobatch.training.evaluation import ValidationBatchSize, evaluate, sanity_check_validation
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.training.helpers import (
     IGNORED,
@@ -55,11 +55,11 @@ KINDS = {
 }
 
 
-def figures(workload, reach: int | Reach, **options) -> dict[str, float]:
+def figures(workload, reach: int | ValidationBatchSize, **options) -> dict[str, float]:
     loop = make_loop(workload)
-    reach = reach if isinstance(reach, Reach) else Reach(reach)
+    reach = reach if isinstance(reach, ValidationBatchSize) else ValidationBatchSize(reach)
     settings = {"device": loop.device, "meter": SilentMeter(), "window": 24, **options}
-    return evaluate(workload, loop.trainee, reach=reach, **settings)
+    return evaluate(workload, loop.train_state, reach=reach, **settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +81,7 @@ def test_a_loss_over_a_whole_batch_is_that_of_batches_as_large_as_in_training(mi
     ]
     parts.append(torch.utils.data.default_collate([held_out[i] for i in range(20, 23)]))
     with torch.no_grad():
-        losses = [float(INFO_NCE(loop.trainee.model, part)) * len(part[0]) for part in parts]
+        losses = [float(INFO_NCE(loop.train_state.model, part)) * len(part[0]) for part in parts]
     found = figures(workload, micro_batch, window=10)
     assert found["loss"] == pytest.approx(sum(losses) / 23, rel=1e-12)
     assert found["accuracy"] == pytest.approx(figures(workload, 23)["accuracy"], rel=1e-12)
@@ -136,10 +136,17 @@ def test_modes_come_back_one_by_one_and_weights_are_untouched() -> None:
 
     workload = make_workload(model=build, validation_data=points(9))
     loop = make_loop(workload)
-    model = loop.trainee.model.train()
+    model = loop.train_state.model.train()
     model[0].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    evaluate(workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=Reach(4), window=24)
+    evaluate(
+        workload,
+        loop.train_state,
+        device=loop.device,
+        meter=SilentMeter(),
+        reach=ValidationBatchSize(4),
+        window=24,
+    )
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -148,7 +155,7 @@ def test_modes_come_back_one_by_one_and_weights_are_untouched() -> None:
 def by_hand(kind: str) -> dict[str, float]:
     """Every sample by itself, in Python's floats."""
     workload = KINDS[kind]
-    model = make_loop(workload).trainee.model.eval()
+    model = make_loop(workload).train_state.model.eval()
     losses, hits = [], []
     for inputs, labels in (workload.validation_data[index] for index in range(23)):
         out = model(inputs[None])[0].detach().reshape(-1, model(inputs[None]).shape[-1])
@@ -162,13 +169,15 @@ def by_hand(kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("start", "grows"), [(1, True), (3, True), (5, False), (23, True)])
 def test_figures_are_those_of_every_sample_by_itself(kind: str, start: int, grows: bool) -> None:
-    assert figures(KINDS[kind], Reach(start, grows=grows)) == pytest.approx(by_hand(kind), rel=1e-12)
+    assert figures(KINDS[kind], ValidationBatchSize(start, grows=grows)) == pytest.approx(
+        by_hand(kind), rel=1e-12
+    )
 
 
 def test_the_micro_batch_doubles_while_it_fits_and_what_failed_is_not_tried_again() -> None:
     seen: list[int] = []
     workload = make_workload(validation_data=points(60, seed=1), loss=limited(9, seen))
-    reach = Reach(2, grows=True)
+    reach = ValidationBatchSize(2, grows=True)
     assert figures(workload, reach)["loss"] > 0
     assert seen == [2, 4, 8, 16, 8, 8, 8, 8, 8, 6]
     assert sum(seen) - 16 == 60
@@ -186,14 +195,14 @@ def test_another_error_at_a_size_that_nobody_asked_for_is_no_error_of_the_worklo
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     workload = make_workload(validation_data=points(23, seed=1), loss=loss)
-    assert figures(workload, Reach(5, grows=True)) == pytest.approx(
+    assert figures(workload, ValidationBatchSize(5, grows=True)) == pytest.approx(
         {"loss": by_hand("mean")["loss"]}, rel=1e-12
     )
     with pytest.raises(RuntimeError, match="canUse32BitIndexMath"):
-        figures(workload, Reach(7))
+        figures(workload, ValidationBatchSize(7))
 
 
-def test_on_a_simulated_card_validation_takes_more_than_training_could(tmp_path: Path) -> None:
+def test_on_a_simulated_gpu_validation_takes_more_than_training_could(tmp_path: Path) -> None:
     """Real refusals of the allocator's model: without a backward pass 48 MiB hold many more samples."""
 
     def build() -> nn.Module:
@@ -204,16 +213,21 @@ def test_on_a_simulated_card_validation_takes_more_than_training_could(tmp_path:
     device = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="48MiB")
     loop = make_loop(workload, micro_batch=512, target_batch=512, steps=1, device=device)
     expected = evaluate(
-        workload, loop.trainee, device=loop.device, meter=SilentMeter(), reach=Reach(512), window=24
+        workload,
+        loop.train_state,
+        device=loop.device,
+        meter=SilentMeter(),
+        reach=ValidationBatchSize(512),
+        window=24,
     )
     with device.training() as meter:
-        meter.adopt(tensor.data for tensor in loop.trainee.model.parameters())
-        reach = Reach(512, grows=True)
-        found = evaluate(workload, loop.trainee, device=device, meter=meter, reach=reach, window=24)
+        meter.count(tensor.data for tensor in loop.train_state.model.parameters())
+        reach = ValidationBatchSize(512, grows=True)
+        found = evaluate(workload, loop.train_state, device=device, meter=meter, reach=reach, window=24)
         assert meter.stats().peak_reserved_bytes <= device.budget_bytes
         assert reach.micro_batch >= 2048
         loop.meter, loop.micro_batch = meter, reach.micro_batch
-        loop.course = replace(loop.course, target_batch=reach.micro_batch)
+        loop.sampler = replace(loop.sampler, target_batch=reach.micro_batch)
         with suppress(RestartSmallerError):
             next(loop.run())
         assert loop.micro_batch < reach.micro_batch, "training does not take as many"
@@ -231,11 +245,11 @@ def test_before_training_two_samples_are_tried_and_nothing_is_drawn() -> None:
     workload = make_workload(validation_data=points(9), metrics=metrics)
     loop = make_loop(workload)
     state = torch.get_rng_state()
-    rehearse(workload, loop.trainee, device=loop.device, meter=SilentMeter())
+    sanity_check_validation(workload, loop.train_state, device=loop.device, meter=SilentMeter())
     assert seen == [2]
     assert torch.equal(torch.get_rng_state(), state)
-    assert loop.trainee.model.training
-    rehearse(make_workload(), loop.trainee, device=loop.device, meter=SilentMeter())
+    assert loop.train_state.model.training
+    sanity_check_validation(make_workload(), loop.train_state, device=loop.device, meter=SilentMeter())
 
 
 def wrong_key(model, batch):
@@ -262,7 +276,7 @@ def test_a_mistake_in_the_metrics_costs_no_training(metrics, error, said: str, t
     with pytest.raises(error) as caught:
         autobatch.fit(workload, **options, out=str(tmp_path / "run"))
     assert said in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert complaint_of(caught.value).exit_code == 2
+    assert describe_failure(caught.value).exit_code == 2
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / "checkpoints").exists()
 

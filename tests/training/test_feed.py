@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from autobatch import fit
-from autobatch.cli.failures import complaint_of
+from autobatch.cli.failures import describe_failure
 from autobatch.core.errors import DoesNotFitError, InputError, UserCodeError
 from autobatch.core.progress import Silent
 from autobatch.core.signals import stop_on_signals
@@ -28,9 +28,9 @@ from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import RunSettings, train
-from autobatch.workload.feed import SeededFeed, SeededJoin
-from autobatch.workload.loader import WorkerFeed, WorkerLost, open_feed, why_not_sent
-from autobatch.workload.order import Course, Window
+from autobatch.workload.feed import SeededCollate, SeededFeed
+from autobatch.workload.loader import LoaderWorkerCrashed, WorkerFeed, open_feed, why_not_sent
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state, seed_generators
 from tests.commandline import SMALL, autobatch, command, environment
 from tests.training.faults import Fault, Quick, Watching
@@ -58,7 +58,7 @@ def looping(workload, *, workers: int, sample_seeds: bool = False, seed: int = 0
     """A loop that is fed, as ``fit`` opens it."""
     loop = make_loop(workload, seed=seed, **{"target_batch": 7, "micro_batch": 3, "steps": 6, **options})
     with open_feed(
-        workload, loop.course.windows, seed=seed, workers=workers, sample_seeds=sample_seeds
+        workload, loop.sampler.batches, seed=seed, workers=workers, sample_seeds=sample_seeds
     ) as feed:
         loop.feed = feed
         yield loop
@@ -67,12 +67,12 @@ def looping(workload, *, workers: int, sample_seeds: bool = False, seed: int = 0
 def drawn(*, workers: int, micro_batch: int, start: int = 0, seed: int = 5) -> list[tuple[int, list[float]]]:
     """Every sample of a run in order, with what its data set drew."""
     workload = make_workload(train_data=Recorded(*points(dtype=torch.float32).columns))
-    course = Course(samples=24, target_batch=10, seed=seed, epochs=2)
+    sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=seed, epochs=2)
     found = []
-    with open_feed(workload, course.windows, seed=seed, workers=workers, sample_seeds=True) as feed:
+    with open_feed(workload, sampler.batches, seed=seed, workers=workers, sample_seeds=True) as feed:
         assert feed is not None
-        for window in course.windows(start):
-            for ids, inputs, _ in feed.joined(window, micro_batch):
+        for window in sampler.batches(start):
+            for ids, inputs, _ in feed.collated(window, micro_batch):
                 found += list(zip(ids.tolist(), inputs.tolist(), strict=True))
     return found
 
@@ -139,12 +139,12 @@ def test_seeds_of_neighbours_have_nothing_in_common() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_generators_of_the_run_do_not_notice(workers: int) -> None:
     workload = augmented()
-    course = Course(samples=24, target_batch=10, seed=0, steps=3)
+    sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=3)
     before = capture_random_state()
-    with open_feed(workload, course.windows, seed=0, workers=workers, sample_seeds=True) as feed:
+    with open_feed(workload, sampler.batches, seed=0, workers=workers, sample_seeds=True) as feed:
         assert feed is not None
-        for window in course.windows():
-            for _ in feed.joined(window, 4):
+        for window in sampler.batches():
+            for _ in feed.collated(window, 4):
                 now = capture_random_state()
                 assert now.python == before.python
                 assert np.array_equal(now.numpy[1], before.numpy[1])
@@ -165,7 +165,7 @@ def test_a_run_trains_the_same_with_and_without_workers(kind: str) -> None:
         with looping(workload, workers=workers, sample_seeds=True, **options) as loop:
             records = list(loop.run())
             assert [record.micro_batch for record in records] == [3] * 6
-            prints.add(fingerprint(loop.trainee.model))
+            prints.add(fingerprint(loop.train_state.model))
     assert len(prints) == 1
 
 
@@ -178,7 +178,7 @@ def test_a_collate_that_draws_is_seeded_too() -> None:
     for workers in (0, 1, 2):
         with looping(augmented(collate=collate), workers=workers, sample_seeds=True) as loop:
             list(loop.run())
-            prints.add(fingerprint(loop.trainee.model))
+            prints.add(fingerprint(loop.train_state.model))
     assert len(prints) == 1
 
 
@@ -197,12 +197,12 @@ def test_arrays_and_objects_come_as_the_collate_made_them() -> None:
         return {"rows": np.stack([inputs.numpy() for inputs, _ in samples]), "names": ["a"], "n": None}
 
     workload = augmented(collate=collate)
-    course = Course(samples=24, target_batch=10, seed=0, steps=1)
+    sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=1)
     batches = []
     for workers in (0, 1):
-        with open_feed(workload, course.windows, seed=0, workers=workers, sample_seeds=True) as feed:
+        with open_feed(workload, sampler.batches, seed=0, workers=workers, sample_seeds=True) as feed:
             assert feed is not None
-            batches.append([batch for window in course.windows() for batch in feed.joined(window, 5)])
+            batches.append([batch for window in sampler.batches() for batch in feed.collated(window, 5)])
     for here, there in zip(*batches, strict=True):
         assert isinstance(there["rows"], np.ndarray)
         assert np.array_equal(here["rows"], there["rows"])
@@ -234,7 +234,7 @@ def test_a_replay_in_smaller_micro_batches_sees_the_same_samples(workers: int) -
 class Meter(Watching):
     """A card that holds two samples less than it was asked to."""
 
-    def adopt(self, tensors) -> None:
+    def count(self, tensors) -> None:
         tensors = list(tensors)
         if len(tensors[0]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -247,12 +247,12 @@ def test_the_stream_begins_anew_as_often_as_memory_runs_out() -> None:
     workload = augmented(model=lambda: network(torch.float32))
     with looping(workload, workers=2, micro_batch=7, meter=Meter(None)) as loop:
         records = list(loop.run())
-        smaller = fingerprint(loop.trainee.model)
+        smaller = fingerprint(loop.train_state.model)
     assert [record.micro_batch for record in records] == [2] * 6
     assert loop.oom_recoveries == 2
     with looping(workload, workers=0, sample_seeds=True, micro_batch=2) as loop:
         list(loop.run())
-        assert fingerprint(loop.trainee.model) == smaller
+        assert fingerprint(loop.train_state.model) == smaller
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 2), (2, 0), (2, 3)])
@@ -260,7 +260,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, first: int, then:
     """Stopped at a checkpoint that was not the newest when it ended, and gone on with other workers."""
     with looping(augmented(), workers=0, sample_seeds=True) as loop:
         list(loop.run())
-        expected = fingerprint(loop.trainee.model)
+        expected = fingerprint(loop.train_state.model)
     settings = RunSettings(out=tmp_path, checkpoint_every=2, keep_last=3, facts={}, resume_hint="")
 
     class Stop(Silent):
@@ -271,11 +271,11 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, first: int, then:
     with looping(augmented(), workers=first, sample_seeds=True) as loop, pytest.raises(KeyError):
         train(loop, settings, Stop(), None)
     resumed = load_newest(tmp_path / "checkpoints")
-    assert resumed.state["counters"]["windows_seen"] == 4
+    assert resumed.state["counters"]["batches_seen"] == 4
     with looping(augmented(), workers=then, sample_seeds=True) as loop:
         restore_loop(loop, resumed.state, same_hardware=True)
         train(loop, settings, Silent(), resumed)
-        assert fingerprint(loop.trainee.model) == expected
+        assert fingerprint(loop.train_state.model) == expected
 
 
 class Broken(Rows):
@@ -293,7 +293,7 @@ def test_an_error_of_the_data_is_told_with_its_place(workers: int) -> None:
     workload = make_workload(train_data=Broken(*points().columns))
     with looping(workload, workers=workers, steps=8) as loop, pytest.raises(ValueError) as caught:  # noqa: PT011
         list(loop.run())
-    complaint = complaint_of(caught.value)
+    complaint = describe_failure(caught.value)
     assert complaint.exit_code == 2
     assert complaint.line == (
         f"the workload's data raised ValueError: no such picture ({__file__}:{BROKEN_LINE})"
@@ -368,7 +368,9 @@ class Deadly(Rows):
 
 def test_a_worker_that_is_killed_is_told_and_the_others_end() -> None:
     with looping(make_workload(train_data=Deadly(*points().columns)), workers=2, steps=8) as loop:
-        with pytest.raises(WorkerLost, match=r"worker \d+ ended \(signal SIGKILL\): .* fewer --workers"):
+        with pytest.raises(
+            LoaderWorkerCrashed, match=r"worker \d+ ended \(signal SIGKILL\): .* fewer --workers"
+        ):
             list(loop.run())
         assert isinstance(loop.feed, WorkerFeed)
     assert not multiprocessing.active_children()
@@ -383,7 +385,7 @@ def test_a_worker_that_is_killed_while_nobody_waits_is_told_at_the_next_micro_ba
         os.kill(victim.pid, signal.SIGKILL)
         victim.join()
         time.sleep(0.05)  # nothing is raised here
-        with pytest.raises(WorkerLost, match=str(victim.pid)):
+        with pytest.raises(LoaderWorkerCrashed, match=str(victim.pid)):
             list(run)
     assert not multiprocessing.active_children()
     assert signal.getsignal(signal.SIGCHLD) is before
@@ -418,13 +420,13 @@ def test_off_the_main_thread_no_signal_is_touched() -> None:
 
 
 def test_what_workers_cannot_be_sent_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = SeededJoin(data=points(), collate=None, seed=0)
-    window = Window(0, 0, list(range(4)))
-    (batch,) = SeededFeed(join).joined(window, 4)
+    join = SeededCollate(data=points(), collate=None, seed=0)
+    window = GlobalBatch(0, 0, list(range(4)))
+    (batch,) = SeededFeed(join).collated(window, 4)
     assert why_not_sent(join, batch) is None
     assert "cannot be sent" in (why_not_sent(join, {"lock": threading.Lock()}) or "")
     assert "on a card" in (why_not_sent(join, torch.empty(1, device="meta")) or "")
-    local = SeededJoin(data=points(), collate=lambda samples: samples, seed=0)
+    local = SeededCollate(data=points(), collate=lambda samples: samples, seed=0)
     assert why_not_sent(local, batch) is None or sys.platform != "linux"
     monkeypatch.setattr("autobatch.workload.loader.start_method", lambda: None)
     assert "cannot be sent" in (why_not_sent(local, batch) or "")
@@ -510,11 +512,11 @@ def fed_in_a_fork(tell: int) -> None:
     """Be fed for ever, by workers whose ids are told."""
     os.setsid()
     workload = make_workload(train_data=Slow(*points().columns))
-    course = Course(samples=24, target_batch=7, seed=0, steps=10**9)
-    with stop_on_signals(), open_feed(workload, course.windows, seed=0, workers=2) as feed:
+    sampler = GlobalBatchSampler(samples=24, target_batch=7, seed=0, steps=10**9)
+    with stop_on_signals(), open_feed(workload, sampler.batches, seed=0, workers=2) as feed:
         assert feed is not None
-        for window in course.windows():
-            for _ in feed.joined(window, 7):
+        for window in sampler.batches():
+            for _ in feed.collated(window, 7):
                 workers = [child.pid for child in multiprocessing.active_children()]
                 os.write(tell, f"{json.dumps(workers)}\n".encode())
 
@@ -554,19 +556,19 @@ def test_an_error_in_a_worker_exits_with_2_and_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_card_batches_come_in_memory_that_it_reads_by_itself() -> None:
+def test_on_a_gpu_batches_come_in_memory_that_it_reads_by_itself() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA card")
     workload = augmented()
-    course = Course(samples=24, target_batch=10, seed=0, steps=3)
-    card = torch.device("cuda", torch.cuda.device_count() - 1)
+    sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=3)
+    gpu = torch.device("cuda", torch.cuda.device_count() - 1)
     batches = []
     for workers in (0, 2):
         with open_feed(
-            workload, course.windows, seed=0, workers=workers, sample_seeds=True, card=card
+            workload, sampler.batches, seed=0, workers=workers, sample_seeds=True, gpu=gpu
         ) as feed:
             assert feed is not None
-            batches.append([batch for window in course.windows() for batch in feed.joined(window, 4)])
+            batches.append([batch for window in sampler.batches() for batch in feed.collated(window, 4)])
     assert all(tensor.is_pinned() for batch in batches[1] for tensor in batch)
     for here, there in zip(*batches, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.errors import InputError
-from autobatch.training.run_folder import claimed, folder_of
+from autobatch.training.run_folder import claim_folder, folder_of
 
 
 def hold(out: Path, talk: Connection) -> None:
-    with claimed(out):
+    with claim_folder(out):
         talk.send("held")
         talk.recv()
 
@@ -25,20 +25,20 @@ def test_a_folder_is_one_runs_alone_until_that_ends_however_it_does(tmp_path: Pa
     other.start()
     try:
         assert here.recv() == "held"
-        with pytest.raises(InputError, match="another run is writing to"), claimed(tmp_path):
+        with pytest.raises(InputError, match="another run is writing to"), claim_folder(tmp_path):
             pass
     finally:
         other.kill()
         other.join()
-    with claimed(tmp_path):
+    with claim_folder(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
 def test_what_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
-    with claimed(tmp_path / "a" / "b"):
+    with claim_folder(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()
     assert not (tmp_path / "a").exists()
-    with claimed(tmp_path / "a" / "b"):
+    with claim_folder(tmp_path / "a" / "b"):
         (tmp_path / "a" / "b" / "run.log").touch()
     assert (tmp_path / "a" / "b" / "run.log").exists()
 
@@ -46,7 +46,7 @@ def test_what_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
-        with pytest.raises(InputError, match=f"the run's folder {out} cannot be made: "), claimed(out):
+        with pytest.raises(InputError, match=f"the run's folder {out} cannot be made: "), claim_folder(out):
             pass
 
 

@@ -29,45 +29,45 @@ from tests.training.helpers import (
 )
 
 
-@pytest.mark.parametrize("last_window", ["carry", "flush", "drop"])
+@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 7, 50])
-def test_a_run_is_that_of_whole_windows(last_window: str, micro_batch: int) -> None:
+def test_a_run_is_that_of_whole_windows(last_batch: str, micro_batch: int) -> None:
     """24 samples by windows of 7 over 3 epochs, momentum and decay included."""
     workload = make_workload(
         optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01)
     )
     loop = make_loop(
-        workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_window=last_window
+        workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_batch=last_batch
     )
     records = list(loop.run())
-    windows = [window.ids for window in loop.course.windows()]
+    windows = [window.ids for window in loop.sampler.batches()]
     expected, losses = reference(workload, windows, mean_loss)
-    assert apart(weights(loop.trainee.model), expected) <= 1e-12
+    assert apart(weights(loop.train_state.model), expected) <= 1e-12
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
-    assert len(records) == loop.course.total == {"carry": 11, "flush": 12, "drop": 9}[last_window]
+    assert len(records) == loop.sampler.total == {"carry": 11, "flush": 12, "drop": 9}[last_batch]
     assert records[-1].samples == sum(map(len, windows))
 
 
-@pytest.mark.parametrize("last_window", ["carry", "flush", "drop"])
+@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 50])
-def test_a_run_with_a_loss_over_the_whole_batch_is_that_of_whole_windows(last_window, micro_batch) -> None:
+def test_a_run_with_a_loss_over_the_whole_batch_is_that_of_whole_windows(last_batch, micro_batch) -> None:
     """The last window may be short: its loss is over fewer samples then."""
     workload = make_workload(
         loss=INFO_NCE, optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9)
     )
     loop = make_loop(
-        workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_window=last_window
+        workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_batch=last_batch
     )
     records = list(loop.run())
-    windows = [window.ids for window in loop.course.windows()]
+    windows = [window.ids for window in loop.sampler.batches()]
     expected, losses = reference(workload, windows, INFO_NCE)
-    assert apart(weights(loop.trainee.model), expected) <= 1e-12
+    assert apart(weights(loop.train_state.model), expected) <= 1e-12
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
-    assert loop.noise.estimate().windows == 0
+    assert loop.noise.estimate().batches == 0
 
 
-@pytest.mark.parametrize(("last_window", "expected"), [("flush", -2.0), ("carry", -2.0), ("drop", -0.0)])
-def test_a_short_last_window_is_a_whole_step(last_window: str, expected: float) -> None:
+@pytest.mark.parametrize(("last_batch", "expected"), [("flush", -2.0), ("carry", -2.0), ("drop", -0.0)])
+def test_a_short_last_window_is_a_whole_step(last_batch: str, expected: float) -> None:
     """Five samples by fours, gradient 1 each: loops that divide by 4 all the same end at -1.25."""
 
     class One(nn.Module):
@@ -81,17 +81,17 @@ def test_a_short_last_window_is_a_whole_step(last_window: str, expected: float) 
         loss=lambda model, batch: (model.weight * batch[0]).mean(),
         learning_rate=1.0,
     )
-    loop = make_loop(workload, target_batch=4, micro_batch=1, steps=None, epochs=1, last_window=last_window)
+    loop = make_loop(workload, target_batch=4, micro_batch=1, steps=None, epochs=1, last_batch=last_batch)
     steps = len(list(loop.run()))
-    assert float(loop.trainee.model.weight.detach()) == (expected if last_window != "drop" else -1.0)
-    assert steps == (1 if last_window == "drop" else 2)
+    assert float(loop.train_state.model.weight.detach()) == (expected if last_batch != "drop" else -1.0)
+    assert steps == (1 if last_batch == "drop" else 2)
 
 
 def test_a_window_larger_than_the_data_takes_it_several_times() -> None:
     loop = make_loop(make_workload(), target_batch=60, micro_batch=7, steps=2)
-    expected, _ = reference(loop.workload, [w.ids for w in loop.course.windows()], mean_loss)
+    expected, _ = reference(loop.workload, [w.ids for w in loop.sampler.batches()], mean_loss)
     assert [record.samples for record in loop.run()] == [60, 120]
-    assert apart(weights(loop.trainee.model), expected) <= 1e-12
+    assert apart(weights(loop.train_state.model), expected) <= 1e-12
 
 
 def test_the_schedule_ends_exactly_with_the_run() -> None:
@@ -106,7 +106,7 @@ def test_the_schedule_ends_exactly_with_the_run() -> None:
     assert seen == [11] == [len(records)]
     rates = [record.learning_rate for record in records]
     assert rates == pytest.approx([0.1 * (1 - k / 11) for k in range(11)])
-    assert loop.trainee.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
+    assert loop.train_state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
 def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
@@ -120,19 +120,19 @@ def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(value, precision) -> None:
     workload = make_workload(model=lambda: network(torch.float32))
-    bad = list(make_loop(workload, target_batch=6, steps=4).course.windows())[2].ids[4]
+    bad = list(make_loop(workload, target_batch=6, steps=4).sampler.batches())[2].ids[4]
     workload = make_workload(model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value}))
     loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
     run = loop.run()
     next(run)
     next(run)
-    before = weights(loop.trainee.model)
+    before = weights(loop.train_state.model)
     random_state = torch.get_rng_state()
     with pytest.raises(NonFiniteError, match=rf"loss \(nan\) of step 3 .* sample {bad} does it alone"):
         next(run)
-    assert torch.equal(weights(loop.trainee.model), before)
+    assert torch.equal(weights(loop.train_state.model), before)
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert loop.windows_seen == loop.steps_applied == 2
+    assert loop.batches_seen == loop.steps_applied == 2
 
 
 def test_of_a_loss_over_the_whole_batch_the_sample_is_named_whose_row_is_not_finite() -> None:
@@ -156,12 +156,12 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss(
         return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
 
     loop = make_loop(make_workload(loss=loss), target_batch=6, steps=4)
-    before = weights(loop.trainee.model)
+    before = weights(loop.train_state.model)
     with pytest.raises(
         NonFiniteError, match="the gradient of step 1 is not finite: no step was taken; samples"
     ):
         next(loop.run())
-    assert torch.equal(weights(loop.trainee.model), before)
+    assert torch.equal(weights(loop.train_state.model), before)
 
 
 def test_a_gradient_that_is_not_finite_stops_the_other_optimizer_too() -> None:
@@ -173,10 +173,10 @@ def test_a_gradient_that_is_not_finite_stops_the_other_optimizer_too() -> None:
         return [torch.optim.SGD(params[:2], lr=lr), torch.optim.SGD(params[2:], lr=lr)]
 
     loop = make_loop(make_workload(loss=loss, optimizer=optimizers), target_batch=6, steps=4)
-    before = weights(loop.trainee.model)
+    before = weights(loop.train_state.model)
     with pytest.raises(NonFiniteError, match="the gradient of step 1"):
         next(loop.run())
-    assert torch.equal(weights(loop.trainee.model), before)
+    assert torch.equal(weights(loop.train_state.model), before)
 
 
 def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
@@ -191,7 +191,7 @@ def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
     )
     records = list(loop.run())
     assert [(r.applied, r.loss, r.count) for r in records] == [(False, None, 0.0)] * 3
-    assert (loop.windows_seen, loop.steps_applied, loop.schedules[0].last_epoch) == (3, 0, 0)
+    assert (loop.batches_seen, loop.steps_applied, loop.schedules[0].last_epoch) == (3, 0, 0)
 
 
 TOKENS = {"model": language_model, "train_data": tokens(), "loss": token_loss}
@@ -205,9 +205,9 @@ def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int, fields: 
     loop = make_loop(workload, micro_batch=micro_batch, target_batch=7, steps=None, epochs=1)
     ticks = count(step=0.5)
     loop.clock = lambda: next(ticks)
-    model = make_loop(workload).trainee.model
+    model = make_loop(workload).train_state.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for record, window in zip(loop.run(), loop.course.windows(), strict=True):
+    for record, window in zip(loop.run(), loop.sampler.batches(), strict=True):
         batch = torch.utils.data.default_collate([workload.train_data[index] for index in window.ids])
         found = workload.loss(model, batch)
         total, items = found if isinstance(found, Loss) else (found * len(window.ids), len(window.ids))
@@ -226,7 +226,7 @@ def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int, fields: 
 
 def test_a_gradient_that_a_model_comes_with_is_no_part_of_the_first_window() -> None:
     loop, other = make_loop(make_workload(), steps=1), make_loop(make_workload(), steps=1)
-    for parameter in other.trainee.parameters:
+    for parameter in other.train_state.parameters:
         parameter.grad = torch.ones_like(parameter)
     list(loop.run()), list(other.run())
-    assert torch.equal(weights(loop.trainee.model), weights(other.trainee.model))
+    assert torch.equal(weights(loop.train_state.model), weights(other.train_state.model))

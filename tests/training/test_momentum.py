@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.training.batchnorm import batch_norms, matched_momentum
+from autobatch.training.batchnorm import batch_norms, rescaled_momentum
 from tests.training.faults import Fault, Quick, Watching
 from tests.training.helpers import apart, make_loop, make_workload, network, points
 
@@ -29,12 +29,12 @@ def norm_loop(micro_batch: int, *, auto: bool, momentum: float | None = 0.1, fau
         device=Quick(memory_budget="1GiB"),
     )
     if auto:
-        loop.rescaled_norms = batch_norms(loop.trainee.model)
+        loop.rescaled_norms = batch_norms(loop.train_state.model)
     return loop
 
 
 def statistics(loop) -> torch.Tensor:
-    norm = loop.trainee.model[0]
+    norm = loop.train_state.model[0]
     return torch.cat([norm.running_mean, norm.running_var])
 
 
@@ -59,7 +59,7 @@ def test_they_are_when_memory_runs_out_and_there_are_more_micro_batches() -> Non
     seen = []
     with fault:
         for record in loop.run():
-            assert loop.trainee.model[0].momentum == 0.1
+            assert loop.train_state.model[0].momentum == 0.1
             seen.append(record.accumulation_steps)
             fault.armed = record.step == 1
     assert seen == [2, 4, 4, 4]
@@ -70,9 +70,9 @@ def test_an_average_over_everything_is_left_alone() -> None:
     """Without a momentum every micro-batch weighs the same, and the mean is that of all samples."""
     loop = norm_loop(128, auto=True, momentum=None)
     list(loop.run())
-    windows = list(loop.course.windows())
+    windows = list(loop.sampler.batches())
     inputs = torch.stack([loop.workload.train_data.columns[0][window.ids] for window in windows])
-    assert apart(loop.trainee.model[0].running_mean, inputs.mean((0, 1))) <= 1e-12
+    assert apart(loop.train_state.model[0].running_mean, inputs.mean((0, 1))) <= 1e-12
 
 
 def test_the_momentum_comes_back_after_an_error() -> None:
@@ -83,7 +83,7 @@ def test_the_momentum_comes_back_after_an_error() -> None:
     ]
 
     def fail() -> None:
-        with matched_momentum(norms, 4):
+        with rescaled_momentum(norms, 4):
             assert 1 - (1 - norms[0].momentum) ** 4 == pytest.approx(0.3)
             assert [norm.momentum for norm in norms[1:]] == [None, 1.0]
             raise KeyError

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from autobatch.training.noise_scale import KEPT_WINDOWS, LEAST_WINDOWS, NoiseEstimate, NoiseScale
+from autobatch.training.noise_scale import KEPT_BATCHES, LEAST_BATCHES, NoiseEstimate, NoiseScale
 
 
 def of_norms(rows) -> NoiseEstimate:
@@ -31,7 +31,7 @@ def drawn(generator, *, truth: torch.Tensor, spread: float, first: int, window: 
 
 def test_expected_norms_give_the_noise_scale_itself() -> None:
     """E|G_B|² = |G|² + tr(Σ)/B, with |G|² = 3 and tr(Σ) = 600."""
-    found = of_norms([(3 + 600 / 8, 8, 3 + 600 / 64, 64)] * LEAST_WINDOWS)
+    found = of_norms([(3 + 600 / 8, 8, 3 + 600 / 64, 64)] * LEAST_BATCHES)
     assert found.gradient_norm_sq == pytest.approx(3)
     assert found.trace == pytest.approx(600)
     assert [found.noise_scale, found.low, found.high] == pytest.approx([200] * 3)
@@ -46,7 +46,7 @@ def test_it_is_unbiased_over_all_windows_that_there_are() -> None:
     for ids in itertools.product(range(3), repeat=4):
         window = samples[list(ids)]
         rows.append((window[0].square().sum().item(), 1, window.mean(0).square().sum().item(), 4))
-    assert len(rows) >= LEAST_WINDOWS
+    assert len(rows) >= LEAST_BATCHES
     found = of_norms(rows)
     assert found.gradient_norm_sq == pytest.approx(truth.square().sum().item(), rel=1e-12)
     assert found.trace == pytest.approx(trace, rel=1e-12)
@@ -81,7 +81,7 @@ def test_gradients_of_a_model_give_that_of_its_data() -> None:
     truth = by_hand.mean(0)
     exact = ((by_hand - truth).square().sum(1).mean() / truth.square().sum()).item()
     rows = []
-    for _ in range(KEPT_WINDOWS):
+    for _ in range(KEPT_BATCHES):
         ids = torch.randint(256, (16,), generator=generator)
         (inputs[ids[:4]] @ weight - targets[ids[:4]]).square().sum().div(16).backward()
         first = (weight.grad.norm() * 16 / 4).item() ** 2
@@ -113,9 +113,9 @@ def test_no_noise_at_all() -> None:
 
 
 def test_too_few_windows_say_nothing() -> None:
-    rows = [(78.0, 8, 12.375, 64)] * (LEAST_WINDOWS - 1)
+    rows = [(78.0, 8, 12.375, 64)] * (LEAST_BATCHES - 1)
     found = of_norms(rows)
-    assert found == NoiseEstimate(windows=LEAST_WINDOWS - 1)
+    assert found == NoiseEstimate(batches=LEAST_BATCHES - 1)
     assert found.verdict(64) == "unknown"
     assert found.sentence(64).startswith(
         "The gradient noise scale is unknown: 49 windows were measured, and 50"
@@ -126,7 +126,7 @@ def test_too_few_windows_say_nothing() -> None:
     "row", [(1.0, 8, 1.0, 8), (math.nan, 8, 1.0, 64), (1.0, 8, math.inf, 64), (1.0, 0, 1.0, 64)]
 )
 def test_what_tells_nothing_is_passed_over(row) -> None:
-    assert of_norms([row] * 60).windows == 0
+    assert of_norms([row] * 60).batches == 0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_tells_nothing_is_passed_over(row) -> None:
     ],
 )  # fmt: skip
 def test_the_advice(batch: int, verdict: str, words: str) -> None:
-    found = NoiseEstimate(windows=80, noise_scale=200.0, low=180.0, high=230.0)
+    found = NoiseEstimate(batches=80, noise_scale=200.0, low=180.0, high=230.0)
     assert found.verdict(batch) == verdict
     sentence = found.sentence(batch)
     assert sentence.startswith(
@@ -149,7 +149,7 @@ def test_the_advice(batch: int, verdict: str, words: str) -> None:
 
 
 def test_a_wide_band_gives_no_advice() -> None:
-    found = NoiseEstimate(windows=80, noise_scale=200.0, low=10.0, high=4000.0)
+    found = NoiseEstimate(batches=80, noise_scale=200.0, low=10.0, high=4000.0)
     assert found.verdict(200) == "unclear"
     assert "too wide to say" in found.sentence(200)
 
@@ -167,4 +167,4 @@ def test_a_resumed_run_goes_on_from_where_it_was() -> None:
     for one in (noise, other):
         for row in rows[350:]:
             one.observe(*row)
-    assert other.estimate() == noise.estimate() == of_norms(rows[-KEPT_WINDOWS:])
+    assert other.estimate() == noise.estimate() == of_norms(rows[-KEPT_BATCHES:])

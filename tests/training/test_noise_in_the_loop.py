@@ -55,7 +55,7 @@ def test_the_noise_scale_is_that_of_the_samples(counted: bool) -> None:
     gradients = -2 * values
     true = gradients.var(dim=0, correction=1).sum() / gradients.mean(dim=0).square().sum()
     found = loop.noise.estimate()
-    assert found.windows == 400
+    assert found.batches == 400
     assert found.low < true < found.high
     assert found.noise_scale == pytest.approx(float(true), rel=0.25)
 
@@ -65,7 +65,7 @@ def test_measuring_changes_no_step() -> None:
         loop = make_loop(make_workload(train_data=points()), target_batch=12, micro_batch=5, steps=9)
         loop.noise.every = every
         list(loop.run())
-        return torch.cat([p.detach().flatten() for p in loop.trainee.model.parameters()])
+        return torch.cat([p.detach().flatten() for p in loop.train_state.model.parameters()])
 
     assert torch.equal(weights(1), weights(10**9))
 

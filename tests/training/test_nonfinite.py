@@ -39,7 +39,7 @@ def plain_loss(model: nn.Module, batch) -> torch.Tensor:
 
 
 def order() -> list[list[int]]:
-    return [w.ids for w in make_loop(make_workload(), target_batch=TARGET, steps=STEPS).course.windows()]
+    return [w.ids for w in make_loop(make_workload(), target_batch=TARGET, steps=STEPS).sampler.batches()]
 
 
 def data(kind: int, *windows: int) -> Rows:
@@ -71,16 +71,16 @@ def test_a_skipped_window_moves_nothing_but_its_own_counter(kind: int) -> None:
     samples = data(kind, 1)
     samples.columns[0][order()[1][2]] = math.inf if kind == 1 else 3.0
     loop = open_loop(samples, model=normalised, ema=0.9)
-    trainee = loop.trainee
+    train_state = loop.train_state
     run = loop.run()
     next(run)
 
     def state() -> list[torch.Tensor]:
         steps = [
             torch.stack([s["exp_avg"].sum(), s["step"].double()])
-            for s in trainee.optimizers[0].state.values()
+            for s in train_state.optimizers[0].state.values()
         ]
-        return [weights(trainee.model), *trainee.average.tensors(), *steps]
+        return [weights(train_state.model), *train_state.average.tensors(), *steps]
 
     before = [tensor.clone() for tensor in state()]
     schedule = loop.schedules[0].state_dict()
@@ -90,7 +90,7 @@ def test_a_skipped_window_moves_nothing_but_its_own_counter(kind: int) -> None:
     assert record.grad_norm is None
     assert all(torch.equal(one, two) for one, two in zip(state(), before, strict=True))
     assert loop.schedules[0].state_dict() == schedule
-    assert (loop.windows_seen, loop.steps_applied, record.samples) == (2, 1, 2 * TARGET)
+    assert (loop.batches_seen, loop.steps_applied, record.samples) == (2, 1, 2 * TARGET)
     assert next(run).applied
     assert [record.applied for record in run] == [True]
     assert all(torch.isfinite(tensor).all() for tensor in state())
@@ -104,7 +104,7 @@ def test_the_rest_of_the_run_is_that_of_the_other_windows(kind: int) -> None:
         train_data=data(kind, 1, 2), optimizer=lambda params, lr: Halving(params, lr=lr)
     )
     expected, _ = reference(one_by_one, [order()[0], order()[3]], plain_loss)
-    assert apart(weights(loop.trainee.model), expected) <= 1e-12
+    assert apart(weights(loop.train_state.model), expected) <= 1e-12
 
 
 class Halving(torch.optim.AdamW):
@@ -120,7 +120,7 @@ def test_the_fourth_in_a_row_ends_the_run_and_names_its_samples() -> None:
     loop = open_loop(data(1, 0, 1, 2, 3))
     run = loop.run()
     assert [next(run).applied for _ in range(3)] == [False] * 3
-    before = weights(loop.trainee.model)
+    before = weights(loop.train_state.model)
     bad = order()[3][2]
     with pytest.raises(
         NonFiniteError,
@@ -128,8 +128,8 @@ def test_the_fourth_in_a_row_ends_the_run_and_names_its_samples() -> None:
         rf"sample {bad} does it alone",
     ):
         next(run)
-    assert torch.equal(weights(loop.trainee.model), before)
-    assert (loop.windows_seen, loop.steps_applied) == (3, 0)
+    assert torch.equal(weights(loop.train_state.model), before)
+    assert (loop.batches_seen, loop.steps_applied) == (3, 0)
 
 
 def test_a_step_in_between_starts_the_count_anew() -> None:

@@ -28,37 +28,39 @@ from tests.training.helpers import apart, fingerprint, make_loop, points, weight
 
 @pytest.mark.parametrize("make", [plain, stateful, contrastive, stateful_contrastive])
 def test_at_every_operator_the_window_is_run_again_as_if_planned_smaller(make) -> None:
-    undisturbed = weights(train(make(), None)[0].trainee.model)
-    smaller = fingerprint(train(make(), None, shrink_to=2)[0].trainee.model)
+    undisturbed = weights(train(make(), None)[0].train_state.model)
+    smaller = fingerprint(train(make(), None, shrink_to=2)[0].train_state.model)
     with phases_of(make()) as phases:
         struck = [index for index, phase in phases if phase != "step"]
     assert len(struck) > 60
     for index in struck[:: 3 if make is stateful_contrastive else 1]:
         loop, records = train(make(), Fault(index))
-        assert fingerprint(loop.trainee.model) == smaller, f"operator {index} ({phases[index][1]})"
+        assert fingerprint(loop.train_state.model) == smaller, f"operator {index} ({phases[index][1]})"
         if make in (plain, contrastive):
-            assert apart(weights(loop.trainee.model), undisturbed) <= 1e-12
+            assert apart(weights(loop.train_state.model), undisturbed) <= 1e-12
         assert [record.recovered is not None for record in records] == [False, True, False]
         assert "Tried to allocate" in records[1].recovered
         assert [record.micro_batch for record in records] == [4, 2, 2]
         assert [record.oom_recoveries for record in records] == [0, 1, 1]
-        assert (loop.steps_applied, loop.windows_seen) == (3, 3)
+        assert (loop.steps_applied, loop.batches_seen) == (3, 3)
 
 
 @pytest.mark.parametrize(("make", "each"), [(plain, 1), (stateful, 4)])
-def test_at_every_operator_of_a_simulated_card_too(make, each, tmp_path: Path, monkeypatch) -> None:
+def test_at_every_operator_of_a_simulated_gpu_too(make, each, tmp_path: Path, monkeypatch) -> None:
     """Every storage goes through the allocator's model there: nothing of the failed attempt is left in it."""
     # What is freed is freed at once here, and looking for more takes longer than all the rest.
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
-    card = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="1GiB")
-    undisturbed = weights(train(make(), None)[0].trainee.model)
-    smaller, planned = train(make(), None, shrink_to=2, device=card)
+    gpu = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="1GiB")
+    undisturbed = weights(train(make(), None)[0].train_state.model)
+    smaller, planned = train(make(), None, shrink_to=2, device=gpu)
     with phases_of(make()) as phases:
         struck = [index for index, phase in phases if phase != "step"]
     for index in struck[::each]:
-        loop, records = train(make(), Fault(index), device=card)
-        assert fingerprint(loop.trainee.model) == fingerprint(smaller.trainee.model), f"operator {index}"
-        assert make is stateful or apart(weights(loop.trainee.model), undisturbed) <= 1e-12
+        loop, records = train(make(), Fault(index), device=gpu)
+        assert fingerprint(loop.train_state.model) == fingerprint(smaller.train_state.model), (
+            f"operator {index}"
+        )
+        assert make is stateful or apart(weights(loop.train_state.model), undisturbed) <= 1e-12
         assert [record.micro_batch for record in records] == [4, 2, 2]
         assert records[-1].peak_reserved_bytes == planned[-1].peak_reserved_bytes
 
@@ -80,14 +82,14 @@ def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(make) -> None:
     train(make(torch.float32), fault, precision="fp16")
     for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "loss", "backward")][::7]:
         loop, _ = train(make(torch.float32), Fault(index), precision="fp16")
-        assert fingerprint(loop.trainee.model) == fingerprint(smaller.trainee.model)
-        assert loop.trainee.scaler.state_dict() == smaller.trainee.scaler.state_dict()
+        assert fingerprint(loop.train_state.model) == fingerprint(smaller.train_state.model)
+        assert loop.train_state.scaler.state_dict() == smaller.train_state.scaler.state_dict()
 
 
 def test_twice_in_a_window_halves_twice_and_three_times_end_the_run() -> None:
-    expected = fingerprint(train(plain(), None, shrink_to=1)[0].trainee.model)
+    expected = fingerprint(train(plain(), None, shrink_to=1)[0].train_state.model)
     loop, records = train(plain(), Fault(10, 30))
-    assert fingerprint(loop.trainee.model) == expected
+    assert fingerprint(loop.train_state.model) == expected
     assert [record.micro_batch for record in records] == [4, 1, 1]
     assert loop.oom_recoveries == 2
     big = make_loop(plain(), target_batch=8, micro_batch=8, steps=1)
@@ -144,14 +146,14 @@ def test_forty_recoveries_leave_nothing_behind() -> None:
             fault.armed = False
             if number == 1:
                 before = alive()
-            assert all(p.grad is None for p in loop.trainee.model.parameters())
+            assert all(p.grad is None for p in loop.train_state.model.parameters())
     assert alive() == before
     assert loop.oom_recoveries == 42
 
 
-def test_on_a_simulated_card_a_run_too_large_for_it_comes_to_the_same_weights(tmp_path: Path) -> None:
+def test_on_a_simulated_gpu_a_run_too_large_for_it_comes_to_the_same_weights(tmp_path: Path) -> None:
     """Real refusals of the allocator's model, several in one run, against a run with room for all."""
-    card = load_profile("rtx-4090", user_dir=tmp_path)
+    gpu = load_profile("rtx-4090", user_dir=tmp_path)
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 3)).double()
@@ -160,14 +162,14 @@ def test_on_a_simulated_card_a_run_too_large_for_it_comes_to_the_same_weights(tm
     options = {"target_batch": 4096, "micro_batch": 4096, "steps": 3}
     whole = make_loop(workload, **options)
     losses = [record.loss for record in whole.run()]
-    device = SimulatedDevice(card, memory_budget="64MiB")
+    device = SimulatedDevice(gpu, memory_budget="64MiB")
     with device.training() as meter:
         loop = make_loop(workload, **options, device=device, meter=meter)
-        meter.adopt(tensor.data for tensor in loop.trainee.model.parameters())
+        meter.count(tensor.data for tensor in loop.train_state.model.parameters())
         records = list(loop.run())
     assert loop.oom_recoveries >= 1
     assert records[-1].recovered is None
     assert records[0].peak_reserved_bytes <= device.budget_bytes
     assert records[-1].micro_batch < 4096
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
-    assert apart(weights(loop.trainee.model), weights(whole.trainee.model)) <= 1e-12
+    assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12

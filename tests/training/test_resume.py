@@ -25,15 +25,15 @@ def open_loop(kind: str, **changes):
 
 
 def all_of(loop) -> str:
-    average = loop.trainee.average
-    return fingerprint(loop.trainee.model, *(average.tensors() if average is not None else []))
+    average = loop.train_state.average
+    return fingerprint(loop.train_state.model, *(average.tensors() if average is not None else []))
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_path: Path) -> None:
     straight = open_loop(kind)
     for record in straight.run():
-        save_checkpoint(tmp_path / str(record.step), step=record.step, state=straight.state_dict(), facts={})
+        save_checkpoint(tmp_path / str(record.step), step=record.step, state=capture_loop(straight), facts={})
     expected = all_of(straight)
     if kind.startswith("overflowing"):
         assert straight.steps_applied < STEPS
@@ -61,10 +61,10 @@ def test_each_part_of_the_state_is_needed(part: str) -> None:
     run = straight.run()
     for _ in range(5):
         next(run)
-    state = torch.load(_saved(straight.state_dict()), weights_only=True)
+    state = torch.load(_saved(capture_loop(straight)), weights_only=True)
     list(run)
     loop = open_loop(kind, seed=0)
-    fresh = open_loop(kind, seed=1).state_dict()
+    fresh = capture_loop(open_loop(kind, seed=1))
     if part in state["random"]:
         state["random"][part] = fresh["random"][part]
     elif part == "scaler":
@@ -91,14 +91,14 @@ def test_on_other_hardware_the_windows_stay_and_sums_differ_by_rounding(micro_ba
     run = straight.run()
     for _ in range(4):
         next(run)
-    state = torch.load(_saved(straight.state_dict()), weights_only=True)
+    state = torch.load(_saved(capture_loop(straight)), weights_only=True)
     list(run)
     loop = make_loop(workload, micro_batch=micro_batch, **options)
     restore_loop(loop, state, same_hardware=False)
-    assert [w.ids for w in loop.course.windows(4)] == [w.ids for w in straight.course.windows(4)]
+    assert [w.ids for w in loop.sampler.batches(4)] == [w.ids for w in straight.sampler.batches(4)]
     list(loop.run())
     assert loop.micro_batch == micro_batch
-    assert apart(weights(loop.trainee.model), weights(straight.trainee.model)) <= 1e-12
+    assert apart(weights(loop.train_state.model), weights(straight.train_state.model)) <= 1e-12
 
 
 def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
@@ -118,23 +118,23 @@ def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
     ],
 )
 def test_another_average_than_the_run_was_started_with_is_refused(before, after, said: str) -> None:
-    state = make_loop(make_workload(), ema=before).state_dict()
+    state = capture_loop(make_loop(make_workload(), ema=before))
     with pytest.raises(InputError, match=said):
-        make_loop(make_workload(), ema=after).load_state_dict(state, same_hardware=True)
+        restore_loop(make_loop(make_workload(), ema=after), state, same_hardware=True)
 
 
 def test_a_checkpoint_from_before_there_were_averages_is_read() -> None:
-    state = make_loop(make_workload()).state_dict()
+    state = capture_loop(make_loop(make_workload()))
     del state["average"], state["counters"]["skipped_in_a_row"]
     loop = make_loop(make_workload())
     restore_loop(loop, state, same_hardware=True)
-    assert (loop.trainee.average, loop.skipped_in_a_row) == (None, 0)
+    assert (loop.train_state.average, loop.skipped_in_a_row) == (None, 0)
 
 
 def test_the_state_of_another_model_is_refused_in_one_line() -> None:
-    state = open_loop("augmented").state_dict()
+    state = capture_loop(open_loop("augmented"))
     with pytest.raises(InputError, match="of another model, optimizer or schedule") as caught:
-        open_loop("ragged").load_state_dict(state, same_hardware=True)
+        restore_loop(open_loop("ragged"), state, same_hardware=True)
     assert "\n" not in str(caught.value)
 
 

@@ -27,10 +27,10 @@ def test_a_large_buffer_is_put_back_once_it_was_seen_to_change() -> None:
             self.queue[: len(inputs)] += out.detach().sum(1)
             return out * self.mask[0]
 
-    smaller = fingerprint(train(plain(model=Queue), None, shrink_to=2)[0].trainee.model)
+    smaller = fingerprint(train(plain(model=Queue), None, shrink_to=2)[0].train_state.model)
     loop, _ = train(plain(model=Queue), Fault(40))
-    assert fingerprint(loop.trainee.model) == smaller
-    assert len(loop.trainee.buffers._changing) == 1
+    assert fingerprint(loop.train_state.model) == smaller
+    assert len(loop.train_state.buffers._changing) == 1
     first = make_loop(plain(model=Queue), target_batch=8, micro_batch=4, steps=1)
     with Fault(40) as fault:
         fault.armed = True
@@ -50,6 +50,6 @@ def test_a_buffer_that_the_forward_pass_replaces_is_put_back() -> None:
             self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
             return out
 
-    smaller = fingerprint(train(plain(model=Average), None, shrink_to=2)[0].trainee.model)
+    smaller = fingerprint(train(plain(model=Average), None, shrink_to=2)[0].train_state.model)
     loop, _ = train(plain(model=Average), Fault(40))
-    assert fingerprint(loop.trainee.model) == smaller
+    assert fingerprint(loop.train_state.model) == smaller

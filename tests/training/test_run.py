@@ -67,7 +67,7 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_weights(tmp_path: Path)
     assert (done.optimizer_steps, done.samples, done.resumed_from) == (STEPS, 42, None)
     assert (done.first_loss, done.final_loss) == (rows(tmp_path)[0]["loss"], rows(tmp_path)[-1]["loss"])
     stored = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(stored[k], v) for k, v in loop.trainee.model.state_dict().items())
+    assert all(torch.equal(stored[k], v) for k, v in loop.train_state.model.state_dict().items())
 
 
 def untimed(row: dict) -> dict:
@@ -91,7 +91,7 @@ def test_a_signal_stops_at_the_end_of_the_window_with_a_checkpoint(tmp_path, num
     assert str(caught.value).endswith(f"go on with: {HINT}")
     assert signal.getsignal(number) is before
     loop, done = go_on(out)
-    assert fingerprint(loop.trainee.model) == fingerprint(straight.trainee.model)
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
     assert done.resumed_from == str(out / "checkpoints" / f"step-{at:08d}")
     assert list(map(untimed, rows(out))) == list(map(untimed, rows(tmp_path / "straight")))
 
@@ -144,7 +144,7 @@ def test_a_signal_is_obeyed_during_validation(tmp_path: Path) -> None:
     assert seen == [3, 3]
     assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000006"]
     again, done = go_on(tmp_path, make_workload(validation_data=points(30)))
-    assert again.windows_seen == STEPS
+    assert again.batches_seen == STEPS
     assert done.validation["loss"] > 0
     assert done.optimizer_steps == STEPS
     assert len(rows(tmp_path)) == STEPS
@@ -176,7 +176,7 @@ def test_a_signal_during_a_validation_in_between_does_not_change_the_rest(tmp_pa
         train(open_loop(workload(strike_at=4)), settings(out, validate_every=2), Silent(), None)
     assert [row["step"] for row in rows(out)] == [1, 2]
     loop, _ = go_on(out, workload())
-    assert fingerprint(loop.trainee.model) == fingerprint(straight.trainee.model)
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
 
 
 def test_off_the_main_thread_no_signal_is_touched(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_lines_of_windows_that_are_trained_again_are_dropped(tmp_path: Path) -> 
         train(open_loop(), settings(tmp_path, checkpoint_every=2), Telling(5, fail), None)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    assert load_newest(tmp_path / "checkpoints").state["counters"]["windows_seen"] == 4
+    assert load_newest(tmp_path / "checkpoints").state["counters"]["batches_seen"] == 4
     _, done = go_on(tmp_path)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
     assert done.first_loss == rows(tmp_path)[0]["loss"]
@@ -218,7 +218,7 @@ def test_a_loss_that_is_not_finite_leaves_the_checkpoint_and_says_how_to_go_on(t
         train(loop, settings(tmp_path, checkpoint_every=2), Silent(), None)
     assert HINT in caught.value.__notes__[0]
     found = load_newest(tmp_path / "checkpoints")
-    assert found.state["counters"]["windows_seen"] == 4
+    assert found.state["counters"]["batches_seen"] == 4
     assert all(torch.isfinite(value).all() for value in found.state["model"].values())
 
 
@@ -237,7 +237,7 @@ def test_a_disk_that_fails_ends_the_run_with_the_earlier_checkpoint(tmp_path: Pa
     loop, _ = go_on(tmp_path)
     straight = open_loop()
     list(straight.run())
-    assert fingerprint(loop.trainee.model) == fingerprint(straight.trainee.model)
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
 
 
 def test_out_of_memory_in_the_optimizer_goes_on_smaller(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_out_of_memory_in_the_optimizer_goes_on_smaller(tmp_path: Path) -> None:
         if fault.armed:
             fault.at.add(fault.count + 5)
 
-    loop.trainee.optimizers[0].register_step_pre_hook(strike)
+    loop.train_state.optimizers[0].register_step_pre_hook(strike)
 
     def arm() -> None:
         fault.armed = True
@@ -267,7 +267,7 @@ def test_out_of_memory_in_the_optimizer_goes_on_smaller(tmp_path: Path) -> None:
 def test_out_of_memory_before_the_first_checkpoint_says_what_to_start_with(tmp_path: Path) -> None:
     fault = Fault()
     loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
-    loop.trainee.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
+    loop.train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
     fault.armed = True
     with fault, pytest.raises(RestartSmallerError) as caught:
         train(loop, settings(tmp_path), Silent(), None)

@@ -28,32 +28,32 @@ def fp16_loop(data: Rows, *, ema: float | None = None, **changes):
     return make_loop(workload, target_batch=TARGET, micro_batch=2, steps=4, precision="fp16", ema=ema)
 
 
-def window_of(loop, index: int) -> list[int]:
-    return next(loop.course.windows(index)).ids
+def whole_batch_of(loop, index: int) -> list[int]:
+    return next(loop.sampler.batches(index)).ids
 
 
 def test_an_overflow_in_micro_batch_2_of_4_skips_the_window_and_nothing_else() -> None:
     clean = fp16_loop(flagged(set()))
-    bad = window_of(clean, 1)[2]
+    bad = whole_batch_of(clean, 1)[2]
     loop = fp16_loop(flagged({bad}))
     run = loop.run()
     next(run)
-    scaler = loop.trainee.scaler
-    before = weights(loop.trainee.model)
+    scaler = loop.train_state.scaler
+    before = weights(loop.train_state.model)
     scale = scaler.get_scale()
     schedule = loop.schedules[0].state_dict()
     skipped = next(run)
     assert not skipped.applied
     assert skipped.grad_norm is None
     assert math.isfinite(skipped.loss)
-    assert torch.equal(weights(loop.trainee.model), before)
+    assert torch.equal(weights(loop.train_state.model), before)
     assert scaler.get_scale() == scale / 2
     assert loop.schedules[0].state_dict() == schedule
-    assert (loop.windows_seen, loop.steps_applied, skipped.samples) == (2, 1, 2 * TARGET)
+    assert (loop.batches_seen, loop.steps_applied, skipped.samples) == (2, 1, 2 * TARGET)
     after = next(run)
     assert after.applied
     assert scaler.get_scale() == scale / 2
-    assert (loop.windows_seen, loop.steps_applied) == (3, 2)
+    assert (loop.batches_seen, loop.steps_applied) == (3, 2)
     assert after.learning_rate == skipped.learning_rate == 0.05
 
 
@@ -61,11 +61,11 @@ def test_scaled_training_is_that_without_a_scale() -> None:
     """A scale is a power of two: with the same rounded forward passes it changes nothing."""
     loop = fp16_loop(flagged(set()))
     other = fp16_loop(flagged(set()))
-    other.trainee.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    other.train_state.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for one, two in zip(loop.run(), other.run(), strict=True):
         assert one.loss == pytest.approx(two.loss, rel=1e-3)
         assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-2)
-    assert torch.allclose(weights(loop.trainee.model), weights(other.trainee.model), atol=1e-3)
+    assert torch.allclose(weights(loop.train_state.model), weights(other.train_state.model), atol=1e-3)
 
 
 class Two(nn.Module):
@@ -98,20 +98,20 @@ def by_part(names: list[str]):
 
 
 def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
-    bad = window_of(fp16_loop(flagged(set())), 1)[5]
+    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[5]
     loop = fp16_loop(flagged({bad}), **by_part(["first", "second"]))
-    loop.trainee.max_grad_norm = 0.01
+    loop.train_state.max_grad_norm = 0.01
     run = loop.run()
     next(run)
-    first, second = weights(loop.trainee.model.first), weights(loop.trainee.model.second)
-    scale = loop.trainee.scaler.get_scale()
+    first, second = weights(loop.train_state.model.first), weights(loop.train_state.model.second)
+    scale = loop.train_state.scaler.get_scale()
     record = next(run)
-    moved = (weights(loop.trainee.model.first) - first).norm()
+    moved = (weights(loop.train_state.model.first) - first).norm()
     assert record.applied
     # Clipped by the norm of what is stepped with, not to nothing by the infinite one.
     assert moved == pytest.approx(0.01 * 0.05, rel=1e-2)
-    assert torch.equal(weights(loop.trainee.model.second), second)
-    assert loop.trainee.scaler.get_scale() == scale / 2
+    assert torch.equal(weights(loop.train_state.model.second), second)
+    assert loop.train_state.scaler.get_scale() == scale / 2
     assert [schedule.last_epoch for schedule in loop.schedules] == [2, 1]
     assert next(run).applied
 
@@ -124,24 +124,24 @@ def test_an_optimizer_without_any_gradient_is_no_error() -> None:
 
 def test_gradients_that_overflow_at_every_scale_end_the_run() -> None:
     loop = fp16_loop(flagged(set(range(32))))
-    loop.trainee.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-9)
+    loop.train_state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-9)
     run = loop.run()
     assert not next(run).applied
-    before = weights(loop.trainee.model)
+    before = weights(loop.train_state.model)
     with pytest.raises(NonFiniteError, match=r"gradient of step 2 is not finite at a loss scale of"):
         next(run)
-    assert torch.equal(weights(loop.trainee.model), before)
+    assert torch.equal(weights(loop.train_state.model), before)
 
 
 def test_a_fused_optimizer_skips_an_overflow_too() -> None:
-    bad = window_of(fp16_loop(flagged(set())), 1)[2]
+    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[2]
     loop = fp16_loop(
         flagged({bad}), optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True)
     )
     run = loop.run()
     next(run)
-    before = weights(loop.trainee.model)
+    before = weights(loop.train_state.model)
     assert not next(run).applied
-    assert torch.equal(weights(loop.trainee.model), before)
+    assert torch.equal(weights(loop.train_state.model), before)
     assert next(run).applied
-    assert not torch.equal(weights(loop.trainee.model), before)
+    assert not torch.equal(weights(loop.train_state.model), before)

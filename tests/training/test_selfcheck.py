@@ -13,12 +13,12 @@ import autobatch
 from autobatch.core.errors import InputError
 from autobatch.device.cpu import CpuDevice
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import Bench
-from autobatch.training.batchnorm import matching_momentum, smallest_micro_batch
-from autobatch.training.preflight import check_decomposes
+from autobatch.probing.attempt import TrainSetup
+from autobatch.training.batchnorm import equivalent_momentum, smallest_micro_batch
+from autobatch.training.preflight import check_loss_splits
 from autobatch.workload.contract import Loss, WholeBatchLoss
-from autobatch.workload.data import Costliest
-from autobatch.workload.order import Course
+from autobatch.workload.data import WorstCaseSampler
+from autobatch.workload.order import GlobalBatchSampler
 from tests.test_state import looks
 from tests.training.helpers import (
     IGNORED,
@@ -35,22 +35,22 @@ from tests.training.helpers import (
 )
 
 
-def bench_of(workload, budget: str = "1GiB") -> Bench:
+def bench_of(workload, budget: str = "1GiB") -> TrainSetup:
     torch.manual_seed(0)
-    return Bench(
+    return TrainSetup(
         workload=workload,
         model=workload.model(),
         device=CpuDevice(memory_budget=budget),
-        costliest=Costliest(workload),
+        worst_case=WorstCaseSampler(workload),
         precision="fp32",
     )
 
 
 def check(workload, *, micro_batch: int = 8, target_batch: int = 24, budget: str = "1GiB", **options):
-    course = Course(
+    sampler = GlobalBatchSampler(
         samples=len(workload.train_data), target_batch=target_batch, seed=0, **{"steps": 3, **options}
     )
-    return check_decomposes(bench_of(workload, budget), micro_batch=micro_batch, course=course)
+    return check_loss_splits(bench_of(workload, budget), micro_batch=micro_batch, sampler=sampler)
 
 
 TOKENS = {"model": language_model, "train_data": tokens(), "loss": token_loss}
@@ -221,24 +221,26 @@ def test_a_loss_that_cannot_be_split_may_be_trained_all_the_same(tmp_path: Path)
 
 
 def noted(workload, choice: str) -> list[str]:
-    course = Course(samples=24, target_batch=24, seed=0, steps=3)
-    return check_decomposes(bench_of(workload), micro_batch=8, course=course, check=choice)
+    sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
+    return check_loss_splits(bench_of(workload), micro_batch=8, sampler=sampler, check=choice)
 
 
 def test_off_still_refuses_a_batch_norm_of_one_sample() -> None:
     workload = make_workload(model=normalised, loss=contrastive)
-    course = Course(samples=24, target_batch=23, seed=0, epochs=1)
+    sampler = GlobalBatchSampler(samples=24, target_batch=23, seed=0, epochs=1)
     with pytest.raises(InputError, match="a micro-batch of 1 comes up"):
-        check_decomposes(bench_of(workload), micro_batch=8, course=course, check="off")
+        check_loss_splits(bench_of(workload), micro_batch=8, sampler=sampler, check="off")
 
 
 def test_nothing_is_changed() -> None:
     workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
-    bench = bench_of(workload)
-    bench.model[1][0].weight.grad = torch.ones(8, 5, dtype=torch.float64)
-    before, state = looks(bench.model), torch.get_rng_state()
-    check_decomposes(bench, micro_batch=8, course=Course(samples=24, target_batch=24, seed=0, steps=3))
-    assert looks(bench.model) == before
+    setup = bench_of(workload)
+    setup.model[1][0].weight.grad = torch.ones(8, 5, dtype=torch.float64)
+    before, state = looks(setup.model), torch.get_rng_state()
+    check_loss_splits(
+        setup, micro_batch=8, sampler=GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
+    )
+    assert looks(setup.model) == before
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -258,7 +260,7 @@ def test_batch_norm_is_a_note_with_the_numbers() -> None:
     ("options", "micro_batch"),
     [
         ({"steps": None, "epochs": 1, "target_batch": 23}, 8),
-        ({"steps": None, "epochs": 2, "target_batch": 23, "last_window": "flush"}, 8),
+        ({"steps": None, "epochs": 2, "target_batch": 23, "last_batch": "flush"}, 8),
         ({"target_batch": 9}, 2),
         ({}, 1),
     ],
@@ -287,19 +289,19 @@ def test_sizes_of_one_come_only_from_limits_of_one_or_two(limit: int) -> None:
         assert min(micro_batches(samples, limit)) >= 2
 
 
-@pytest.mark.parametrize("last_window", ["carry", "flush", "drop"])
-def test_the_smallest_micro_batch_of_a_run_is_found_without_walking_it(last_window: str) -> None:
+@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
+def test_the_smallest_micro_batch_of_a_run_is_found_without_walking_it(last_batch: str) -> None:
     for samples in range(4, 30):
         for target in range(1, samples + 3):
             for epochs in (1, 2, 3):
-                course = Course(
-                    samples=samples, target_batch=target, seed=0, epochs=epochs, last_window=last_window
+                sampler = GlobalBatchSampler(
+                    samples=samples, target_batch=target, seed=0, epochs=epochs, last_batch=last_batch
                 )
-                if course.total:
+                if sampler.total:
                     expected = min(
-                        size for i in range(course.total) for size in micro_batches(course.size(i), 4)
+                        size for i in range(sampler.total) for size in micro_batches(sampler.size(i), 4)
                     )
-                    assert smallest_micro_batch(course, 4) == expected
+                    assert smallest_micro_batch(sampler, 4) == expected
 
 
 def test_the_momentum_that_is_named_gives_the_running_averages_of_the_whole_batch() -> None:
@@ -316,8 +318,8 @@ def test_the_momentum_that_is_named_gives_the_running_averages_of_the_whole_batc
             steps=4,
         )
         list(loop.run())
-        return loop.trainee.model[0].running_mean
+        return loop.train_state.model[0].running_mean
 
     whole = averages(0.1, 256)
-    assert apart(averages(matching_momentum(0.1, 4), 64), whole) < 0.02
+    assert apart(averages(equivalent_momentum(0.1, 4), 64), whole) < 0.02
     assert apart(averages(0.1, 64), whole) > 0.5

@@ -10,7 +10,13 @@ import pytest
 
 from autobatch.core.errors import CheckpointError
 from autobatch.core.records import StepRecord, Training
-from autobatch.training.metrics import TENSORBOARD_SECONDS, JsonLines, Sink, figures, open_tensorboard
+from autobatch.training.metrics import (
+    TENSORBOARD_SECONDS,
+    JsonLines,
+    MetricsWriter,
+    figures,
+    open_tensorboard,
+)
 from tests.report.sample import a_run, a_step
 
 
@@ -51,7 +57,7 @@ def ticking(step: float):
 def test_lines_are_the_records_and_stand_at_once(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"before\n")
-    sink: Sink = JsonLines(path)
+    sink: MetricsWriter = JsonLines(path)
     records = [a_step(1), a_step(2)]
     for number, record in enumerate(records, 1):
         sink.step(record)
@@ -119,7 +125,7 @@ def test_quick_windows_are_thinned_out_but_not_those_in_which_something_happened
 
 @pytest.mark.parametrize(("seen", "purged"), [(0, 1), (7, 8)])
 def test_a_resumed_run_hides_what_it_runs_again(installed, tmp_path, seen, purged) -> None:
-    assert open_tensorboard(tmp_path, windows_seen=seen)._writer.purge_step == purged
+    assert open_tensorboard(tmp_path, batches_seen=seen)._writer.purge_step == purged
 
 
 def test_trouble_ends_the_curves_and_not_the_run(installed, tmp_path) -> None:
@@ -160,7 +166,7 @@ def test_the_real_one_reads_what_was_written(tmp_path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for seen, last in ((0, 4), (2, 5)):
-        sink = open_tensorboard(tmp_path, windows_seen=seen, clock=ticking(1.0))
+        sink = open_tensorboard(tmp_path, batches_seen=seen, clock=ticking(1.0))
         for step in range(seen + 1, last + 1):
             sink.step(a_step(step, loss=float(seen + step)))
         sink.end(Training(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.step.train_state import Trainee, assemble
+from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.workload.contract import Loss
 from tests.training.helpers import make_workload
@@ -38,11 +38,11 @@ def counted(model: nn.Module, batch: Any) -> Loss:
     return Loss(nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), (batch[1] > -9).sum())
 
 
-def trainee_of(loss: Callable[..., Any], device: torch.device, precision: Any) -> Trainee:
+def train_state_of(loss: Callable[..., Any], device: torch.device, precision: Any) -> TrainState:
     torch.manual_seed(0)
     workload = make_workload(loss=loss)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device)
-    return assemble(
+    return build_train_state(
         workload, model, device, precision=precision, learning_rate=0.01, max_grad_norm=1.0, ema=0.9
     )
 
@@ -55,26 +55,28 @@ def batches(device: torch.device, count: int = 3) -> list[tuple[Any, int]]:
 @pytest.mark.parametrize("loss", [mean, counted])
 def test_no_value_is_asked_for_while_a_window_accumulates(loss, precision) -> None:
     device = torch.device("cpu")
-    trainee = trainee_of(loss, device, precision)
+    train_state = train_state_of(loss, device, precision)
     for window in range(3):
         with Reads() as reads:
-            tally = accumulate(trainee, batches(device), 12, lambda _: None, measure_first=window == 1)
+            accumulator = accumulate(
+                train_state, batches(device), 12, lambda _: None, measure_first=window == 1
+            )
         # What a Loss counts is asked for once in a run, to choose a divisor.
         assert reads.count == (window == 0 and loss is counted)
-        assert finish(trainee, tally, mark=lambda _: None).count == 12
+        assert finish(train_state, accumulator, mark=lambda _: None).count == 12
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("loss", [mean, counted])
-def test_on_a_card_torch_itself_sees_nothing_wait(loss, precision) -> None:
+def test_on_a_gpu_torch_itself_sees_nothing_wait(loss, precision) -> None:
     device = torch.device("cuda", 0)
-    trainee = trainee_of(loss, device, precision)
+    train_state = train_state_of(loss, device, precision)
     given = batches(device)
-    finish(trainee, accumulate(trainee, given, 12, lambda _: None), mark=lambda _: None)
+    finish(train_state, accumulate(train_state, given, 12, lambda _: None), mark=lambda _: None)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tally = accumulate(trainee, given, 12, lambda _: None, measure_first=True)
+        accumulator = accumulate(train_state, given, 12, lambda _: None, measure_first=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert finish(trainee, tally, mark=lambda _: None).count == 12
+    assert finish(train_state, accumulator, mark=lambda _: None).count == 12

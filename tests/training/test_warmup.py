@@ -20,7 +20,7 @@ def halving(optimizer: torch.optim.Optimizer, _: int) -> LambdaLR:
 def by_hand(rates: list[float], batches: list[list[int]]) -> torch.Tensor:
     """Plain SGD over whole batches, with these learning rates."""
     loop = make_loop(make_workload())
-    model, columns = loop.trainee.model, points().columns
+    model, columns = loop.train_state.model, points().columns
     for rate, ids in zip(rates, batches, strict=True):
         model.zero_grad()
         mean_loss(model, [column[ids] for column in columns]).backward()
@@ -35,14 +35,14 @@ def by_hand(rates: list[float], batches: list[list[int]]) -> torch.Tensor:
 def test_the_rate_grows_with_the_samples_on_top_of_the_schedule(target, steps, schedule) -> None:
     workload = make_workload(schedule=schedule)
     loop = make_loop(workload, target_batch=target, steps=steps, warmup_samples=60)
-    ids = [window.ids for window in loop.course.windows()]
+    ids = [window.ids for window in loop.sampler.batches()]
     records = list(loop.run())
     plain = [0.1 * (0.5**step if schedule else 1.0) for step in range(steps)]
     expected = [rate * min(1.0, (step + 1) * target / 60) for step, rate in enumerate(plain)]
     assert [record.learning_rate for record in records] == pytest.approx(expected, rel=1e-15)
-    assert apart(weights(loop.trainee.model), by_hand(expected, ids)) < 1e-12
+    assert apart(weights(loop.train_state.model), by_hand(expected, ids)) < 1e-12
     # What schedules and checkpoints see never knew of it.
-    left = loop.trainee.optimizers[0].param_groups[0]["lr"]
+    left = loop.train_state.optimizers[0].param_groups[0]["lr"]
     assert left == 0.1 * (0.5**steps if schedule else 1.0)
 
 
@@ -52,10 +52,10 @@ def test_after_an_error_too_the_rate_is_what_it_was(monkeypatch) -> None:
     def failing(*_: object) -> None:
         raise ValueError("in the window")
 
-    monkeypatch.setattr(loop, "_train_window", failing)
+    monkeypatch.setattr(loop, "_train_batch", failing)
     with pytest.raises(ValueError, match="in the window"):
         next(loop.run())
-    assert loop.trainee.optimizers[0].param_groups[0]["lr"] == 0.1
+    assert loop.train_state.optimizers[0].param_groups[0]["lr"] == 0.1
 
 
 def test_a_resumed_run_warms_up_on_and_not_otherwise(tmp_path: Path) -> None:

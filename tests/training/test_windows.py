@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.workload.order import Course, permutation
+from autobatch.workload.order import GlobalBatchSampler, permutation
 
 
 def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> list[list[int]]:
@@ -38,21 +38,21 @@ def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> li
     data=st.data(),
 )
 def test_windows_are_those_of_the_simulation_from_anywhere(samples, target, epochs, last, data) -> None:
-    course = Course(samples=samples, target_batch=target, seed=7, epochs=epochs, last_window=last)
+    sampler = GlobalBatchSampler(samples=samples, target_batch=target, seed=7, epochs=epochs, last_batch=last)
     expected = simulate(samples, target, epochs, last, seed=7)
-    assert course.total == len(expected)
-    start = data.draw(st.integers(0, course.total))
-    assert [window.ids for window in course.windows(start)] == expected[start:]
-    assert [window.index for window in course.windows(start)] == list(range(start, course.total))
+    assert sampler.total == len(expected)
+    start = data.draw(st.integers(0, sampler.total))
+    assert [window.ids for window in sampler.batches(start)] == expected[start:]
+    assert [window.index for window in sampler.batches(start)] == list(range(start, sampler.total))
     for index, ids in enumerate(expected):
-        assert course.size(index) == len(ids)
-        assert course.seen(index) == sum(map(len, expected[:index]))
+        assert sampler.size(index) == len(ids)
+        assert sampler.seen(index) == sum(map(len, expected[:index]))
 
 
 @given(st.integers(1, 50), st.integers(1, 70), st.integers(1, 30))
 def test_a_run_counted_in_steps_has_only_full_windows(samples: int, target: int, steps: int) -> None:
-    course = Course(samples=samples, target_batch=target, seed=0, steps=steps)
-    windows = list(course.windows())
+    sampler = GlobalBatchSampler(samples=samples, target_batch=target, seed=0, steps=steps)
+    windows = list(sampler.batches())
     assert [len(window.ids) for window in windows] == [target] * steps
     counts = Counter(index for window in windows for index in window.ids)
     assert max(counts.values()) - min(counts.get(i, 0) for i in range(samples)) <= 1

@@ -2,7 +2,7 @@
 
 `CachingAllocator` follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 through rounding, pools, segments,
 best fit, splitting, merging, the per-process cap, and the release of cached segments before an error;
-`Ledger` is its plain counterpart. Nothing here knows torch, so a trace replays in milliseconds.
+`CountingAllocator` is its plain counterpart. Nothing here knows torch, so a trace replays in milliseconds.
 
 Not modelled: several streams, private pools (CUDA graphs), ``max_split_size_mb`` and the other options that
 are off by default. Addresses only ever grow, where the driver would use those of freed segments again.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.ledger import Allocator, Ledger, OutOfBudget, cuda_oom_text
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, CountingAllocator, cuda_oom_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,14 @@ def _reach(block: Block) -> int:
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-__all__ = ["Allocator", "AllocatorConfig", "CachingAllocator", "Ledger", "OutOfBudget", "cuda_oom_text"]
+__all__ = [
+    "Allocator",
+    "AllocatorConfig",
+    "BudgetExceeded",
+    "CachingAllocator",
+    "CountingAllocator",
+    "cuda_oom_text",
+]
 
 
 _ADDRESS_SPACE_BYTES = 1 << 47
@@ -178,7 +185,7 @@ class CachingAllocator:
         """Take ``size`` bytes; nothing (``None``) for 0, as CUDA does.
 
         Raises:
-            OutOfBudget: not even after every cached segment was given back.
+            BudgetExceeded: not even after every cached segment was given back.
         """
         if size == 0:
             return None
@@ -191,7 +198,7 @@ class CachingAllocator:
             self.retries += 1
             block = self._grow(pool, rounded)
         if block is None:
-            raise OutOfBudget(
+            raise BudgetExceeded(
                 requested=size,
                 attempted=config.segment_bytes(rounded),
                 allocated=self.allocated_bytes,

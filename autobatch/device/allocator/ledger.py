@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     pass
 
 
-class OutOfBudget(Exception):  # noqa: N818 - an event that callers translate, not a fault
+class BudgetExceeded(Exception):  # noqa: N818 - an event that callers translate, not a fault
     """An allocator refused a request; all sizes in bytes.
 
     Attributes:
@@ -68,7 +68,7 @@ class Allocator(Protocol):
         """Take ``size`` bytes; the answer is what `free` wants.
 
         Raises:
-            OutOfBudget: they do not fit. Live blocks are as they were.
+            BudgetExceeded: they do not fit. Live blocks are as they were.
         """
 
     def free(self, handle: Any) -> None:
@@ -81,7 +81,7 @@ class Allocator(Protocol):
         """Start the peaks anew from what is held now."""
 
 
-class Ledger:
+class CountingAllocator:
     """Counts live bytes against a limit: no rounding, no cache."""
 
     def __init__(self, limit: int | None = None) -> None:
@@ -96,11 +96,11 @@ class Ledger:
         """Take ``size`` bytes.
 
         Raises:
-            OutOfBudget: they do not fit.
+            BudgetExceeded: they do not fit.
         """
         allocated = self.allocated_bytes + size
         if self.limit is not None and allocated > self.limit:
-            raise OutOfBudget(
+            raise BudgetExceeded(
                 requested=size,
                 attempted=size,
                 allocated=self.allocated_bytes,
@@ -124,7 +124,7 @@ class Ledger:
 
 
 def cuda_oom_text(
-    error: OutOfBudget, *, total_bytes: int, context_bytes: int = 0, device_index: int = 0
+    error: BudgetExceeded, *, total_bytes: int, context_bytes: int = 0, device_index: int = 0
 ) -> str:
     """Render the message of CUDA's own error (``DeviceCachingAllocator::malloc``) for a refusal.
 

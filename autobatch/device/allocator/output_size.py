@@ -84,12 +84,12 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _on_meta(values: Any) -> Any:
-    def twin(tensor: Tensor) -> Tensor:
+    def fake_copy(tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             raise NotImplementedError("how much of a sparse tensor is there depends on the data")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    moved = tree_map_only(Tensor, twin, values)
+    moved = tree_map_only(Tensor, fake_copy, values)
     return tree_map_only(torch.device, lambda _: torch.device("meta"), moved)
 
 

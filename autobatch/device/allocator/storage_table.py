@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autobatch.device.allocator.ledger import Allocator, OutOfBudget
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import FREE
 
 EMPTY = -1
@@ -33,7 +33,7 @@ class Watch(weakref.ref[torch.UntypedStorage]):
     block: int
 
 
-class StorageBook:
+class StorageTable:
     """Storages that are alive, by their address, and the events so far.
 
     Args:
@@ -48,7 +48,7 @@ class StorageBook:
         self,
         allocator: Allocator,
         *,
-        text: Callable[[OutOfBudget], str],
+        text: Callable[[BudgetExceeded], str],
         storage_device: str,
         record: bool,
         on_new: Callable[[int], None] | None,
@@ -130,7 +130,7 @@ class StorageBook:
         """
         try:
             return self.allocator.malloc(size)
-        except OutOfBudget as error:
+        except BudgetExceeded as error:
             text = self._text(error)
         # Raised out here, the error has no context whose traceback would keep frames and tensors alive.
         raise torch.OutOfMemoryError(text)

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from autobatch.device.allocator.ledger import Allocator, OutOfBudget
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 
 FREE = -1
 """In place of a size: the block is freed."""
@@ -132,7 +132,7 @@ class Replay(NamedTuple):
     failed_at: int | None = None
     """Index of the event that was refused."""
     failed_phase: str | None = None
-    refusal: OutOfBudget | None = None
+    refusal: BudgetExceeded | None = None
 
 
 def replay(trace: Trace, allocator: Allocator) -> Replay:
@@ -147,7 +147,7 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
             continue
         try:
             handles[block] = malloc(size)
-        except OutOfBudget as error:
+        except BudgetExceeded as error:
             failed_at, refusal = index, error
             break
         if allocator.allocated_bytes > peak:

@@ -1,6 +1,6 @@
 """Counts tensor storages through an allocator, and raises when it refuses.
 
-`StorageMode` is a dispatch mode: it sees every operator, forward and backward, in setup, checkpoint
+`StorageMeter` is a dispatch mode: it sees every operator, forward and backward, in setup, checkpoint
 recompute and optimizer. Views and in-place operators add nothing. It works on fake tensors just as well.
 
 Known limitations: memory that never becomes a tensor storage (scratch space inside operators, NumPy arrays,
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.device.allocator.ledger import Allocator, MemoryStats, OutOfBudget
+from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryStats
 from autobatch.device.allocator.output_size import output_bytes
-from autobatch.device.allocator.storage_table import EMPTY, StorageBook
+from autobatch.device.allocator.storage_table import EMPTY, StorageTable
 from autobatch.device.allocator.trace import Trace
 
 
@@ -37,7 +37,7 @@ _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, of a storage that was made without any operator (``torch.tensor``)."""
 
 
-class StorageMode(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Counts storages, and enforces the allocator's limit on them.
 
     Args:
@@ -54,13 +54,13 @@ class StorageMode(TorchDispatchMode):
         self,
         allocator: Allocator,
         *,
-        text: Callable[[OutOfBudget], str] = str,
+        text: Callable[[BudgetExceeded], str] = str,
         record: bool = True,
         storage_device: str = "cpu",
         on_new: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._book = StorageBook(
+        self._book = StorageTable(
             allocator, text=text, storage_device=storage_device, record=record, on_new=on_new
         )
         self.allocator = allocator
@@ -75,7 +75,7 @@ class StorageMode(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._book.forget()
 
-    def adopt(self, tensors: Iterable[Tensor]) -> None:
+    def count(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made elsewhere; those that are counted already are left alone.
 
         Raises:
@@ -85,7 +85,7 @@ class StorageMode(TorchDispatchMode):
             self._book.count(tensor)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Inside, nothing is counted: for work that belongs to the host, such as making a batch."""
         before, self._aside = self._aside, True
         try:
@@ -209,7 +209,7 @@ def _kind_of(func: Any) -> _Kind:
     return _Kind.VIEW
 
 
-class StorageTracker(StorageMode):  # type: ignore[no-untyped-call]
+class StorageMeter(StorageTracker):  # type: ignore[no-untyped-call]
     """A `autobatch.device.base.Meter` that counts storages, and enforces the allocator's limit on them."""
 
     def stats(self) -> MemoryStats:

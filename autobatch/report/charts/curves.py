@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from autobatch.core.records import StepRecord
-from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, every, telling
-from autobatch.report.sentences import count, decimal, many
+from autobatch.report.charts.drawing import Mark, Picture, Table, color, downsample, draw, evenly_spaced
+from autobatch.report.sentences import count, decimal, plural
 
 TABLE_ROWS = 50
 
@@ -49,8 +49,8 @@ def training_figure(metrics: Sequence[StepRecord], checkpoints: Sequence[int] = 
 
     title = "Training"
     words = (
-        f"{', '.join(curve.label for curve in curves)} over {many(len(records), 'optimizer step')}; "
-        f"{many(len(recoveries), 'recovery', 'recoveries')} and {many(len(checkpoints), 'checkpoint')}."
+        f"{', '.join(curve.label for curve in curves)} over {plural(len(records), 'optimizer step')}; "
+        f"{plural(len(recoveries), 'recovery', 'recoveries')} and {plural(len(checkpoints), 'checkpoint')}."
     )
     legend = _legend(recoveries=bool(recoveries), checkpoints=bool(checkpoints))
     tall = 130 + 100 * len(curves)
@@ -70,7 +70,7 @@ def _paint(
 ) -> None:
     rows = _axes(figure, curves)
     for axes, curve in zip(rows, curves, strict=True):
-        drawn = telling(curve.values, DRAWN_POINTS)
+        drawn = downsample(curve.values, DRAWN_POINTS)
         steps, values = [curve.steps[at] for at in drawn], [curve.values[at] for at in drawn]
         axes.plot(steps, values, color=color("accent"), marker="o" if len(steps) == 1 else "")
         _mark(axes, checkpoints, "muted", (0, (1, 3)))
@@ -132,7 +132,7 @@ def _speeds(records: Sequence[StepRecord]) -> Iterator[tuple[int, float]]:
 
 def _marked(steps: Sequence[int]) -> list[int]:
     """Choose the events that are drawn: all, or an even choice where the figure would be full of them."""
-    return [steps[at] for at in every(len(steps), MARKED_EVENTS)]
+    return [steps[at] for at in evenly_spaced(len(steps), MARKED_EVENTS)]
 
 
 def _mark(axes: Axes, steps: Sequence[int], role: str, style: str | tuple[int, tuple[int, ...]]) -> None:
@@ -141,7 +141,7 @@ def _mark(axes: Axes, steps: Sequence[int], role: str, style: str | tuple[int, t
 
 
 def _table(records: Sequence[StepRecord]) -> Table:
-    chosen = every(len(records), TABLE_ROWS)
+    chosen = evenly_spaced(len(records), TABLE_ROWS)
     few = f"{count(len(chosen))} of {count(len(records))}, evenly chosen"
     speeds = dict(_speeds(records))
     return Table(

@@ -49,14 +49,14 @@ class Picture(Record, frozen=True):
     """What the page says below it, where the text around it does not say it already."""
 
 
-def every(length: int, limit: int) -> list[int]:
+def evenly_spaced(length: int, limit: int) -> list[int]:
     """Choose at most ``limit`` indices of ``length``, evenly, the first and the last among them."""
     if length <= limit:
         return list(range(length))
     return sorted({round(place * (length - 1) / (limit - 1)) for place in range(limit)})
 
 
-def telling(values: Sequence[float], limit: int) -> list[int]:
+def downsample(values: Sequence[float], limit: int) -> list[int]:
     """Choose about ``limit`` indices at most, leaving out what would not be seen: extremes stay."""
     if len(values) <= limit:
         return list(range(len(values)))

@@ -17,13 +17,13 @@ from autobatch.report.charts.drawing import (
     Table,
     bytes_unit,
     color,
+    downsample,
     draw,
-    every,
+    evenly_spaced,
     plain_axes,
     series,
-    telling,
 )
-from autobatch.report.sentences import count, decimal, many
+from autobatch.report.sentences import count, decimal, plural
 
 
 class _Search(NamedTuple):
@@ -69,7 +69,7 @@ def memory_figure(
     )
     title = "Peak memory by micro-batch"
     words = (
-        f"{many(sum(a.fits for a in probe.attempts), 'size')} fitted, {len(search.fails)} did not; "
+        f"{plural(sum(a.fits for a in probe.attempts), 'size')} fitted, {len(search.fails)} did not; "
         f"{count(search.answer)} is the answer. The budget is {format_bytes(search.budget)}."
     )
     svg = draw("memory", title, words, partial(_paint_search, search), heights=(320, 260))
@@ -160,7 +160,7 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
     if not curve.positions or not curve.categories:
         return None
     totals = [sum(sizes) for sizes in zip(*curve.categories.values(), strict=True)]
-    drawn, peak = telling(totals, DRAWN_POINTS), max(totals)
+    drawn, peak = downsample(totals, DRAWN_POINTS), max(totals)
     unit, name = bytes_unit(peak)
 
     def late(start: float) -> bool:
@@ -202,7 +202,7 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
 
 
 def _table(curve: MemoryCurve) -> Table:
-    chosen = every(len(curve.positions), TABLE_ROWS)
+    chosen = evenly_spaced(len(curve.positions), TABLE_ROWS)
     rows = [
         [decimal(curve.positions[at], 6), *(format_bytes(sizes[at]) for sizes in curve.categories.values())]
         for at in chosen

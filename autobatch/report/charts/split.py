@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from autobatch.core.records import Plan
 from autobatch.planning import micro_batches, rank_share
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, plain_axes
-from autobatch.report.sentences import count, many
+from autobatch.report.sentences import count, plural
 
 SHOWN_RANKS = 8
 
@@ -31,9 +31,9 @@ def plan_figure(plan: Plan) -> Picture:
 
     title = "One optimizer step"
     words = (
-        f"{many(plan.target_batch, 'sample')} in "
-        f"{many(plan.accumulation_steps, 'micro-batch', 'micro-batches')} of at most "
-        f"{count(plan.micro_batch)} on {many(plan.world_size, 'rank')}."
+        f"{plural(plan.target_batch, 'sample')} in "
+        f"{plural(plan.accumulation_steps, 'micro-batch', 'micro-batches')} of at most "
+        f"{count(plan.micro_batch)} on {plural(plan.world_size, 'rank')}."
     )
     apart = 300 / len(split[0]) > THINNEST
     label = "one micro-batch" if apart else "micro-batches, too many to be drawn apart"

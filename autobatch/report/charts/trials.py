@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from autobatch.core.records import RateTrial, RateTuning, Trial
-from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, every, plain_axes
-from autobatch.report.sentences import count, decimal, many
+from autobatch.core.records import LrTrial, LrTuning, Trial
+from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, evenly_spaced, plain_axes
+from autobatch.report.sentences import count, decimal, plural
 
 TABLE_ROWS = 200
 
@@ -41,7 +41,7 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
         axes.margins(x=0.04, y=0.2)
 
     title = "Throughput by trial"
-    words = f"{many(len(measured), 'trial')} measured, {len(refused)} not feasible."
+    words = f"{plural(len(measured), 'trial')} measured, {len(refused)} not feasible."
     legend = [Mark(role="accent", label="a trial", shape="dot"), Mark(role="soft", label="best so far")]
     legend += [Mark(role="bad", label="not feasible", shape="cross")] if refused else []
     svg = draw("trials", title, words, paint, heights=(280, 240))
@@ -93,7 +93,7 @@ def importance_figure(importance: dict[str, float]) -> Picture | None:
 
 def _trials_table(trials: Sequence[Trial]) -> Table:
     knobs = sorted({name for trial in trials for name in trial.parameters})
-    chosen = every(len(trials), TABLE_ROWS)
+    chosen = evenly_spaced(len(trials), TABLE_ROWS)
     rows = [
         [
             str(trial.number + 1),
@@ -113,7 +113,7 @@ def _trials_table(trials: Sequence[Trial]) -> Table:
     )
 
 
-def rates_figure(found: RateTuning) -> Picture | None:
+def rates_figure(found: LrTuning) -> Picture | None:
     """Draw the loss after a short run against the learning rate; ``None`` where nothing was tried."""
     if not found.history:
         return None
@@ -146,7 +146,7 @@ def rates_figure(found: RateTuning) -> Picture | None:
         axes.margins(y=0.2)
 
     title = "Loss by learning rate"
-    words = f"{many(len(trained), 'learning rate')} trained to the end, {len(refused)} did not."
+    words = f"{plural(len(trained), 'learning rate')} trained to the end, {len(refused)} did not."
     legend = [Mark(role="accent", label="a run", shape="dot")] if trained else []
     legend += [Mark(role="accent", label=f"taken, {decimal(found.best)}", shape="ring")] if chosen else []
     legend.append(Mark(role="muted", label=f"the plan's own, {decimal(found.default)}", shape="dash"))
@@ -166,7 +166,7 @@ def rates_figure(found: RateTuning) -> Picture | None:
     )
 
 
-def pairs_table(found: RateTuning) -> Table:
+def pairs_table(found: LrTuning) -> Table:
     """Put what decided into a table."""
     return Table(
         caption="The best of the trials beside the plan's own learning rate, on the same data",
@@ -178,7 +178,7 @@ def pairs_table(found: RateTuning) -> Table:
     )
 
 
-def _row(one: RateTrial) -> list[str]:
+def _row(one: LrTrial) -> list[str]:
     return [str(one.number), decimal(one.learning_rate), _loss(one.loss), one.note or ""]
 
 

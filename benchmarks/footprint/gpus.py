@@ -39,7 +39,7 @@ class Case:
 
 
 class Made:
-    """Stands in for the costliest samples: all cost alike, and a batch is made whole."""
+    """Stands in for the worst_case samples: all cost alike, and a batch is made whole."""
 
     def __init__(self, batch_of: Callable[[int], Any]) -> None:
         self.batch = batch_of
