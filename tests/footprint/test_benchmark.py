@@ -21,8 +21,8 @@ from benchmarks.footprint import gpu, gpus, table
 from benchmarks.footprint.golden import Mismatch, lasting, mismatches, reduced
 from benchmarks.footprint.truth import profiled
 from benchmarks.workloads import mlp
-from tests.footprint.test_recorder import setting, setup
-from tests.footprint.workloads import WORKLOADS
+from tests.footprint.test_trace_step import setting, setup
+from tests.support.step_workloads import WORKLOADS
 
 
 def test_figures_by_hand():

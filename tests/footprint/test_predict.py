@@ -22,8 +22,8 @@ from autobatch.footprint.predict import Unpredictable, footprint, predict
 from autobatch.footprint.program import largest
 from autobatch.footprint.trace_step import record
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
-from tests.footprint.test_recorder import setting, setup
-from tests.footprint.workloads import WORKLOADS, make, pair_loss, perceptron
+from tests.footprint.test_trace_step import setting, setup
+from tests.support.step_workloads import WORKLOADS, make, pair_loss, perceptron
 
 
 def test_this_torch_passes_its_test():

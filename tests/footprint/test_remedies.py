@@ -18,8 +18,8 @@ from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import largest
 from autobatch.footprint.remedies import Spending, find_remedies, in_words
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
-from tests.footprint.test_recorder import setting, setup
-from tests.footprint.workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+from tests.footprint.test_trace_step import setting, setup
+from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 
 BUDGET = 30 * MiB
 

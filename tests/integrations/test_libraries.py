@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from autobatch.core.errors import InputError
 from autobatch.integrations import accelerate, lightning, transformers
 from autobatch.planning import even_split, make_plan
-from tests.training.helpers import apart, make_workload, mean_loss, reference, weights
+from tests.support.training import apart, make_workload, mean_loss, reference, weights
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 

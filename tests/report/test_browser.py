@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from autobatch.report.page import render
-from tests.report.sample import a_device, a_run
+from tests.support.sample_run import a_device, a_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROBE = """

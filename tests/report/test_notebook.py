@@ -15,8 +15,8 @@ from autobatch.core.units import GiB
 from autobatch.planning import make_plan
 from autobatch.report.result import Estimates, Result
 from autobatch.report.theme import EITHER, LIGHT
-from tests.report.checker import Page
-from tests.report.sample import a_device, a_probe, a_run
+from tests.support.page_checker import Page
+from tests.support.sample_run import a_device, a_probe, a_run
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -18,8 +18,8 @@ from autobatch.report.sentences import (
     split_in_words,
     training_in_words,
 )
-from tests.report.checker import check
-from tests.report.sample import a_device, a_probe, a_run
+from tests.support.page_checker import check
+from tests.support.sample_run import a_device, a_probe, a_run
 
 HOSTILE = "<script>alert(1)</script> \" ' &amp; ${x} $$ %s"
 PARTS = ["device", "memory", "plan", "tuning", "training", "repeat"]

@@ -18,7 +18,7 @@ from autobatch.core.errors import CheckpointError
 from autobatch.core.progress import Silent
 from autobatch.training.checkpoint import is_valid, list_checkpoints
 from autobatch.training.run import train
-from tests.training.helpers import fingerprint, make_workload, mean_loss, points
+from tests.support.training import fingerprint, make_workload, mean_loss, points
 from tests.training.test_run import STEPS, Telling, go_on, open_loop, rows, settings
 
 

@@ -19,7 +19,7 @@ from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.training.evaluation import ValidationBatchSize, evaluate, sanity_check_validation
 from autobatch.workload.contract import Loss, WholeBatchLoss
-from tests.training.helpers import (
+from tests.support.training import (
     IGNORED,
     INFO_NCE,
     language_model,

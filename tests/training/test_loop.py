@@ -12,7 +12,7 @@ from torch import nn
 
 from autobatch.core.errors import NonFiniteError
 from autobatch.workload.contract import Loss
-from tests.training.helpers import (
+from tests.support.training import (
     INFO_NCE,
     Rows,
     apart,

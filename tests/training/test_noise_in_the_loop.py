@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autobatch.training.loop_state import capture_loop, restore_loop
 from autobatch.workload.contract import Loss
-from tests.training.helpers import make_loop, make_workload, points
+from tests.support.training import make_loop, make_workload, points
 
 SAMPLES = 400
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from autobatch.core.errors import NonFiniteError
 from autobatch.training.loop_state import capture_loop, restore_loop
-from tests.training.helpers import (
+from tests.support.overflow import Overflow
+from tests.support.training import (
     Rows,
     apart,
     make_loop,
@@ -21,7 +22,6 @@ from tests.training.helpers import (
     reference,
     weights,
 )
-from tests.training.overflow import Overflow
 
 TARGET, STEPS = 6, 4
 """One epoch of 24 samples."""

@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 def test_a_plan_trains_to_its_end_inside_the_budget(name: str, steps: int, seed: int, tmp_path: Path) -> None:
     """The simulated card refuses what its budget does not hold, while it trains too.
 
-    That the plan is for the largest that fits is what `tests.test_probing` shows.
+    That the plan is for the largest that fits is what `tests.probing.test_find_limit` shows.
     """
     budget, target = CASES[name]
     result = autobatch.fit(

@@ -13,8 +13,8 @@ import torch
 from autobatch.core.errors import InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
 from autobatch.training.loop_state import capture_loop, check_storable, restore_loop
-from tests.training.helpers import apart, fingerprint, make_loop, make_workload, weights
-from tests.training.kinds import RUNS, adamw
+from tests.support.kinds import RUNS, adamw
+from tests.support.training import apart, fingerprint, make_loop, make_workload, weights
 
 STEPS = 8
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import RestartSmallerError
-from tests.training.faults import Fault, plain, train
-from tests.training.helpers import fingerprint, make_loop, network
+from tests.support.faults import Fault, plain, train
+from tests.support.training import fingerprint, make_loop, network
 
 
 def test_a_large_buffer_is_put_back_once_it_was_seen_to_change() -> None:

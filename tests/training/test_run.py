@@ -18,8 +18,8 @@ from autobatch.core.progress import Silent
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import RunSettings, train
-from tests.training.faults import Fault, Watching, plain
-from tests.training.helpers import fingerprint, make_loop, make_workload, mean_loss, network, points
+from tests.support.faults import Fault, Watching, plain
+from tests.support.training import fingerprint, make_loop, make_workload, mean_loss, network, points
 
 STEPS = 6
 HINT = "autobatch fit --resume"

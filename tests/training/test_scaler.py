@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import NonFiniteError
-from tests.training.helpers import Rows, make_loop, make_workload, mean_loss, network, weights
-from tests.training.overflow import flagged, loss
+from tests.support.overflow import flagged, loss
+from tests.support.training import Rows, make_loop, make_workload, mean_loss, network, weights
 
 TARGET = 8
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.workload.contract import Loss
-from tests.training.helpers import make_workload
+from tests.support.training import make_workload
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
 

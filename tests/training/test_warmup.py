@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import autobatch
 from autobatch.core.errors import InputError
-from tests.training.helpers import apart, make_loop, make_workload, mean_loss, points, weights
+from tests.support.training import apart, make_loop, make_workload, mean_loss, points, weights
 
 
 def halving(optimizer: torch.optim.Optimizer, _: int) -> LambdaLR:

@@ -1,0 +1,222 @@
+"""What is recorded without running, against what really runs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.core.units import GiB
+from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.trace import FREE, replay
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.host import HostMemory
+from autobatch.footprint.trace_mode import Recorder
+from autobatch.footprint.trace_step import Setting, fake_batch, fake_model, new_mode, record
+from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
+from autobatch.workload.data import WorstCaseSampler
+from tests.support.step_workloads import WORKLOADS, Transformer, make, sgd
+
+
+def setup(workload, *, precision="fp32", budget=GiB) -> TrainSetup:
+    torch.manual_seed(0)
+    device = CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up"))
+    worst_case = WorstCaseSampler(workload)
+    return TrainSetup(
+        workload=workload,
+        model=workload.model(),
+        device=device,
+        worst_case=worst_case,
+        precision=precision,
+        max_grad_norm=1.0,
+    )
+
+
+def setting(of: TrainSetup, *, capability=None, steps=(1, 2)) -> Setting:
+    return Setting(
+        workload=of.workload,
+        model=of.model,
+        batch_of=of.worst_case.batch,
+        precision=of.precision,
+        capability=capability,
+        steps=steps,
+        max_grad_norm=of.max_grad_norm,
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_records_every_event_of_a_real_attempt(name, precision):
+    if (name, precision) == ("convolutions", "bf16"):
+        pytest.skip("torch's meta kernel of batch norm keeps its statistics in bf16, the real one in fp32")
+    real = setup(WORKLOADS[name](), precision=precision)
+    for size in (3, 11) if name == "perceptron" else (5,):
+        ran = attempt(real, size)
+        assert record(setting(real, steps=ATTEMPT_STEPS), size).trace == ran.trace.canonical()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["convolutions", "transformer", "recomputed"])
+def test_a_steady_window_is_not_run_twice(name, precision, monkeypatch):
+    one = setting(setup(WORKLOADS[name](), precision=precision), capability=(8, 0), steps=ATTEMPT_STEPS)
+    forwards = []
+    one.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    short = record(one, 3)
+    assert len(forwards) == 3
+    monkeypatch.setattr(Recorder, "repeat", lambda *_: False)
+    assert record(one, 3) == short
+    assert len(forwards) == 3 + 5
+
+
+def test_a_window_that_leaves_something_behind_is_run():
+    """A model that keeps what it saw grows from window to window."""
+
+    class Hoarder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(432, 5)
+            self.seen = []
+
+        def forward(self, x):
+            self.seen.append(x * 2)
+            return self.layer(x.flatten(1))
+
+    one = setup(make(Hoarder))
+    ran = attempt(one, 3)
+    one.model.seen.clear()
+    assert record(setting(one, steps=ATTEMPT_STEPS), 3).trace == ran.trace.canonical()
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
+def test_losses_that_are_as_large_as_their_input(name):
+    def loss(model, batch):
+        y = model(batch[0]).sigmoid()
+        return getattr(nn.functional, name)(y, torch.zeros_like(y).expand(y.shape))
+
+    one = setup(make(WORKLOADS["perceptron"]().model, loss=loss))
+    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == attempt(one, 7).trace.canonical()
+
+
+def test_windows_are_those_of_an_attempt():
+    assert tuple(Setting.__dataclass_fields__["steps"].default) == ATTEMPT_STEPS
+
+
+def test_leaves_model_and_random_states_alone():
+    one = setup(WORKLOADS["transformer"]())
+    before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
+    objects = [id(p) for p in one.model.parameters()]
+    one.model.eval()
+    random.seed(5)
+    torch.manual_seed(5)
+    record(setting(one, capability=(8, 0)), 2)
+    drawn = random.random(), torch.rand(())
+    random.seed(5)
+    torch.manual_seed(5)
+    assert drawn == (random.random(), torch.rand(()))
+    assert not one.model.training
+    assert [id(p) for p in one.model.parameters()] == objects
+    assert all(p.grad is None for p in one.model.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in one.model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in one.model.modules())
+
+
+def test_a_model_without_memory_records_the_same():
+    one = setup(WORKLOADS["transformer"]())
+    here = record(setting(one, capability=(8, 0)), 3)
+    with torch.device("meta"):
+        one = replace(one, model=one.workload.model())
+    assert record(setting(one, capability=(8, 0)), 3) == here
+
+
+def test_labels_add_up_by_hand():
+    """Parameters, gradients and two moments of a tied model, and the workspaces' places."""
+    one = setup(WORKLOADS["transformer"]())
+    parameters = sum(p.nbytes for p in one.model.parameters())
+    for steps, gradients in (((1,), 1), ((1, 2), 2)):
+        found = record(setting(one, capability=(8, 0), steps=steps), 4)
+        made: dict[str, int] = {}
+        for block, size in found.trace.events:
+            if size != FREE:
+                kind = found.labels[block].kind
+                made[kind] = made.get(kind, 0) + size
+        assert made["parameters"] == parameters
+        assert made["optimizer state"] == 2 * parameters
+        assert made["gradients"] == gradients * parameters
+        assert made["batch"] == sum(steps) * 4 * 17 * 8
+    forward, backward = found.first_products
+    assert found.trace.phase_at(forward) == "forward"
+    assert found.trace.phase_at(backward) == "backward"
+    modules = {label.module for label in found.labels if label.kind == "activations"}
+    assert {"embedding", "blocks.0.norm", "blocks.1.mlp.1", "head"} <= modules
+
+
+def test_cuda_takes_more_than_the_cpu_where_autocast_keeps_fp32():
+    one = setup(WORKLOADS["transformer"](), precision="bf16")
+    peaks = [
+        replay(
+            record(setting(one, capability=capability), 32).trace, CountingAllocator()
+        ).peak_allocated_bytes
+        for capability in (None, (8, 0))
+    ]
+    assert peaks[1] > peaks[0]
+
+
+def test_fp16_takes_its_steps():
+    """The loss scale looks at values that are not there; the optimizer must step all the same."""
+    one = setup(WORKLOADS["transformer"](), precision="fp16")
+    found = record(setting(one, capability=(8, 0), steps=(1,)), 2)
+    state = sum(
+        size
+        for block, size in found.trace.events
+        if size != FREE and found.labels[block].kind == "optimizer state"
+    )
+    assert state == 2 * sum(p.nbytes for p in one.model.parameters())
+
+
+def test_twins_keep_ties_shapes_and_containers():
+    mode = new_mode()
+    model = Transformer()
+    fake_copy = fake_model(model, mode)
+    assert fake_copy.head.weight is fake_copy.embedding.weight
+    assert [p.shape for p in fake_copy.parameters()] == [p.shape for p in model.parameters()]
+    assert all(
+        type(p) is not type(q) or p is not q
+        for p, q in zip(fake_copy.parameters(), model.parameters(), strict=True)
+    )
+
+    class Sample:
+        def __init__(self):
+            self.x = torch.zeros(3, 2).t()
+            self.name = "a"
+
+    batch = {"x": [torch.zeros(2), (torch.ones(1, dtype=torch.int8), "text")], "object": Sample(), "n": 3}
+    made = fake_batch(batch, mode)
+    assert made["x"][0].shape == (2,)
+    assert (made["x"][1][0].dtype, made["x"][1][1], made["n"]) == (torch.int8, "text", 3)
+    assert made["object"].x.stride() == (1, 2)
+    assert batch["object"].x.untyped_storage().nbytes() == 24
+    assert type(batch["object"].x) is torch.Tensor
+
+
+def test_layers_that_hold_on_to_their_weights_elsewhere():
+    """A recurrent layer keeps a flat list of its parameters; a plain tensor attribute is no buffer."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru = nn.GRU(12, 6, batch_first=True)
+            self.scale = torch.full((6,), 2.0)
+            self.out = nn.Linear(6, 5)
+
+        def forward(self, x):
+            return self.out((self.gru(x.flatten(1, 2)[:, :4])[0] * self.scale).mean(1))
+
+    one = setup(make(Recurrent, optimizer=sgd))
+    ran = attempt(one, 3)
+    found = replay(
+        record(setting(one, steps=ATTEMPT_STEPS), 3).trace, CountingAllocator()
+    ).peak_allocated_bytes
+    assert found == pytest.approx(ran.attempt.peak_allocated_bytes, rel=0.01)

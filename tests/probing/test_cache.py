@@ -1,0 +1,124 @@
+"""What fitted is remembered: confirmed by one run, and never taken for the answer to another question."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from autobatch.probing.cache import CachedLimit
+from tests.support.probes import WIDTH, amsgrad, mlp, probed, work
+
+
+def saved_files(home: Path) -> list[Path]:
+    return sorted((home / "fits").glob("*.json"))
+
+
+def test_a_second_probe_confirms_with_one_run(own_home: Path) -> None:
+    first, _ = probed(work())
+    second, listener = probed(work())
+    assert (len(listener.sizes), second.probe.micro_batch) == (1, first.probe.micro_batch)
+    assert second.probe.source.startswith("saved 2")
+    assert first.profile == second.profile == saved_files(own_home)[0]
+    assert listener.notes == [line for line in listener.notes if "saved" not in line]
+
+
+def of_length(length: int) -> dict:
+    return {
+        "train_data": TensorDataset(torch.ones(300, length, WIDTH), torch.zeros(300, dtype=torch.int64)),
+        "loss": lambda model, batch: functional.cross_entropy(model(batch[0]).mean(dim=1), batch[1]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "before", "after"),
+    [
+        ("model", {}, {"model": lambda: mlp(65)}),
+        ("optimizer", {}, {"optimizer": amsgrad}),
+        ("samples", of_length(5), of_length(7)),
+    ],
+    ids=["model", "optimizer", "length"],
+)
+def test_a_changed_workload_is_probed_anew_and_the_field_is_named(field, before, after) -> None:
+    probed(work(**before))
+    result, listener = probed(work(**after))
+    assert result.probe.source == "search"
+    assert any(f"stale: {field} " in line and "probing anew" in line for line in listener.notes)
+
+
+def test_another_torch_is_named(monkeypatch) -> None:
+    probed(work())
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    result, listener = probed(work())
+    assert result.probe.source == "search"
+    assert any("torch " in line and "→ 9.9.9" in line for line in listener.notes)
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": "100KiB"}, {"precision": "bf16"}])
+def test_another_question_is_another_answer(options: dict) -> None:
+    first, _ = probed(work())
+    second, _ = probed(work(), **options)
+    assert second.probe.source == "search"
+    again, listener = probed(work())
+    assert again.probe.micro_batch == first.probe.micro_batch
+    assert len(listener.sizes) == 1, "the first answer is kept beside the second"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\x00" * 40, b'{"schema": 99}', b"[1]", b'{"micro_batch": -1}']
+)
+def test_a_file_that_cannot_be_read_is_no_answer(content: bytes, own_home: Path) -> None:
+    first, _ = probed(work())
+    (file,) = saved_files(own_home)
+    file.write_bytes(content)
+    second, _ = probed(work())
+    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
+
+
+def edited(file: Path, **fields) -> None:
+    content = json.loads(file.read_bytes()) | fields
+    file.write_text(json.dumps(content))
+    assert set(content) <= set(CachedLimit.__struct_fields__)
+
+
+def test_an_answer_that_fits_no_more_is_searched_anew(own_home: Path) -> None:
+    first, _ = probed(work())
+    (file,) = saved_files(own_home)
+    edited(file, micro_batch=500)
+    second, listener = probed(work())
+    assert listener.sizes[0] == 500
+    assert any("500 does not fit any more" in line for line in listener.notes)
+    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
+    assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
+
+
+def test_a_larger_cap_than_the_saved_one_is_another_question() -> None:
+    small, _ = probed(work(), max_micro_batch=3)
+    large, listener = probed(work(), max_micro_batch=5)
+    assert (small.probe.micro_batch, large.probe.micro_batch) == (3, 5)
+    assert large.probe.source == "search"
+    free, _ = probed(work())
+    assert free.probe.limited_by == "memory"
+    capped, listener = probed(work(), max_micro_batch=4)
+    assert (capped.probe.micro_batch, capped.probe.limited_by) == (4, "max_micro_batch")
+    assert listener.sizes == [4]
+
+
+def test_asking_for_one_size_forgets_nothing() -> None:
+    first, _ = probed(work())
+    probed(work(), micro_batch=2)
+    again, listener = probed(work())
+    assert (again.probe.micro_batch, len(listener.sizes)) == (first.probe.micro_batch, 1)
+
+
+def test_a_home_that_cannot_be_written_is_a_note(own_home: Path) -> None:
+    own_home.parent.mkdir(parents=True, exist_ok=True)
+    own_home.write_text("a file where the folder should be")
+    result, listener = probed(work())
+    assert result.probe.micro_batch > 1
+    assert result.profile is None
+    assert any("not remembered" in line for line in listener.notes)

@@ -1,0 +1,181 @@
+"""What a probe breaks, it breaks in a child: killed, crashed, hung, noisy, or never up."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autobatch.core.errors import AutobatchError, InputError, UserCodeError
+from autobatch.core.options import ProbeOptions, options_from
+from autobatch.probing.child import ProbeChild, count_oom_kills
+from autobatch.workload.user_code import to_picklable
+from tests.support.commandline import SMALL
+
+SLOW = pytest.mark.slow
+OPTIONS = options_from(ProbeOptions, {"device": "cpu", "memory_budget": "64MiB"})
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "train.py"
+    path.write_text(SMALL)
+    return path
+
+
+def child(train: Path, function: str, code: str, **settings: object) -> ProbeChild:
+    train.write_text(f"{SMALL}\n{code}\n")
+    return ProbeChild(f"{train}:{function}", OPTIONS, **settings)  # type: ignore[arg-type]
+
+
+DIES = """
+import os, signal, ctypes
+def dying(how):
+    def loss_that_dies(model, batch):
+        if len(batch[0]) == 3:
+            how()
+        return loss(model, batch)
+    return small(loss=loss_that_dies)
+
+def killed():
+    return dying(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+def crashed():
+    return dying(lambda: ctypes.string_at(0))
+
+def exits():
+    return dying(lambda: os._exit(7))
+"""
+
+
+@SLOW
+def test_a_child_that_is_lost_over_what_can_be_done_without_is_replaced(train: Path) -> None:
+    with child(train, "workload", "") as probe:
+        os.kill(probe._process.pid, signal.SIGKILL)
+        assert probe.remedies() == []
+        assert probe.run(2).attempt.fits
+
+
+@SLOW
+def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_serves_on(train: Path) -> None:
+    kills = itertools.count()
+    with child(train, "killed", DIES, oom_kills=lambda: next(kills)) as probe:
+        refused = probe.run(3).attempt
+        assert (refused.micro_batch, refused.fits, refused.peak_allocated_bytes) == (3, False, None)
+        assert refused.reason == "the host ran out of memory and ended the probe's process"
+        assert probe.run(2).attempt.fits
+
+
+@SLOW
+def test_a_child_that_somebody_killed_is_an_error(train: Path) -> None:
+    with (
+        child(train, "killed", DIES, oom_kills=lambda: 5) as probe,
+        pytest.raises(AutobatchError, match=r"at a micro-batch of 3 \(SIGKILL\).*--memory-budget") as found,
+    ):
+        probe.run(3)
+    assert found.value.exit_code == 1
+
+
+def test_a_crash_names_the_line_where_it_happened(train: Path) -> None:
+    with child(train, "crashed", DIES) as probe:
+        assert probe.run(2).attempt.fits
+        with pytest.raises(AutobatchError, match=r"\(SIGSEGV\)") as found:
+            probe.run(3)
+    assert "Fatal Python error: Segmentation fault" in str(found.value)
+    assert f'File "{train}", line' in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+@SLOW
+def test_a_child_that_exits_is_an_error_with_its_code(train: Path) -> None:
+    with child(train, "exits", DIES) as probe, pytest.raises(AutobatchError, match="exit code 7"):
+        probe.run(3)
+
+
+def test_a_child_that_hangs_is_ended(train: Path) -> None:
+    code = """
+import time
+def hanging(model, batch):
+    print("looking for the answer", flush=True)
+    time.sleep(600)
+def workload():
+    return small(loss=hanging)
+"""
+    with child(train, "workload", code, answer_seconds=60) as probe:
+        probe._answer_seconds = 0.5
+        with pytest.raises(
+            AutobatchError, match=r"no answer in .* s during an attempt .*looking for the answer"
+        ):
+            probe.run(2)
+        assert probe._process.exitcode == -signal.SIGKILL
+
+
+def test_what_a_child_writes_stays_out_of_the_way(train: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+import os, sys
+def noisy(model, batch):
+    print("{garbage"); print("garbage", file=sys.stderr)
+    os.write(1, b"\\xff\\x00"); os.write(2, b"\\xff")
+    return loss(model, batch)
+def workload():
+    os.write(1, b"garbage from the start")
+    return small(loss=noisy)
+"""
+    with child(train, "workload", code) as probe:
+        assert probe.facts.samples == 32
+        assert probe.run(2).attempt.fits
+        assert "garbage" in probe._tail()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_of_the_workload_comes_over_with_its_place_and_traceback(train: Path) -> None:
+    code = """
+class Odd(ValueError):
+    def __init__(self, one, two):
+        super().__init__("odd")
+def odd(model, batch):
+    raise Odd(1, 2)
+def workload():
+    return small(loss=odd)
+"""
+    line = f"{SMALL}\n{code}".splitlines().index("    raise Odd(1, 2)") + 1
+    with child(train, "workload", code) as probe, pytest.raises(UserCodeError) as found:
+        probe.run(2)
+    assert str(found.value) == f"the workload's loss raised Odd: odd ({train}:{line})"
+    assert "Traceback" in found.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        pytest.param("raise RuntimeError('so')", r"raised RuntimeError: so \(.*train.py:\d+\)", marks=SLOW),
+        ("def workload(): raise SystemExit(3)", r"called sys.exit\(3\) \(.*train.py:\d+\)"),
+        pytest.param("def workload(): return 7", "returned a int, not an autobatch.Workload", marks=SLOW),
+    ],
+)
+def test_a_child_that_never_comes_up_says_why(train: Path, code: str, said: str) -> None:
+    with pytest.raises(InputError, match=said), child(train, "workload", code):
+        pass
+
+
+def test_errors_of_the_users_own_classes_travel_as_ours() -> None:
+    class Theirs(InputError):
+        pass
+
+    for error in (Theirs("a"), ZeroDivisionError("b"), SystemExit(2)):
+        carried = to_picklable(error)
+        assert type(carried) is UserCodeError
+    assert type(to_picklable(InputError("c"))) is InputError
+
+
+def test_kills_are_counted_where_the_system_counts_them(tmp_path: Path) -> None:
+    group, machine, odd = tmp_path / "memory.events", tmp_path / "vmstat", tmp_path / "odd"
+    group.write_text("low 0\noom 3\noom_kill 2\n")
+    machine.write_text("nr_free_pages 7\noom_kill 5\n")
+    odd.write_text("oom_kill many\n")
+    assert count_oom_kills([group, machine, odd, tmp_path / "absent"]) == 7
+    assert count_oom_kills([]) == 0

@@ -1,0 +1,175 @@
+"""Out of memory in training: the window runs again in smaller micro-batches, as if nothing had happened."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.core.errors import DoesNotFitError, RestartSmallerError
+from autobatch.device.profiles import load_profile
+from autobatch.device.simulated import SimulatedDevice
+from tests.support.faults import (
+    Fault,
+    Quick,
+    Watching,
+    contrastive,
+    phases_of,
+    plain,
+    stateful,
+    stateful_contrastive,
+    train,
+)
+from tests.support.training import apart, fingerprint, make_loop, points, weights
+
+
+@pytest.mark.parametrize("make", [plain, stateful, contrastive, stateful_contrastive])
+def test_at_every_operator_the_window_is_run_again_as_if_planned_smaller(make) -> None:
+    undisturbed = weights(train(make(), None)[0].train_state.model)
+    smaller = fingerprint(train(make(), None, shrink_to=2)[0].train_state.model)
+    with phases_of(make()) as phases:
+        struck = [index for index, phase in phases if phase != "step"]
+    assert len(struck) > 60
+    for index in struck[:: 3 if make is stateful_contrastive else 1]:
+        loop, records = train(make(), Fault(index))
+        assert fingerprint(loop.train_state.model) == smaller, f"operator {index} ({phases[index][1]})"
+        if make in (plain, contrastive):
+            assert apart(weights(loop.train_state.model), undisturbed) <= 1e-12
+        assert [record.recovered is not None for record in records] == [False, True, False]
+        assert "Tried to allocate" in records[1].recovered
+        assert [record.micro_batch for record in records] == [4, 2, 2]
+        assert [record.oom_recoveries for record in records] == [0, 1, 1]
+        assert (loop.steps_applied, loop.batches_seen) == (3, 3)
+
+
+@pytest.mark.parametrize(("make", "each"), [(plain, 1), (stateful, 4)])
+def test_at_every_operator_of_a_simulated_gpu_too(make, each, tmp_path: Path, monkeypatch) -> None:
+    """Every storage goes through the allocator's model there: nothing of the failed attempt is left in it."""
+    # What is freed is freed at once here, and looking for more takes longer than all the rest.
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    gpu = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="1GiB")
+    undisturbed = weights(train(make(), None)[0].train_state.model)
+    smaller, planned = train(make(), None, shrink_to=2, device=gpu)
+    with phases_of(make()) as phases:
+        struck = [index for index, phase in phases if phase != "step"]
+    for index in struck[::each]:
+        loop, records = train(make(), Fault(index), device=gpu)
+        assert fingerprint(loop.train_state.model) == fingerprint(smaller.train_state.model), (
+            f"operator {index}"
+        )
+        assert make is stateful or apart(weights(loop.train_state.model), undisturbed) <= 1e-12
+        assert [record.micro_batch for record in records] == [4, 2, 2]
+        assert records[-1].peak_reserved_bytes == planned[-1].peak_reserved_bytes
+
+
+def test_inside_the_optimizer_step_nothing_is_mended_in_place() -> None:
+    with phases_of(plain()) as phases:
+        struck = [index for index, phase in phases if phase == "step"]
+    assert len(struck) > 5
+    for index in struck:
+        with pytest.raises(RestartSmallerError, match="inside the optimizer step") as caught:
+            train(plain(), Fault(index))
+        assert caught.value.exit_code == 77
+
+
+@pytest.mark.parametrize("make", [stateful, stateful_contrastive])
+def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(make) -> None:
+    smaller, _ = train(make(torch.float32), None, shrink_to=2, precision="fp16")
+    fault = Fault()
+    train(make(torch.float32), fault, precision="fp16")
+    for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "loss", "backward")][::7]:
+        loop, _ = train(make(torch.float32), Fault(index), precision="fp16")
+        assert fingerprint(loop.train_state.model) == fingerprint(smaller.train_state.model)
+        assert loop.train_state.scaler.state_dict() == smaller.train_state.scaler.state_dict()
+
+
+def test_twice_in_a_window_halves_twice_and_three_times_end_the_run() -> None:
+    expected = fingerprint(train(plain(), None, shrink_to=1)[0].train_state.model)
+    loop, records = train(plain(), Fault(10, 30))
+    assert fingerprint(loop.train_state.model) == expected
+    assert [record.micro_batch for record in records] == [4, 1, 1]
+    assert loop.oom_recoveries == 2
+    big = make_loop(plain(), target_batch=8, micro_batch=8, steps=1)
+    with Fault(*range(40, 10_000)) as fault:
+        fault.armed = True
+        with pytest.raises(RestartSmallerError, match="3 times in a row, last at a micro-batch of 2"):
+            next(big.run())
+    assert big.micro_batch == 1
+
+
+def test_at_a_micro_batch_of_1_there_is_nothing_left_to_shrink() -> None:
+    loop = make_loop(plain(), micro_batch=1, steps=1)
+    with Fault(10) as fault:
+        fault.armed = True
+        with pytest.raises(DoesNotFitError, match="micro-batch of 1"):
+            next(loop.run())
+
+
+def test_an_error_of_the_driver_ends_the_process() -> None:
+    with pytest.raises(RestartSmallerError, match="in the driver"):
+        train(plain(), Fault(10, error=RuntimeError("CUDA error: out of memory")))
+
+
+def test_what_only_looks_like_memory_is_tried_smaller_once_and_then_raised_as_it_was() -> None:
+    suspect = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    _, records = train(plain(), Fault(10, error=suspect))
+    assert [record.micro_batch for record in records] == [4, 2, 2]
+    with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_INITIALIZED"):
+        train(plain(), Fault(10, 30, error=suspect))
+
+
+def test_what_is_not_about_memory_is_raised_untouched() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        train(plain(), Fault(10, error=RuntimeError("out of memory slots")))
+    assert str(caught.value) == "out of memory slots"
+    assert "raised by the workload: loss" in caught.value.__notes__[0]
+
+
+def test_forty_recoveries_leave_nothing_behind() -> None:
+    quick = Quick(memory_budget="1GiB")
+    loop = make_loop(stateful(), target_batch=8, micro_batch=4, steps=44, meter=Watching(None), device=quick)
+    run = loop.run()
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+    with Fault(25) as fault:
+        for number in range(42):
+            fault.armed, fault.count = True, 0
+            fault.phases.clear()
+            loop.micro_batch = 4
+            next(run)
+            fault.armed = False
+            if number == 1:
+                before = alive()
+            assert all(p.grad is None for p in loop.train_state.model.parameters())
+    assert alive() == before
+    assert loop.oom_recoveries == 42
+
+
+def test_on_a_simulated_gpu_a_run_too_large_for_it_comes_to_the_same_weights(tmp_path: Path) -> None:
+    """Real refusals of the allocator's model, several in one run, against a run with room for all."""
+    gpu = load_profile("rtx-4090", user_dir=tmp_path)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 3)).double()
+
+    workload = plain(model=build, train_data=points(600))
+    options = {"target_batch": 4096, "micro_batch": 4096, "steps": 3}
+    whole = make_loop(workload, **options)
+    losses = [record.loss for record in whole.run()]
+    device = SimulatedDevice(gpu, memory_budget="64MiB")
+    with device.training() as meter:
+        loop = make_loop(workload, **options, device=device, meter=meter)
+        meter.count(tensor.data for tensor in loop.train_state.model.parameters())
+        records = list(loop.run())
+    assert loop.oom_recoveries >= 1
+    assert records[-1].recovered is None
+    assert records[0].peak_reserved_bytes <= device.budget_bytes
+    assert records[-1].micro_batch < 4096
+    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
+    assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12

@@ -1,0 +1,244 @@
+"""A loss over the whole batch from probe to training: what runs, what is predicted, what is remembered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+import autobatch
+from autobatch import WholeBatchLoss, Workload
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING
+from autobatch.core.options import EstimateOptions, PlanOptions, options_from
+from autobatch.core.units import KiB
+from autobatch.device.cpu import SilentMeter
+from autobatch.footprint.predict import footprint
+from autobatch.footprint.trace_step import record
+from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from autobatch.probing.estimate import run_estimate
+from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.step.train_state import build_train_state
+from autobatch.step.train_step import train_step
+from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck
+from autobatch.tuning.loss_check import SAMPLES as COMPARED
+from autobatch.tuning.timing import Timing, time_steps
+from autobatch.workload.nested import feed
+from tests.footprint.test_trace_step import setting, setup
+from tests.step.test_apply_knobs import convolutional, images
+from tests.support.probes import WIDTH, probed, vectors, work
+from tests.support.step_workloads import WORKLOADS
+from tests.support.steps import split
+from tests.support.training import make_workload
+from tests.tuning.test_trial import Time
+from tests.tuning.test_trial import setup as trial_bench
+
+CPU = torch.device("cpu")
+WIDE = 512
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, 8))
+
+
+def represent(model: nn.Module, batch: Any) -> torch.Tensor:
+    return normalize(model(batch[0]))
+
+
+def info_nce(_: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    rows = rows.flatten(1)
+    return cross_entropy(rows @ rows.roll(1, 1).T * 5, torch.arange(len(rows)))
+
+
+LOSS = WholeBatchLoss(represent=represent, loss=info_nce)
+
+
+def contrastive(**fields: Any) -> Workload:
+    return work(wide, **{"loss": LOSS, **fields})
+
+
+def counted(seen: list[int]) -> WholeBatchLoss:
+    """Writes down how many rows the loss sees."""
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return info_nce(model, rows)
+
+    return replace(LOSS, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("window", "micro_batch", "expected"),
+    [(20, 3, [20] * 3), (20, 15, [20] * 3), (20, 20, [20] * 3), (None, 3, [3, 6, 6])],
+)
+def test_the_loss_of_an_attempt_sees_as_many_rows_as_that_of_the_training(window, micro_batch, expected):
+    seen: list[int] = []
+    made = replace(trial_bench(loss=counted(seen)), window=window)
+    assert attempt(made, micro_batch).attempt.fits
+    assert seen == expected
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_traced_is_what_an_attempt_allocates(window: int | None, precision: Any) -> None:
+    found = WORKLOADS["perceptron"]()
+    made = replace(setup(replace(found, loss=LOSS), precision=precision), window=window)
+    traced = replace(setting(made, steps=ATTEMPT_STEPS), samples=window)
+    for size in (3, 11, 25, 30):
+        assert record(traced, size).trace == attempt(made, size).trace.canonical()
+    # Affine, or quadratic where the window grows with the micro-batch.
+    assert footprint(traced).program.agrees_with(23, attempt(made, 23).trace)
+
+
+def plan_of(workload: Workload, target_batch: int, budget: int, device: str = "cpu") -> autobatch.Plan:
+    return autobatch.plan(workload, target_batch=target_batch, device=device, memory_budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("device", "target", "budget"), [("cpu", 128, 800 * KiB), ("sim:t4", 300, 3 * 1024 * KiB)]
+)
+def test_a_plan_is_for_the_whole_batch_and_by_brute_force_the_largest(device, target, budget) -> None:
+    found = plan_of(contrastive(), target, budget, device)
+    size = found.probe.micro_batch
+    assert sum(found.micro_batches) == target
+    assert found.probe.limited_by == "memory"
+    asked = {"target_batch": target, "device": device, "memory_budget": budget}
+    made = open_setup(contrastive(), options_from(PlanOptions, asked))
+    assert made.window == target
+    assert attempt(made, size).attempt.fits
+    assert not any(attempt(made, size + more).attempt.fits for more in (1, 2, 10))
+
+
+def test_a_batch_whose_loss_alone_does_not_fit_is_told_from_a_micro_batch_that_is_too_large() -> None:
+    """300 × 300 logits and what is made of them take 1.4 MiB at any micro-batch."""
+    with pytest.raises(DoesNotFitError, match=r"in the loss.* a smaller target batch"):
+        plan_of(contrastive(), 300, 1200 * KiB)
+
+
+def test_what_fitted_is_remembered_by_target_batch() -> None:
+    assert plan_of(contrastive(), 100, 800 * KiB).probe.source == "search"
+    assert plan_of(contrastive(), 100, 800 * KiB).probe.source.startswith("saved")
+    assert plan_of(contrastive(), 128, 800 * KiB).probe.source == "search"
+
+
+def key(workload: Workload, **options: Any) -> dict[str, Any]:
+    asked = {"device": "cpu", "memory_budget": "1MiB", "target_batch": 64} | options
+    return describe_setup(open_setup(workload, options_from(PlanOptions, asked))).key
+
+
+def test_the_key_holds_the_window_and_both_parts_of_such_a_loss_alone() -> None:
+    assert key(contrastive())["window"] == 64
+    assert key(contrastive(), target_batch=32)["window"] == 32
+    assert key(work())["window"] is None
+    keys = {key(contrastive(loss=counted([])))["loss"], key(contrastive())["loss"]}
+    assert len(keys) == 2
+    assert all("represent" in one for one in keys)
+
+
+def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:
+    result, listener = probed(contrastive(), memory_budget="1MiB")
+    assert result.probe.micro_batch > 1
+    assert any("without a target batch two micro-batches were taken" in note for note in listener.notes)
+    assert not any("target batch" in note for note in probed(work())[1].notes)
+
+
+def test_an_estimate_counts_the_whole_batch() -> None:
+    def found(**options: Any) -> Any:
+        asked = EstimateOptions(profile=["t4"], precision="fp32", micro_batch=8, **options)
+        return run_estimate(contrastive(), asked, {})
+
+    alone, small, large = found(), found(target_batch=400), found(target_batch=600)
+    assert any("without a target batch" in note for note in alone.notes)
+    assert not any("without a target batch" in note for note in large.notes)
+    peaks = [one.estimates[0].peak_allocated_bytes for one in (small, large)]
+    # The logits, their logarithms and a gradient, in float32.
+    assert peaks[1] - peaks[0] == pytest.approx(3 * 4 * (600**2 - 400**2), rel=0.02)
+    assert large.estimates[0].phase == "loss"
+
+
+def test_a_loss_over_the_whole_batch_is_timed_once_a_window() -> None:
+    time = Time()
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            time.now += 5.0
+
+    def slow_rows(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.now += len(batch[0])
+        return model(batch[0])
+
+    def slow_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        time.now += len(rows) / 2
+        return info_nce(model, rows)
+
+    fields = {
+        "loss": WholeBatchLoss(represent=slow_rows, loss=slow_loss),
+        "optimizer": lambda params, lr: Slow(params, lr=lr),
+    }
+    made = replace(trial_bench(clock=time, **fields), window=64)
+    # Two passes over eight samples each; the loss over all 64.
+    assert time_steps(made, [8] * 8, 0.0) == Timing(micro=16.0, step=37.0, setup=0.0)
+
+
+def test_losses_of_a_configuration_are_compared_over_whole_windows() -> None:
+    seen: list[int] = []
+    made = trial_bench(loss=counted(seen))
+    assert LossCheck(made, 64).over(replace(made, precision="bf16")) <= 0
+    assert set(seen) == {MICRO_BATCHES * COMPARED}
+
+
+def test_what_is_tuned_reaches_the_rows_in_both_passes() -> None:
+    """Checkpointing and layout change neither statistics nor dropout, and so not the step."""
+    seen: list[tuple[bool, bool]] = []
+
+    def rows(model: nn.Module, batch: Any) -> torch.Tensor:
+        is_changed = "forward" in model[1].__dict__
+        seen.append((is_changed, batch[0].is_contiguous(memory_format=torch.channels_last)))
+        return model(batch[0])
+
+    def step(knobs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        mine = make_workload(model=convolutional, train_data=images(), loss=replace(LOSS, represent=rows))
+        model = mine.model()
+        train_state = build_train_state(mine, model, CPU, precision="fp32", learning_rate=0.1, knobs=knobs)
+        parts = feed(split(mine, [8, 8]), CPU, SilentMeter(), twice=True)
+        assert train_step(train_state, parts, 16).applied
+        return model.state_dict()
+
+    plain = step({})
+    assert seen == [(False, False)] * 4
+    seen.clear()
+    recomputed = step({CHECKPOINTING: "full"})
+    assert seen == [(True, False)] * 4
+    assert all(map(torch.equal, plain.values(), recomputed.values()))
+    assert int(plain["1.body.1.num_batches_tracked"]) == 2
+    seen.clear()
+    step({CHANNELS_LAST: True})
+    assert seen == [(False, True)] * 4
+
+
+def test_fit_trains_it_and_validates_on_whole_batches(tmp_path: Path) -> None:
+    """The very weights of a run whose batch fits at once, to rounding."""
+    workload = contrastive(validation_data=vectors(100))
+    options = {
+        "target_batch": 128,
+        "steps": 3,
+        "device": "sim:t4",
+        "memory_budget": "64MiB",
+        "precision": "fp32",
+        "trials": 0,
+    }
+    split = autobatch.fit(workload, **options, max_micro_batch=50, out=str(tmp_path / "split"))
+    whole = autobatch.fit(workload, **options, out=str(tmp_path / "whole"))
+    assert split.plan.micro_batches == [43, 43, 42]
+    assert whole.plan.micro_batches == [128]
+    for one, other in zip(split.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    assert split.training.validation["loss"] == pytest.approx(whole.training.validation["loss"], rel=1e-4)
+    assert split.training.final_loss == pytest.approx(whole.training.final_loss, rel=1e-4)
+    assert split.training.noise_scale is None

@@ -1,0 +1,382 @@
+"""What may be tuned, and that applying it changes how a step is computed and not what it computes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import (
+    KNOBS,
+    LEFT_OUT,
+    TuningContext,
+    applicable,
+    defaults,
+    memory_signature,
+    numeric_signature,
+    parse_knobs,
+)
+from autobatch.core.options import TuneOptions, options_from
+from autobatch.step.apply_knobs import apply_forward, find_blocks
+from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_step import train_step
+from autobatch.workload.contract import Workload
+from autobatch.workload.loader import gpu_of
+from autobatch.workload.rng import seed_everything
+from tests.support.training import Rows, make_workload, mean_loss
+
+GPU = TuningContext(
+    device_kind="cuda",
+    precisions=("bf16", "fp32"),
+    optimizers=("default", "fused"),
+    blocks=12,
+    images=True,
+    compiler=None,
+    micro_batch=64,
+    planned_steps=1000,
+    cores=6,
+    fetch_share=0.4,
+    segments=None,
+)
+BARE = TuningContext(
+    device_kind="cpu",
+    precisions=("fp32",),
+    optimizers=("default",),
+    blocks=0,
+    images=False,
+    compiler="no compiler",
+    micro_batch=1,
+    planned_steps=1000,
+)
+
+
+class Residual(nn.Module):
+    """A block with batch statistics and dropout: what recomputation could get wrong."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(dropout))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * torch.relu(self.body(x))
+
+
+def convolutional(dropout: float = 0.3) -> nn.Module:
+    body = [nn.Conv2d(3, 4, 3), Residual(dropout), Residual(dropout)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+def steady() -> nn.Module:
+    """Without dropout, whose draws follow the layout in memory."""
+    return convolutional(0.0)
+
+
+def images(samples: int = 16) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    return Rows(
+        torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(3, (samples,), generator=generator)
+    )
+
+
+def workload(**fields: Any) -> Workload:
+    return make_workload(
+        **{
+            "model": convolutional,
+            "train_data": images(),
+            "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=lr),
+            "learning_rate": 0.01,
+            **fields,
+        }
+    )
+
+
+def train(
+    knobs: dict[str, Any], windows: int = 3, **fields: Any
+) -> tuple[nn.Module, TrainState, list[float]]:
+    """A few windows of two micro-batches each, everything drawn from one seed."""
+    mine = workload(**fields)
+    seed_everything(0)
+    model = mine.model()
+    model.train()
+    train_state = build_train_state(
+        mine, model, torch.device("cpu"), precision="fp32", learning_rate=0.01, knobs=knobs
+    )
+    inputs, labels = mine.train_data.columns  # type: ignore[attr-defined]
+    parts = [((inputs[:8], labels[:8]), 8), ((inputs[8:], labels[8:]), 8)]
+    losses = [train_step(train_state, iter(parts), 16).loss for _ in range(windows)]
+    return model, train_state, losses
+
+
+def states(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_every_knob_says_what_it_does_and_what_its_default_is() -> None:
+    axes, notes = applicable(GPU, [knob.name for knob in KNOBS])
+    assert [axis.name for axis in axes] == [knob.name for knob in KNOBS]
+    assert not notes
+    assert all(knob.effect and knob.why_not(BARE) for knob in KNOBS)
+    assert defaults(axes) == {
+        "micro_batch_shift": 0,
+        "precision": "bf16",
+        "checkpointing": "none",
+        "compile": "off",
+        "channels_last": False,
+        "optimizer": "default",
+        "loader_workers": 0,
+        "prefetch": 2,
+        "pin_memory": True,
+        "expandable_segments": False,
+    }
+
+
+def test_nothing_applies_where_nothing_can_be_chosen() -> None:
+    assert applicable(BARE) == ([], [])
+    axes, notes = applicable(BARE, [knob.name for knob in KNOBS])
+    assert not axes
+    assert len(notes) == len(KNOBS)
+    assert "compile is not tuned: no compiler" in notes
+
+
+def test_the_compiler_has_to_be_asked_for_on_the_processor_and_for_short_runs() -> None:
+    for here in (GPU._replace(device_kind="cpu"), GPU._replace(planned_steps=60)):
+        assert "compile" not in [axis.name for axis in applicable(here)[0]]
+        assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "shifts"), [(1, []), (2, [0, 1]), (7, [0, 1, 2]), (64, [0, 1, 2, 3])]
+)
+def test_the_micro_batch_is_halved_down_to_one_sample_and_no_further(
+    micro_batch: int, shifts: list[int]
+) -> None:
+    axes, _ = applicable(BARE._replace(micro_batch=micro_batch))
+    assert [list(axis.choices) for axis in axes] == ([shifts] if shifts else [])
+
+
+def test_what_changes_memory_and_what_changes_numbers() -> None:
+    values = defaults(applicable(GPU)[0])
+    assert set(memory_signature(values)) == set(values) - {"micro_batch_shift", "loader_workers"}
+    elsewhere = {"micro_batch_shift", "loader_workers", "expandable_segments"}
+    assert set(numeric_signature(values)) == set(values) - elsewhere
+
+
+@pytest.mark.parametrize(
+    ("cores", "choices"), [(1, []), (2, [0, 2]), (7, [0, 2, 4]), (8, [0, 2, 4, 8]), (96, [0, 2, 4, 8, 16])]
+)
+def test_there_are_no_more_workers_than_cores(cores: int, choices: list[int]) -> None:
+    axes, notes = applicable(BARE._replace(cores=cores), ["loader_workers"])
+    assert [list(axis.choices) for axis in axes] == ([choices] if choices else [])
+    assert notes == ([] if choices else ["loader_workers is not tuned: this process may use a single core"])
+
+
+def test_workers_are_tuned_unasked_where_fetching_takes_its_time_and_never_where_they_cannot_be() -> None:
+    here = BARE._replace(cores=4, fetch_share=0.19)
+    assert applicable(here) == ([], [])
+    assert [axis.name for axis in applicable(here._replace(fetch_share=0.2))[0]] == ["loader_workers"]
+    _, notes = applicable(here._replace(loader="its samples cannot be sent"), ["loader_workers"])
+    assert notes == ["loader_workers is not tuned: its samples cannot be sent"]
+
+
+def test_how_workers_feed_is_tuned_where_there_are_workers_and_only_by_name() -> None:
+    names = ["prefetch", "pin_memory"]
+    assert not set(names) & {axis.name for axis in applicable(GPU)[0]}
+    axes, _ = applicable(GPU, names)
+    assert {axis.name: axis.choices for axis in axes} == {"prefetch": (2, 4, 8), "pin_memory": (True, False)}
+    assert [axis.name for axis in applicable(GPU._replace(device_kind="cpu"), names)[0]] == ["prefetch"]
+    assert applicable(BARE, names)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "is_gpu"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"pin_memory": True}, True),
+        ("cuda", {"pin_memory": False}, False),
+        ("cpu", {}, False),
+    ],
+)
+def test_what_workers_joined_is_copied_for_a_gpu_unless_the_knob_says_no(kind, knobs, is_gpu) -> None:
+    device = SimpleNamespace(kind=kind, torch_device=torch.device("cuda", 1))
+    assert gpu_of(device, knobs) == (device.torch_device if is_gpu else None)
+
+
+def test_names_are_read_as_people_write_them() -> None:
+    assert parse_knobs("precision, channels-last,precision") == ["precision", "channels_last"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("precison", "there is no knob 'precison'; did you mean precision"),
+        ("", "there is no knob ''; there are: micro_batch_shift, precision"),
+    ],
+)
+def test_names_that_are_none_are_told(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        parse_knobs(text)
+    with pytest.raises(InputError, match=r"^knobs: "):
+        options_from(TuneOptions, {"target_batch": 4, "knobs": text})
+    assert not set(LEFT_OUT) & {knob.name for knob in KNOBS}
+
+
+def test_blocks_are_what_is_repeated_in_a_list() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    assert find_blocks(nn.Sequential(nn.Embedding(5, 8), encoder)) == list(encoder.layers)
+    network = convolutional()
+    assert find_blocks(network) == [network[1], network[2]]
+    stages = nn.Sequential(nn.Sequential(Residual(), Residual()), nn.Sequential(Residual()))
+    assert len(find_blocks(stages)) == 3
+    # Recomputing single layers saves nothing.
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+
+
+def test_recomputation_changes_nothing_not_even_statistics_and_dropout() -> None:
+    plain, _, before = train({})
+    recomputed, train_state, after = train({"checkpointing": "full"})
+    assert after == before
+    for name, tensor in states(plain).items():
+        assert torch.equal(tensor, recomputed.state_dict()[name]), name
+    assert train_state.loss is not mean_loss
+
+
+def test_recomputation_keeps_fewer_tensors() -> None:
+    # Counted before the backward pass, in which each block keeps its own again.
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)))
+    kept = []
+    for knobs in ({}, {"checkpointing": "full"}):
+        loss = apply_forward(lambda m, batch: m(batch).sum(), model, knobs)
+        total = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss(model, torch.ones(2, 8, requires_grad=True))
+        kept.append(total)
+    assert kept[1] < kept[0] / 2
+
+
+def test_the_model_is_changed_only_while_a_training_loss_runs() -> None:
+    model, train_state, _ = train({"checkpointing": "full"})
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    copy.deepcopy(model)
+    model.eval()
+    with torch.no_grad():
+        train_state.loss(model, (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long)))
+
+
+def test_a_loss_that_fails_leaves_the_model_as_it_was() -> None:
+    def failing(model: nn.Module, batch: Any) -> torch.Tensor:
+        model(batch[0])
+        raise RuntimeError("so")
+
+    with pytest.raises(RuntimeError, match="so"):
+        train({"checkpointing": "full"}, loss=failing)
+
+
+def test_channels_last_keeps_the_values() -> None:
+    # Not Adam: it makes whole steps of the rounding error of a bias that BatchNorm takes out again.
+    fields = {"model": steady, "optimizer": lambda params, lr: torch.optim.SGD(params, lr=lr)}
+    plain, _, before = train({}, **fields)
+    turned, _, after = train({"channels_last": True}, **fields)
+    weights = turned[1].body[0].weight
+    assert weights.is_contiguous(memory_format=torch.channels_last)
+    assert after == pytest.approx(before, rel=1e-5)
+    for name, tensor in states(plain).items():
+        torch.testing.assert_close(tensor, turned.state_dict()[name], rtol=1e-3, atol=1e-4)
+
+
+def test_channels_last_reaches_the_batch() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(batch[0].is_contiguous(memory_format=torch.channels_last))
+        return mean_loss(model, batch)
+
+    train({"channels_last": True}, windows=1, loss=loss)
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("choice", ["for-loop", "foreach", "fused"])
+def test_an_optimizer_steps_as_it_is_told(choice: str) -> None:
+    _, train_state, before = train({})
+    _, told, after = train({"optimizer": choice})
+    group = told.optimizers[0].param_groups[0]
+    assert (group["foreach"], group["fused"]) == (choice == "foreach", choice == "fused")
+    assert train_state.optimizers[0].param_groups[0]["foreach"] is None
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+def test_an_optimizer_without_the_setting_is_left_alone() -> None:
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.sub_(group["lr"] * parameter.grad)
+
+    _, train_state, _ = train({"optimizer": "fused"}, optimizer=lambda params, lr: Plain(params))
+    assert set(train_state.optimizers[0].param_groups[0]) == {"params", "lr"}
+
+
+def test_all_together_train_as_nothing_does() -> None:
+    draw = random.Random(0)
+    _, _, before = train({}, model=steady)
+    for _ in range(4):
+        knobs = {
+            "checkpointing": draw.choice(["none", "full"]),
+            "channels_last": draw.choice([False, True]),
+            "optimizer": draw.choice(["default", "foreach", "fused"]),
+            "micro_batch_shift": 1,
+            "precision": "fp32",
+            "compile": "off",
+        }
+        assert train(knobs, model=steady)[2] == pytest.approx(before, rel=1e-4), knobs
+
+
+def test_the_compiler_is_asked_for_the_forward_pass_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def compiled(forward: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return forward(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    _, _, before = train({})
+    model, _, after = train({"compile": "default", "checkpointing": "full"})
+    assert (len(calls), after) == (6, before)
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_computes_the_same() -> None:
+    _, _, before = train({}, windows=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat()))
+    _, _, after = train(
+        {"compile": "default"}, windows=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat())
+    )
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4 * 36, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.flatten(1))

@@ -1,0 +1,169 @@
+"""Gradients in 16 bits, sparse, frozen, missing; and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from autobatch.core.errors import InputError
+from autobatch.planning import micro_batches
+from autobatch.step.train_step import accumulate, finish, train_step
+from autobatch.workload.contract import Loss
+from tests.step.test_train_step import KINDS, whole_tokens
+from tests.support.steps import EXACT, SAMPLES, off, split, train_state_of
+from tests.support.training import (
+    Rows,
+    apart,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+    reference,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bit_parameters_add_up(dtype: torch.dtype) -> None:
+    """1024 times 1/1024 is 1, and 0.25 where bf16 adds up in bf16."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros((), dtype=dtype))
+
+    workload = make_workload(
+        model=One,
+        train_data=Rows(torch.ones(1024)),
+        loss=lambda model, batch: (model.weight * batch[0].to(dtype)).mean() + 1.0,
+        optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
+    )
+    train_state = train_state_of(workload)
+    result = train_step(train_state, split(workload, [1] * 1024), 1024)
+    assert train_state.model.weight.item() == -1.0
+    assert result.loss == 1.0
+    assert train_state.model.weight._backward_hooks is None
+    assert not train_state.model.weight._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize("samples", [1000, 24])
+def test_16_bit_gradients_are_within_one_rounding_of_the_float32_sum(samples: int) -> None:
+    """Weights of micro-batches (83 of 1000) are not rounded to 8 bits on their way into the gradient."""
+    data = points(samples, dtype=torch.float32)
+    workload = make_workload(
+        model=lambda: network(torch.bfloat16),
+        train_data=data,
+        loss=lambda model, batch: cross_entropy(model(batch[0].bfloat16()), batch[1]),
+        optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
+    )
+    sizes = micro_batches(samples, samples // 12)
+    train_state = train_state_of(workload)
+    parameters = list(train_state.model.parameters())
+    expected = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    for batch, size in split(workload, sizes):
+        parts = torch.autograd.grad(workload.loss(train_state.model, batch), parameters)
+        for total, part in zip(expected, parts, strict=True):
+            total.add_(part.double(), alpha=size / samples)
+    accumulator = accumulate(train_state, split(workload, sizes), samples, lambda _: None)
+    seen = []
+    train_state.optimizers[0].register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.clone() for p in parameters)
+    )
+    finish(train_state, accumulator, mark=lambda _: None)
+    for got, wanted in zip(seen, expected, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert apart(got.double(), wanted) < 2.0**-8
+
+
+def test_parameters_of_several_precisions_share_a_norm() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 8)
+            self.second = nn.Linear(8, 3).bfloat16()
+
+        def forward(self, inputs):
+            return self.second(self.first(inputs).bfloat16())
+
+    workload = make_workload(model=Mixed, train_data=points(dtype=torch.float32))
+    train_state = train_state_of(workload, max_grad_norm=0.5)
+    result = train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert result.applied
+    assert result.grad_norm > 0
+
+
+def test_sparse_gradients_are_measured_and_stepped_with() -> None:
+    def sparse() -> nn.Module:
+        return nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 7)).double()
+
+    changes = {**KINDS["tokens"][0], "model": sparse}
+    workload = make_workload(**changes)
+    dense = make_workload(
+        **{**changes, "model": lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).double()}
+    )
+    expected, _ = reference(dense, [range(SAMPLES)], whole_tokens, clip=0.1)
+    train_state = train_state_of(workload, max_grad_norm=0.1)
+    train_step(train_state, split(workload, [5, 19]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
+
+
+def test_gradients_of_what_is_not_trained_are_freed_too() -> None:
+    workload = make_workload(optimizer=lambda params, lr: torch.optim.SGD(list(params)[:2], lr=lr))
+    train_state = train_state_of(workload)
+    train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert all(p.grad is None for p in train_state.model.parameters())
+
+
+def test_parameters_that_are_thawed_later_are_trained_and_freed() -> None:
+    def frozen() -> nn.Module:
+        model = network()
+        model[0].requires_grad_(requires_grad=False)
+        return model
+
+    workload = make_workload(model=frozen)
+    train_state = train_state_of(workload)
+    before = train_state.model[0].weight.clone()
+    train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert torch.equal(train_state.model[0].weight, before)
+    train_state.model[0].requires_grad_(requires_grad=True)
+    train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert not torch.equal(train_state.model[0].weight, before)
+    assert train_state.model[0].weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, found a tensor of shape"),
+        (lambda model, batch: 1.0, "found a float"),
+        (lambda model, batch: Loss(model(batch[0]).sum(1), 3), "total of a Loss"),
+        (lambda model, batch: Loss(model(batch[0]).sum(), batch[1] > 0), "count of a Loss must be a number"),
+        (lambda model, batch: mean_loss(model, batch).detach(), "no gradient"),
+        (lambda model, batch: Loss(model(batch[0]).sum().detach(), 3), "no gradient"),
+    ],
+)
+def test_what_is_no_loss_is_named(loss, said: str) -> None:
+    workload = make_workload(loss=loss)
+    with pytest.raises(InputError, match=said):
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+
+
+def test_a_loss_and_a_mean_do_not_mix() -> None:
+    kinds = iter([lambda t: t, lambda t: Loss(t, 12)])
+    workload = make_workload(loss=lambda model, batch: next(kinds)(mean_loss(model, batch)))
+    with pytest.raises(InputError, match="a tensor for another"):
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda params, lr: None, "NoneType"),
+        (lambda params, lr: [torch.optim.SGD(params, lr=lr), 3], "int"),
+        (lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr=lr), "no parameter"),
+    ],
+)
+def test_what_is_no_optimizer_is_named(optimizer, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        train_state_of(make_workload(optimizer=optimizer))

@@ -1,0 +1,365 @@
+"""Losses over a whole window, accumulated in micro-batches, against one pass over it in float64."""
+
+from __future__ import annotations
+
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+from autobatch import Workload
+from autobatch.core.errors import InputError
+from autobatch.device.cpu import SilentMeter
+from autobatch.step.train_state import TrainState
+from autobatch.step.train_step import train_step
+from autobatch.workload.contract import WholeBatchLoss
+from autobatch.workload.nested import Twice, feed
+from autobatch.workload.rng import seed_everything
+from tests.support.steps import EXACT, SAMPLES, off, split, train_state_of
+from tests.support.training import (
+    INFO_NCE,
+    features,
+    info_nce,
+    make_workload,
+    network,
+    points,
+    reference,
+    weights,
+)
+
+CPU = torch.device("cpu")
+
+
+class Towers(nn.Module):
+    """CLIP in little: two towers, a temperature that is learnt, dropout, and a part that is frozen."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
+        self.text = nn.Embedding(3, 4)
+        self.frozen = nn.Linear(5, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+
+def towers(dtype: torch.dtype = torch.float64, dropout: float = 0.0):
+    return lambda: Towers(dropout).to(dtype)
+
+
+def two_towers(model, batch):
+    inputs, labels = batch
+    return {
+        "pair": (normalize(model.image(inputs)), normalize(model.text(labels))),
+        "anchor": model.frozen(inputs),
+        "labels": labels,
+    }
+
+
+def clip(model, rows) -> torch.Tensor:
+    """Symmetric, over pairs; labels tell which text is right, and a frozen anchor pulls."""
+    image, text = rows["pair"]
+    logits = image @ text.T * model.scale.exp()
+    same = (rows["labels"][:, None] == rows["labels"]).to(logits.dtype)
+    target = same / same.sum(1, keepdim=True)
+    pull = (image * rows["anchor"]).sum(1).mean()
+    return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2 + 0.1 * pull
+
+
+KINDS = {
+    "InfoNCE": {"model": network, "loss": INFO_NCE},
+    "CLIP": {"model": towers(), "loss": WholeBatchLoss(represent=two_towers, loss=clip)},
+}
+
+
+def window(workload: Workload, sizes: list[int], first: int = 0):
+    """The micro-batches as the loop feeds them."""
+    return feed(split(workload, sizes, first), CPU, SilentMeter(), twice=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [[24], [12, 12], [7, 7, 7, 3], [1, 23], [1] * 24])
+def test_any_split_takes_the_step_of_the_whole_window(kind: str, sizes: list[int]) -> None:
+    workload = make_workload(**KINDS[kind])
+    expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
+    train_state = train_state_of(workload)
+    result = train_step(train_state, window(workload, sizes), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
+    assert result.loss == pytest.approx(losses[0], rel=EXACT)
+    assert (result.applied, result.count, result.first_norm) == (True, SAMPLES, None)
+    assert all(p.grad is None for p in train_state.model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_oracle_tells_a_mean_of_means_from_the_whole(kind: str) -> None:
+    workload = make_workload(**KINDS[kind])
+    expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
+    plain = make_workload(**{**KINDS[kind], "loss": workload.loss.__call__})
+    train_state = train_state_of(plain)
+    train_step(train_state, split(plain, [12, 12]), SAMPLES)
+    assert off(train_state, plain, expected) > 1e-2
+
+
+@pytest.mark.parametrize("norm", [1e-3, 1e3])
+def test_clipping_is_that_of_the_whole_window(norm: float) -> None:
+    workload = make_workload(**KINDS["CLIP"])
+    expected, _ = reference(workload, [range(SAMPLES)], workload.loss, clip=norm)
+    train_state = train_state_of(workload, max_grad_norm=norm)
+    train_step(train_state, window(workload, [5, 1, 18]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
+
+
+class Stateful(nn.Module):
+    """Draws from every generator, and sees buffers that each forward pass moves: small, large, replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 4))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("queue", torch.zeros(2**18 + 4))
+
+    def forward(self, inputs):
+        noise = random.random() + float(np.random.rand())
+        out = self.body(inputs) + noise * torch.randn(len(inputs), 4) + self.average + self.queue[:4]
+        self.average = 0.9 * self.average + 0.1 * out.detach().mean(0)
+        self.queue[:4] += out.detach().sum(0)
+        return out
+
+
+def test_the_second_pass_is_the_first_again_and_leaves_no_trace() -> None:
+    """Every row comes out the same twice; generators and buffers end as after one forward pass of each."""
+    seen: list[torch.Tensor] = []
+
+    def represent(model, batch):
+        rows = model(batch[0])
+        seen.append(rows.detach().clone())
+        return rows
+
+    def drawing(model, rows):
+        return info_nce(model, rows) * torch.rand(()) * random.random()
+
+    workload = make_workload(
+        model=lambda: Stateful().double(), loss=WholeBatchLoss(represent=represent, loss=drawing)
+    )
+    train_state, alone = train_state_of(workload), train_state_of(workload).model
+    for _ in range(2):
+        alone.load_state_dict(train_state.model.state_dict())
+        seen.clear()
+        seed_everything(1)
+        train_step(train_state, window(workload, [6] * 4), SAMPLES)
+        draws = torch.rand(3), random.random(), np.random.rand()
+        assert len(seen) == 8
+        assert all(map(torch.equal, seen[:4], seen[4:]))
+        seed_everything(1)
+        for batch, _size in split(workload, [6] * 4):
+            alone(batch[0])
+        drawing(alone, seen[0])
+        assert torch.equal(draws[0], torch.rand(3))
+        assert draws[1:] == (random.random(), np.random.rand())
+        assert all(map(torch.equal, train_state.model.buffers(), alone.buffers()))
+
+
+def test_dropout_is_that_of_the_pass_whose_rows_the_loss_saw() -> None:
+    """Against the whole window with the masks that its micro-batches drew."""
+    workload = make_workload(model=towers(dropout=0.5), loss=KINDS["CLIP"]["loss"])
+    sizes = [5, 12, 7]
+
+    def whole(model, batch):
+        parts = [two_towers(model, part) for part, _ in split(workload, sizes)]
+        pair = tuple(torch.cat([part["pair"][i] for part in parts]) for i in (0, 1))
+        return clip(
+            model, {"pair": pair, **{k: torch.cat([p[k] for p in parts]) for k in ("anchor", "labels")}}
+        )
+
+    expected, losses = reference(workload, [range(SAMPLES)], whole)
+    train_state = train_state_of(workload)
+    result = train_step(train_state, window(workload, sizes), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT
+    assert result.loss == pytest.approx(losses[0], rel=EXACT)
+
+
+def test_bf16_is_as_close_to_one_pass_in_bf16_as_rounding_allows() -> None:
+    data = points(dtype=torch.float32)
+    workload = make_workload(model=towers(torch.float32), loss=KINDS["CLIP"]["loss"], train_data=data)
+    one, many = train_state_of(workload, precision="bf16"), train_state_of(workload, precision="bf16")
+    whole = train_step(one, window(workload, [24]), SAMPLES)
+    parts = train_step(many, window(workload, [5, 12, 7]), SAMPLES)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-2)
+    assert off(many, workload, weights(one.model)) < 2e-2
+
+
+def test_parameters_in_16_bits_are_added_up_in_32() -> None:
+    class Low(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+        def forward(self, inputs):
+            return self.weight.expand(len(inputs), 1)
+
+    workload = make_workload(
+        model=Low,
+        loss=WholeBatchLoss(represent=features, loss=lambda _, rows: rows.float().mean()),
+        train_data=points(1024),
+    )
+    train_state = train_state_of(workload)
+    result = train_step(train_state, window(workload, [1] * 1024), 1024)
+    assert result.grad_norm == 1.0
+
+
+def fp16(scale: float) -> tuple[TrainState, Workload]:
+    workload = make_workload(
+        model=lambda: network(torch.float32),
+        loss=INFO_NCE,
+        train_data=points(dtype=torch.float32),
+    )
+    train_state = train_state_of(workload, precision="fp16")
+    train_state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return train_state, workload
+
+
+def test_in_fp16_the_loss_is_scaled_and_the_step_is_not() -> None:
+    # At 65536 the gradients of the rows overflow, as they do in one pass.
+    train_state, workload = fp16(4096.0)
+    expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
+    result = train_step(train_state, window(workload, [5, 12, 7]), SAMPLES)
+    assert result.applied
+    assert result.loss == pytest.approx(losses[0], rel=1e-2)
+    assert off(train_state, workload, expected) < 2e-2
+
+
+def test_in_fp16_an_overflow_takes_no_step_and_halves_the_scale() -> None:
+    train_state, workload = fp16(2.0**60)
+    before = weights(train_state.model)
+    result = train_step(train_state, window(workload, [12, 12]), SAMPLES)
+    assert not result.applied
+    assert torch.equal(weights(train_state.model), before)
+    assert train_state.scaler.get_scale() == 2.0**59
+
+
+def test_rows_repeat_where_an_attempt_runs_fewer_micro_batches_than_a_window_has() -> None:
+    seen = []
+
+    def loss(_, rows):
+        seen.append(rows.detach().clone())
+        return rows.mean()
+
+    workload = make_workload(loss=WholeBatchLoss(represent=features, loss=loss))
+    for size, count in ((4, 2), (5, 1), (12, 2), (13, 2), (23, 2)):
+        train_state = train_state_of(workload)
+        (batch,) = split(workload, [size])
+        rows = train_state.model(batch[0][0]).detach()
+        train_step(train_state, feed([batch] * count, CPU, SilentMeter(), twice=True), SAMPLES)
+        assert seen[-1].shape == (SAMPLES, 3)
+        assert torch.equal(seen[-1].unique(dim=0), rows.unique(dim=0))
+
+
+@pytest.mark.parametrize(
+    ("represent", "loss", "said"),
+    [
+        (
+            lambda m, b: m(b[0]).mean(),
+            info_nce,
+            r"a row for each sample; of 12 samples it made \(\) of float64",
+        ),
+        (lambda m, b: m(b[0])[1:], info_nce, r"of 12 samples it made \(11, 3\) of float64"),
+        (lambda m, b: None, info_nce, "it made nothing"),
+        (lambda m, b: m(b[0])[:, : len(b[0]) - 9], info_nce, "pad them to one form"),
+        (features, lambda m, rows: rows, r"must return a 0-d tensor, found a tensor of shape \(23, 3\)"),
+        (features, lambda m, rows: None, "must return a 0-d tensor, found nothing"),
+    ],
+)
+def test_what_a_part_must_not_return_is_said(represent, loss, said: str) -> None:
+    workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=loss))
+    with pytest.raises(InputError, match=said) as caught:
+        train_step(train_state_of(workload), window(workload, [12, 11]), 23)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_what_is_frozen_cost_no_gradient() -> None:
+    asked = []
+
+    def loss(model, rows):
+        asked.append(
+            [rows["pair"][0].requires_grad, rows["anchor"].requires_grad, rows["labels"].requires_grad]
+        )
+        return clip(model, rows)
+
+    workload = make_workload(model=towers(), loss=WholeBatchLoss(represent=two_towers, loss=loss))
+    train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
+    assert asked == [[True, False, False]]
+
+
+def test_a_loss_that_is_detached_is_told() -> None:
+    workload = make_workload(loss=WholeBatchLoss(represent=lambda m, b: m(b[0]).detach(), loss=info_nce))
+    with pytest.raises(InputError, match="has no gradient"):
+        train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
+
+
+def test_errors_of_the_parts_are_laid_at_the_workloads_door() -> None:
+    def broken(model, rows):
+        raise ValueError("mine")
+
+    workload = make_workload(loss=WholeBatchLoss(represent=features, loss=broken))
+    with pytest.raises(ValueError, match="mine") as caught:
+        train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
+    assert caught.value.__notes__ == ["raised by the workload: loss"]
+
+
+def test_parts_that_are_no_functions_are_refused_at_once() -> None:
+    with pytest.raises(InputError, match=r"WholeBatchLoss\(loss=…\) must be a function, found a str"):
+        WholeBatchLoss(represent=features, loss="mean")  # type: ignore[arg-type]
+
+
+def test_batches_are_fetched_once_and_placed_anew_each_time() -> None:
+    fetched, placed = [], []
+
+    def fetch():
+        for number in range(3):
+            fetched.append(number)
+            yield number, 1
+
+    def place(batch):
+        placed.append(batch)
+        return object()
+
+    both = Twice(fetch(), place)
+    one, two = list(both), list(both)
+    assert fetched == [0, 1, 2]
+    assert placed == [0, 1, 2] * 2
+    assert [size for _, size in one + two] == [1] * 6
+    assert len({id(batch) for batch, _ in one + two}) == 6
+
+
+def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
+    workload = make_workload(loss=INFO_NCE)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    found: list[int] = []
+
+    class Counting(SilentMeter):
+        def count(self, tensors) -> None:
+            found.append(len(alive))
+            alive.add(next(iter(tensors)))
+
+    parts = feed(split(workload, [6] * 4), CPU, Counting(), twice=True)
+    train_step(train_state_of(workload), parts, SAMPLES)
+    assert found == [0] * 8
+
+
+def test_micro_batches_that_come_only_once_are_refused() -> None:
+    workload = make_workload(loss=INFO_NCE)
+    with pytest.raises(AssertionError, match="cannot be gone through twice"):
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+
+
+def test_a_batch_that_is_changed_in_place_is_as_it_was_the_second_time() -> None:
+    def represent(model, batch):
+        return model(batch[0].mul_(2.0))
+
+    workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=info_nce))
+    expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
+    train_state = train_state_of(workload)
+    train_step(train_state, window(workload, [12, 12]), SAMPLES)
+    assert off(train_state, workload, expected) <= EXACT

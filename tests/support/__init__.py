@@ -1,0 +1,1 @@
+"""Workloads, faults and oracles that several tests share."""

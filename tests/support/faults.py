@@ -1,0 +1,155 @@
+"""Errors that strike at a chosen operator of a window, and workloads to strike."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.base import Device, Meter
+from autobatch.device.cpu import CpuDevice, SilentMeter
+from tests.support.training import INFO_NCE, Rows, make_loop, make_workload, points
+
+WINDOW = 1
+"""The window that memory runs out in; the one before it gives the optimizer its state."""
+
+
+class Fault(TorchDispatchMode):
+    """Raises an error at the operators with the given numbers, counted from when it is armed."""
+
+    def __init__(self, *at: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.at = set(at)
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        self.armed = False
+        self.count = 0
+        self.phase = ""
+        self.phases: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.armed and func.namespace != "profiler":
+            self.count += 1
+            self.phases.append(self.phase)
+            if self.count - 1 in self.at:
+                raise self.error.with_traceback(None)
+        return func(*args, **(kwargs or {}))
+
+
+class Watching:
+    """A meter that tells a fault what the step is doing; it measures what another one does."""
+
+    def __init__(self, fault: Fault | None, inner: Meter | None = None) -> None:
+        self._fault = fault
+        self._inner = inner or SilentMeter()
+
+    def count(self, tensors) -> None:
+        self._inner.count(tensors)
+
+    def uncounted(self):
+        return self._inner.uncounted()
+
+    def mark(self, phase: str) -> None:
+        self._inner.mark(phase)
+        if self._fault is not None:
+            self._fault.phase = phase
+
+    def stats(self) -> MemoryStats:
+        return self._inner.stats()
+
+    def trace(self):
+        return self._inner.trace()
+
+
+class Quick(CpuDevice):
+    """Collects no garbage, which takes longer than the rest of these tests together."""
+
+    def release(self) -> None:
+        pass
+
+
+class Stepping(torch.optim.AdamW):
+    """Says when it moves the weights."""
+
+    fault: Fault | None = None
+
+    def step(self, closure=None):
+        if self.fault is not None:
+            self.fault.phase = "step"
+        return super().step(closure)
+
+
+def plain(**changes):
+    return make_workload(**{"optimizer": lambda params, lr: Stepping(params, lr=0.01), **changes})
+
+
+class Noisy(Rows):
+    """Augmented by the generators of Python, NumPy and torch."""
+
+    def __getitem__(self, index: int):
+        inputs, labels = super().__getitem__(index)
+        return inputs + np.random.normal() + torch.randn((), dtype=inputs.dtype), labels
+
+
+def contrastive():
+    return plain(loss=INFO_NCE)
+
+
+def stateful(dtype: torch.dtype = torch.float64, **changes):
+    """Dropout, batch statistics and augmentation: all that a window draws from or leaves behind."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3)
+        ).to(dtype)
+
+    return plain(model=build, train_data=Noisy(*points(dtype=dtype).columns), **changes)
+
+
+def stateful_contrastive(dtype: torch.dtype = torch.float64):
+    return stateful(dtype, loss=INFO_NCE)
+
+
+def train(workload, fault: Fault | None, *, device: Device | None = None, **settings):
+    """Train; the fault strikes in its window. ``shrink_to``: go on smaller from there by plan instead."""
+    device = device or Quick(memory_budget="1GiB")
+    with device.training() as meter:
+        return _train(workload, fault, device, Watching(fault, meter), **settings)
+
+
+def _train(workload, fault, device, meter, *, shrink_to: int | None = None, steps: int = 3, precision="fp32"):
+    loop = make_loop(
+        workload,
+        target_batch=8,
+        micro_batch=4,
+        steps=steps,
+        meter=meter,
+        device=device,
+        precision=precision,
+    )
+    for optimizer in loop.train_state.optimizers:
+        optimizer.fault = fault
+    records = []
+    with fault or nullcontext():
+        run = loop.run()
+        for _ in range(WINDOW):
+            records.append(next(run))
+        if fault is not None:
+            fault.armed, fault.phase = True, "data"
+        if shrink_to is not None:
+            loop.micro_batch = shrink_to
+        records.append(next(run))
+        if fault is not None:
+            fault.armed = False
+        records += run
+    return loop, records
+
+
+@contextmanager
+def phases_of(workload):
+    fault = Fault()
+    train(workload, fault)
+    yield list(enumerate(fault.phases))
