@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
-from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.probing.attempt import TrainSetup
@@ -22,19 +22,44 @@ from autobatch.training.loop import Loop
 from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatchSampler, LastBatch
 from autobatch.workload.rng import seed_everything
 from autobatch.workload.user_code import user_code
 
 
-def build_sampler(workload: Workload, options: FitOptions) -> GlobalBatchSampler:
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """Settings of a training loop: plain values."""
+
+    target_batch: int
+    seed: int = 0
+    steps: int | None = None
+    """Optimizer steps of the run; if both are given, the fewer count."""
+    epochs: int | None = None
+    last_batch: LastBatch = "carry"
+    max_grad_norm: float | None = None
+    """None for no clipping."""
+    ema: float | None = None
+    """Decay of the averaged weights; None for no average."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    warmup_samples: int | None = None
+    """None for no warm-up."""
+    bn_momentum: Literal["keep", "auto"] = "keep"
+    workers: int | None = None
+    """Loader workers; None for what the plan says."""
+    prefetch: int | None = None
+    """Micro-batches per worker; None for what the plan says."""
+    sample_seeds: bool = False
+
+
+def build_sampler(samples: int, options: LoopSettings) -> GlobalBatchSampler:
     """All windows of a run.
 
     Raises:
         InputError: there is none.
     """
     sampler = GlobalBatchSampler(
-        samples=len(workload.train_data),  # type: ignore[arg-type]
+        samples=samples,
         target_batch=options.target_batch,
         seed=options.seed,
         steps=options.steps,
@@ -50,10 +75,10 @@ def build_sampler(workload: Workload, options: FitOptions) -> GlobalBatchSampler
 
 
 @contextmanager
-def opened(
+def open_loop(
     setup: TrainSetup,
     planned: Plan,
-    options: FitOptions,
+    options: LoopSettings,
     sampler: GlobalBatchSampler,
     *,
     seeded_before: bool | None,
@@ -79,14 +104,14 @@ def opened(
             setup.workload, sampler.batches, gpu=gpu_of(setup.device, planned.knobs), **feeding
         ) as feed,
     ):
-        loop = _open_loop(setup, planned, options, sampler, meter)
+        loop = _build_loop(setup, planned, options, sampler, meter)
         loop.feed = feed
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
         yield loop
 
 
-def _open_loop(
-    setup: TrainSetup, planned: Plan, options: FitOptions, sampler: GlobalBatchSampler, meter: Meter
+def _build_loop(
+    setup: TrainSetup, planned: Plan, options: LoopSettings, sampler: GlobalBatchSampler, meter: Meter
 ) -> Loop:
     workload = setup.workload
     seed_everything(options.seed)
@@ -135,7 +160,7 @@ def _schedules(workload: Workload, optimizers: Optimizers, sampler: GlobalBatchS
 
 
 def _feeding(
-    planned: Plan, options: FitOptions, seeded_before: bool | None, note: Callable[[str], None]
+    planned: Plan, options: LoopSettings, seeded_before: bool | None, note: Callable[[str], None]
 ) -> dict[str, Any]:
     """How the loop is fed; a run whose samples are seeded goes on so, whatever joins them."""
     workers = options.workers

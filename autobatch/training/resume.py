@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
+from autobatch.training.build import LoopSettings
 from autobatch.training.checkpoint import Loaded, clean_leftovers, load_newest
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.order import GlobalBatchSampler
@@ -38,7 +38,7 @@ def load_run_state(out: Path) -> Loaded:
     return loaded
 
 
-def load_plan(resumed: Loaded, options: FitOptions) -> Plan:
+def load_plan(resumed: Loaded, options: LoopSettings) -> Plan:
     """The plan that the run was started with.
 
     Raises:
@@ -122,11 +122,11 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
 
 
 def changes_since_checkpoint(
-    resumed: Loaded, key: Mapping[str, Any], planned: Plan, options: FitOptions
+    resumed: Loaded, key: Mapping[str, Any], planned: Plan, max_micro_batch: int | None
 ) -> list[str]:
     """What forbids to take over what is the same bit for bit only where all else is the same; by name."""
     stored = resumed.facts.get("key", {})
     found = [said for name, said in _SAME.items() if stored.get(name) != key.get(name)]
-    if options.max_micro_batch is not None and options.max_micro_batch < planned.micro_batch:
+    if max_micro_batch is not None and max_micro_batch < planned.micro_batch:
         found.append("--max-micro-batch")
     return found

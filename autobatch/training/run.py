@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,10 +102,10 @@ class RunSettings:
     checkpoint_every: int | None
     """Optimizer steps between two checkpoints."""
     keep_last: int
-    facts: Mapping[str, Any]
-    """Stored beside every checkpoint."""
     resume_hint: str
-    """The command that goes on from here."""
+    """The command that continues from here."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Stored beside every checkpoint."""
     checkpoint_minutes: float | None = None
     """Minutes between two checkpoints."""
     on_failed_save: Literal["stop", "continue"] = "stop"

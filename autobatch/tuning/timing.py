@@ -210,7 +210,7 @@ class _Stopwatch:
 
         joined = self._drawn(size, count) if feed is None or window is None else feed.collated(window, size)
         batches = batches_of(self._bench, self._meter, _sized(joined, size, count))
-        samples = batch_samples(self._bench.window, size, count)
+        samples = batch_samples(self._bench.whole_batch, size, count)
         start = clock()
         accumulator = accumulate(self._trainee, batches, samples, mark)
         device.synchronize()

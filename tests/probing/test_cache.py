@@ -15,7 +15,7 @@ from tests.support.probes import WIDTH, amsgrad, mlp, probed, work
 
 
 def saved_files(home: Path) -> list[Path]:
-    return sorted((home / "fits").glob("*.json"))
+    return sorted((home / "profiles").glob("*/limits/*.json"))
 
 
 def test_a_second_probe_confirms_with_one_run(own_home: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_changed_workload_is_probed_anew_and_the_field_is_named(field, before,
     probed(work(**before))
     result, listener = probed(work(**after))
     assert result.probe.source == "search"
-    assert any(f"stale: {field} " in line and "probing anew" in line for line in listener.notes)
+    assert any(f"stale: {field} " in line and "probing again" in line for line in listener.notes)
 
 
 def test_another_torch_is_named(monkeypatch) -> None:
@@ -91,7 +91,7 @@ def test_an_answer_that_fits_no_more_is_searched_anew(own_home: Path) -> None:
     edited(file, micro_batch=500)
     second, listener = probed(work())
     assert listener.sizes[0] == 500
-    assert any("500 does not fit any more" in line for line in listener.notes)
+    assert any("500 no longer fits" in line for line in listener.notes)
     assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
     assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
 
@@ -121,4 +121,4 @@ def test_a_home_that_cannot_be_written_is_a_note(own_home: Path) -> None:
     result, listener = probed(work())
     assert result.probe.micro_batch > 1
     assert result.profile is None
-    assert any("not remembered" in line for line in listener.notes)
+    assert any("the limit was not saved" in line for line in listener.notes)

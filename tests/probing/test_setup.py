@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import Options, PlanOptions, ProbeOptions
 from autobatch.probing.setup import (
+    SetupSettings,
     budget_of,
     build_model,
     describe_setup,
@@ -59,19 +59,19 @@ def test_auto_is_the_host_where_there_is_no_gpu(monkeypatch) -> None:
 
 
 def test_the_demo_brings_a_budget_and_an_asked_one_comes_before_it() -> None:
-    assert budget_of(Options(device="cpu"), demo=True) == MEMORY_BUDGET["cpu"]
-    assert budget_of(Options(device="sim:t4"), demo=True) == MEMORY_BUDGET["sim"]
-    assert budget_of(Options(device="cpu", memory_budget="9MiB"), demo=True) == "9MiB"
-    assert budget_of(Options(device="cpu"), demo=False) is None
+    assert budget_of(SetupSettings(device="cpu"), is_demo=True) == MEMORY_BUDGET["cpu"]
+    assert budget_of(SetupSettings(device="sim:t4"), is_demo=True) == MEMORY_BUDGET["sim"]
+    assert budget_of(SetupSettings(device="cpu", memory_budget="9MiB"), is_demo=True) == "9MiB"
+    assert budget_of(SetupSettings(device="cpu"), is_demo=False) is None
 
 
 def test_bf16_only_on_gpus_that_are_built_for_it(monkeypatch) -> None:
     gpu = SimpleNamespace(kind="cuda", torch_device="cuda:0")
     for capability, precision in (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert precision_of(Options(), gpu) == precision
-        assert precision_of(Options(precision="fp16"), gpu) == "fp16"
-    assert precision_of(Options(), open_device("cpu", memory_budget="1MiB", environ={})) == "fp32"
+        assert precision_of(SetupSettings(), gpu) == precision
+        assert precision_of(SetupSettings(precision="fp16"), gpu) == "fp16"
+    assert precision_of(SetupSettings(), open_device("cpu", memory_budget="1MiB", environ={})) == "fp32"
 
 
 @pytest.mark.parametrize("made", [None, nn.Linear, torch.zeros(3)])
@@ -88,14 +88,14 @@ def test_opening_and_describing_draws_nothing_though_model_and_data_do() -> None
         return live
 
     before = fingerprint(live)
-    setup = open_setup(work(model, train_data=Vectors()), ProbeOptions(device="cpu", memory_budget="1MiB"))
+    setup = open_setup(work(model, train_data=Vectors()), SetupSettings(device="cpu", memory_budget="1MiB"))
     describe_setup(setup)
     assert fingerprint(live) == before
 
 
 def test_the_seed_decides_the_weights() -> None:
     def weight(seed: int) -> torch.Tensor:
-        return next(open_setup(work(), ProbeOptions(device="cpu", seed=seed)).model.parameters())
+        return next(open_setup(work(), SetupSettings(device="cpu", seed=seed)).model.parameters())
 
     assert torch.equal(weight(1), weight(1))
     assert not torch.equal(weight(1), weight(2))
@@ -106,7 +106,7 @@ def test_the_seed_decides_the_weights() -> None:
 
 def key_of(workload=None, **options) -> dict:
     asked = {"device": "cpu", "memory_budget": "1MiB"} | options
-    return describe_setup(open_setup(workload or work(), ProbeOptions(**asked))).key
+    return describe_setup(open_setup(workload or work(), SetupSettings(**asked))).key
 
 
 class Renamed(nn.Sequential):
@@ -154,7 +154,7 @@ def test_what_does_not_change_the_answer_is_in_no_key() -> None:
 
 
 def test_facts_tell_what_a_plan_needs() -> None:
-    setup = open_setup(work(base_batch=32), PlanOptions(device="cpu", memory_budget="1MiB", target_batch=9))
+    setup = open_setup(work(base_batch=32), SetupSettings(device="cpu", memory_budget="1MiB", target_batch=9))
     facts = describe_setup(setup)
     assert (facts.samples, facts.base_batch, facts.precision) == (600, 32, "fp32")
     assert facts.device.budget_bytes == 2**20

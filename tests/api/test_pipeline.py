@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import autobatch
 from autobatch.core.errors import InputError, NonFiniteError
@@ -131,9 +131,9 @@ def test_a_schedule_that_follows_a_figure_is_refused_before_training(tmp_path: P
 
 
 def test_a_run_without_a_window_is_refused_before_it_is_probed(tmp_path: Path) -> None:
-    def unbuildable() -> nn.Module:
+    def loss(model: nn.Module, batch: object) -> Tensor:
         raise AssertionError
 
-    workload = make_workload(model=unbuildable)
+    workload = make_workload(loss=loss)
     with pytest.raises(InputError, match="--last-window drop leaves no window"):
         fit(workload, tmp_path, target_batch=512, steps=None, last_batch="drop")
