@@ -16,7 +16,8 @@ from autobatch.device.allocator.ledger import MemoryStats
 if TYPE_CHECKING:
     import torch
 
-    from autobatch.core.records import DeviceRecord
+    from autobatch.core.records import DeviceRecord, Precision
+    from autobatch.device.allocator.caching import AllocatorConfig
     from autobatch.device.allocator.ledger import Allocator
     from autobatch.device.allocator.trace import Trace
 
@@ -58,6 +59,46 @@ class Device(Protocol):
     @property
     def budget_bytes(self) -> int:
         """What the allocator may hold."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Major and minor of the GPU that runs the operators; None if the CPU runs them."""
+
+    @property
+    def allocator_config(self) -> AllocatorConfig | None:
+        """Settings of its caching allocator; None if it caches nothing."""
+
+    @property
+    def is_traceable(self) -> bool:
+        """True if a trace without memory sees all that a step allocates."""
+
+    @property
+    def may_spill(self) -> bool:
+        """True if the driver may move memory to the host where an allocation should fail."""
+
+    @property
+    def reads_pinned_memory(self) -> bool:
+        """True if it copies from pinned host memory while it computes."""
+
+    @property
+    def gains_from_compile(self) -> bool:
+        """True if ``torch.compile`` is worth trying unasked."""
+
+    def default_precision(self) -> Precision:
+        """Return the precision of ``--precision auto``."""
+
+    def native_precisions(self) -> tuple[Precision, ...]:
+        """Return the precisions that it computes in without emulation, the default first.
+
+        16 bits that are slower than 32 are no choice. fp16 is one only without bf16: at the same speed, it
+        needs a loss scale and overflows sooner.
+        """
+
+    def optimizer_implementations(self) -> tuple[str, ...]:
+        """Return the implementations that differ here, ``default`` first."""
+
+    def compiler_missing(self) -> str | None:
+        """Return what ``torch.compile`` lacks here, in words; None if nothing."""
 
     def new_allocator(self) -> Allocator:
         """An empty model of this device's allocator with the budget as its limit, to replay events in."""

@@ -19,6 +19,7 @@ from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator,
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
+from autobatch.device.cpu_operators import CpuOperators
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 
 HEADROOM_SHARE = 0.1
@@ -52,7 +53,7 @@ class SilentMeter:
         return None
 
 
-class CpuDevice:
+class CpuDevice(CpuOperators):
     """The processor, with a budget of host memory for tensors.
 
     Args:
@@ -76,14 +77,13 @@ class CpuDevice:
         return "cpu"
 
     @property
-    def torch_device(self) -> torch.device:
-        """``cpu``."""
-        return torch.device("cpu")
-
-    @property
     def budget_bytes(self) -> int:
         """What live tensors may hold."""
         return self._budget_bytes
+
+    @property
+    def allocator_config(self) -> None:
+        """None: freed memory goes back to the C library."""
 
     def new_allocator(self) -> CountingAllocator:
         """An empty allocator with the budget, to replay in."""
@@ -127,9 +127,6 @@ class CpuDevice:
     def release(self) -> None:
         """Collect the garbage that still holds tensors; nothing is cached besides."""
         gc.collect()
-
-    def synchronize(self) -> None:
-        """Do nothing: operators on the processor are done when they return."""
 
 
 def refusal_text(error: BudgetExceeded) -> str:

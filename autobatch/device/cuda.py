@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib.util
 import math
 import os
 import sys
@@ -30,6 +31,7 @@ from autobatch.device.host import host_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from autobatch.core.records import Precision
     from autobatch.device.allocator.trace import Trace
 
 
@@ -153,6 +155,55 @@ class CudaDevice:
         """What the allocator may hold: reserved bytes, cached blocks included."""
         return self._budget_bytes
 
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor."""
+        return self._properties.major, self._properties.minor
+
+    @property
+    def allocator_config(self) -> AllocatorConfig:
+        """Settings of torch's allocator in a session."""
+        expandable = self._expandable or asks_for_expandable(os.environ)
+        return AllocatorConfig(expandable_segments=expandable)
+
+    @property
+    def is_traceable(self) -> bool:
+        """False: libraries take workspaces that no trace sees, so the first runs tell more."""
+        return False
+
+    @property
+    def may_spill(self) -> bool:
+        """True: some drivers do."""
+        return True
+
+    @property
+    def reads_pinned_memory(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def gains_from_compile(self) -> bool:
+        """True."""
+        return True
+
+    def default_precision(self) -> Precision:
+        """Return bf16 on GPUs built for it (8.0 and later), else fp32."""
+        return "bf16" if self.compute_capability >= (8, 0) else "fp32"
+
+    def native_precisions(self) -> tuple[Precision, ...]:
+        """Return what the tensor cores compute in: bf16 from 8.0 on, fp16 from 7.0 on."""
+        if self.compute_capability >= (8, 0):
+            return ("bf16", "fp32")
+        return ("fp32", "fp16") if self.compute_capability >= (7, 0) else ("fp32",)
+
+    def optimizer_implementations(self) -> tuple[str, ...]:
+        """Return ``default`` and ``fused``: the default is ``foreach`` on a GPU."""
+        return ("default", "fused")
+
+    def compiler_missing(self) -> str | None:
+        """Return that triton is missing; None if it is installed."""
+        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on a GPU"
+
     def describe(self) -> DeviceRecord:
         """Name, total, budget and who else holds memory; reads the driver anew."""
         gpu = _nvml_gpu(self._uuid)
@@ -193,8 +244,7 @@ class CudaDevice:
 
     def new_allocator(self) -> CachingAllocator:
         """An empty model of the card's allocator with the budget, to replay in."""
-        expandable = self._expandable or asks_for_expandable(os.environ)
-        return CachingAllocator(self._budget_bytes, AllocatorConfig(expandable_segments=expandable))
+        return CachingAllocator(self._budget_bytes, self.allocator_config)
 
     def why_not_expandable(self) -> str | None:
         """Why the allocator cannot be told while it runs to use expandable segments; ``None``: it can."""

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
-import torch
-
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
 from autobatch.core.units import MiB, format_bytes, parse_budget
@@ -24,6 +22,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats, cuda_oom_text
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
+from autobatch.device.cpu_operators import CpuOperators
 
 HEADROOM_SHARE = 0.05
 
@@ -90,7 +89,7 @@ def context_bytes(profile: Gpu) -> int:
     return USUAL_CONTEXT_BYTES if profile.context_bytes is None else profile.context_bytes
 
 
-class SimulatedDevice:
+class SimulatedDevice(CpuOperators):
     """A card of a hardware profile, simulated on the CPU.
 
     Args:
@@ -119,14 +118,14 @@ class SimulatedDevice:
         return "sim"
 
     @property
-    def torch_device(self) -> torch.device:
-        """``cpu``, where the tensors really are."""
-        return torch.device("cpu")
-
-    @property
     def budget_bytes(self) -> int:
         """What the allocator may hold: reserved bytes, cached blocks included."""
         return self._budget_bytes
+
+    @property
+    def allocator_config(self) -> AllocatorConfig:
+        """Settings of the allocator that is simulated."""
+        return self._config
 
     def new_allocator(self) -> CachingAllocator:
         """An empty allocator with the budget, to replay in."""
@@ -175,9 +174,6 @@ class SimulatedDevice:
         gc.collect()
         if self._session is not None:
             self._session.release()
-
-    def synchronize(self) -> None:
-        """Do nothing: operators on the processor are done when they return."""
 
     def _text(self, error: BudgetExceeded) -> str:
         profile = self._profile

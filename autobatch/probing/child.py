@@ -170,7 +170,7 @@ class ProbeChild:
 
     def traced_peak(self, micro_batch: int) -> int | None:
         """What a trace alone predicts on a card; see `autobatch.probing.limits.traced_peak`."""
-        if self.facts.device.kind != "cuda":
+        if self.facts.compute_capability is None:
             return None
         found: int | None = self._ask_or_none((TRACED, micro_batch), "predicting the footprint")
         return found

@@ -76,7 +76,7 @@ def run_probe(
     caps = caps_of(facts, options)
     asked = getattr(options, "micro_batch", None)
 
-    guard = SpillGuard(active=facts.device.kind == "cuda")
+    guard = SpillGuard(active=facts.may_spill)
 
     def run(size: int) -> Outcome:
         outcome = guard.judge(prober.run(size))

@@ -13,6 +13,7 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import MemoryHolder
 from autobatch.device import cuda, nvml
 from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.base import Device
 from autobatch.device.cuda import CudaDevice, memory_fraction, others_bytes, resolve_budget, why_refused
 from autobatch.device.host import HostMemory
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
@@ -131,6 +132,7 @@ class FakeCuda:
         self.total = 24 * GIB
         self.allowed = self.total
         self.integrated = 0
+        self.capability = (8, 9)
         self.figures = {
             "allocated_bytes.all.current": 1,
             "allocated_bytes.all.peak": 3,
@@ -149,8 +151,14 @@ class FakeCuda:
         return 1
 
     def get_device_properties(self, index: int) -> SimpleNamespace:
+        major, minor = self.capability
         return SimpleNamespace(
-            name="Alpha", total_memory=self.total, is_integrated=self.integrated, uuid="a1", major=8, minor=9
+            name="Alpha",
+            total_memory=self.total,
+            is_integrated=self.integrated,
+            uuid="a1",
+            major=major,
+            minor=minor,
         )
 
     def synchronize(self, index: int) -> None:
@@ -205,6 +213,38 @@ def test_budget_comes_from_the_gpu_of_that_uuid(fake: FakeCuda) -> None:
     assert (record.kind, record.name, record.total_bytes) == ("cuda", "Alpha", 24 * GIB)
     assert record.budget_source.startswith("20.0 GiB free (NVML) + 2.00 GiB held by this process")
     assert (device.torch_device, device.kind) == (torch.device("cuda:0"), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "default", "native"),
+    [
+        ((6, 1), "fp32", ("fp32",)),
+        ((7, 0), "fp32", ("fp32", "fp16")),
+        ((7, 5), "fp32", ("fp32", "fp16")),
+        ((8, 0), "bf16", ("bf16", "fp32")),
+        ((12, 0), "bf16", ("bf16", "fp32")),
+    ],
+)
+def test_16_bits_only_on_gpus_that_are_built_for_them(
+    fake: FakeCuda, capability: tuple[int, int], default: str, native: tuple[str, ...]
+) -> None:
+    fake.capability = capability
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    assert device.compute_capability == capability
+    assert (device.default_precision(), device.native_precisions()) == (default, native)
+
+
+def test_answers_that_hold_for_every_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Device = CudaDevice(index=0, memory_budget="6GiB")
+    assert not device.is_traceable
+    assert device.may_spill
+    assert device.reads_pinned_memory
+    assert device.gains_from_compile
+    assert device.optimizer_implementations() == ("default", "fused")
+    for installed in (object(), None):
+        monkeypatch.setattr("importlib.util.find_spec", {"triton": installed}.__getitem__)
+        assert (device.compiler_missing() is None) == (installed is not None)
+    assert device.allocator_config == device.new_allocator().config
 
 
 def test_session_caps_and_puts_the_former_cap_back(fake: FakeCuda) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from autobatch.api import RunContext, run_plan_command
 from autobatch.core.errors import DoesNotFitError
@@ -16,7 +15,7 @@ from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions
 from autobatch.core.progress import Silent
 from autobatch.core.units import KiB, MiB
 from autobatch.device import profiles as hardware
-from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.cpu import CpuDevice
 from autobatch.probing.attempt import attempt
 from autobatch.probing.cache import CachedLimit
@@ -67,6 +66,9 @@ class Gpu(CpuDevice):
     """This machine's memory in the place of an L4's."""
 
     kind = "cuda"
+    compute_capability = (8, 9)
+    allocator_config = AllocatorConfig()
+    is_traceable = False
 
     def describe(self):
         return msgspec.structs.replace(
@@ -83,7 +85,6 @@ def load_profile(name):
 
 def test_what_a_trace_says_of_a_gpu_is_what_an_estimate_says(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     workload, size = WORKLOADS["transformer"](), 7
     options = EstimateOptions(profile=["l4", "a10"], micro_batch=size, precision="fp32")
     here = replace(setup(workload), device=Gpu(memory_budget=64 * MiB), max_grad_norm=None)
@@ -92,8 +93,7 @@ def test_what_a_trace_says_of_a_gpu_is_what_an_estimate_says(monkeypatch, tmp_pa
     assert traced_peak(setup(workload), size) is None
 
 
-def test_the_answer_on_a_gpu_is_remembered_with_both_figures(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+def test_the_answer_on_a_gpu_is_remembered_with_both_figures(tmp_path):
     here = replace(setup(WORKLOADS["perceptron"]()), device=Gpu(memory_budget=64 * MiB))
     options = ProbeOptions(max_micro_batch=3)
     found, path = run_probe(LocalProber(here, describe_setup(here)), options, home=tmp_path)
