@@ -12,22 +12,19 @@ from contextlib import contextmanager
 
 import torch
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import InputError
 from autobatch.core.records import DeviceRecord
-from autobatch.core.units import MiB, format_bytes, parse_budget
+from autobatch.core.units import format_bytes, parse_budget
 from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator, MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
+from autobatch.device.budget import resolve_budget
 from autobatch.device.cpu_operators import CpuOperators
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 
 HEADROOM_SHARE = 0.1
-
-
-HEADROOM_LEAST_BYTES = 512 * MiB
-"""Left free where no budget is given: the larger of a share of the total and this, for the interpreter, the
-workers that load data, and what operators use besides tensors."""
+"""Share of the memory that no budget takes by default: operators also use memory besides tensors."""
 
 
 class SilentMeter:
@@ -139,28 +136,19 @@ def refusal_text(error: BudgetExceeded) -> str:
 
 def _budget(asked: str | int | None, memory: HostMemory) -> tuple[int, str]:
     total, available = memory.total_bytes, memory.available_bytes
-    if asked is not None:
-        if total is None:
-            if "%" in str(asked):
-                raise InputError(
-                    f"memory_budget={asked!r} is a share, but {memory.source}: write a size such as 6GiB"
-                )
-            return parse_budget(asked, whole_bytes=0), f"as asked: {asked}"
-        budget = parse_budget(asked, whole_bytes=total)
-        if budget > total:
-            raise InputError(
-                f"the memory budget is {format_bytes(budget)} ({asked}), and this machine has "
-                f"{format_bytes(total)} ({total} bytes): ask for no more than that"
-            )
-        return budget, f"as asked: {asked}"
-    if total is None or available is None:
-        raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
-    headroom = max(round(total * HEADROOM_SHARE), HEADROOM_LEAST_BYTES)
-    if available <= headroom:
-        raise DoesNotFitError(
-            f"{format_bytes(available)} of memory are available ({memory.source}), not more than the headroom"
-            f" of {format_bytes(headroom)}: end what else runs, or set --memory-budget, which takes none off"
+    if total is None and "%" in str(asked):
+        raise InputError(
+            f"memory_budget={asked!r} is a share, but {memory.source}: write a size such as 6GiB"
         )
-    return available - headroom, (
-        f"{format_bytes(available)} available ({memory.source}) less a headroom of {format_bytes(headroom)}"
+    if total is None and asked is not None:
+        return parse_budget(asked, whole_bytes=0), f"as asked: {asked}"
+    if asked is None and (total is None or available is None):
+        raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
+    assert total is not None
+    return resolve_budget(
+        asked,
+        total_bytes=total,
+        available=[(available or 0, f"available ({memory.source})")],
+        headroom_share=HEADROOM_SHARE,
+        owner="this machine",
     )

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import InputError
 from autobatch.core.records import DeviceRecord, MemoryHolder, Record
-from autobatch.core.units import MiB, format_bytes, parse_budget
+from autobatch.core.units import format_bytes
 from autobatch.device import nvml
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import MemoryStats
+from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.cuda_history import History, recorded
 from autobatch.device.host import host_memory
 
@@ -33,12 +34,6 @@ if TYPE_CHECKING:
 
     from autobatch.core.records import Precision
     from autobatch.device.allocator.trace import Trace
-
-
-_HEADROOM_SHARE = 0.05
-
-
-_HEADROOM_LEAST_BYTES = 512 * MiB
 
 
 class VisibleGpu(Record, frozen=True, kw_only=True):
@@ -135,9 +130,12 @@ class CudaDevice:
         self._budget_bytes, self._budget_source = resolve_budget(
             memory_budget,
             total_bytes=self._properties.total_memory,
-            free_bytes=free_bytes,
-            held_bytes=torch.cuda.memory_reserved(index),
-            free_source=source,
+            available=[
+                (free_bytes, f"free ({source})"),
+                (torch.cuda.memory_reserved(index), "held by this process"),
+            ],
+            headroom_share=GPU_HEADROOM_SHARE,
+            owner="the GPU",
         )
 
     @property
@@ -355,44 +353,6 @@ def visible_gpus() -> list[VisibleGpu]:
             )
         )
     return gpus
-
-
-def resolve_budget(
-    asked: str | int | None, *, total_bytes: int, free_bytes: int, held_bytes: int, free_source: str
-) -> tuple[int, str]:
-    """Say what the allocator may hold, in bytes, and in words how that came about.
-
-    Args:
-        asked: The user's budget, taken at its word; ``None`` for what is free less a headroom.
-        total_bytes: The card's memory.
-        free_bytes: What no process holds.
-        held_bytes: What this process's allocator holds already, and may go on holding.
-        free_source: Who says what is free.
-
-    Raises:
-        InputError: what was asked is no size, or over the total.
-        DoesNotFitError: nothing is left after the headroom.
-    """
-    if asked is not None:
-        budget_bytes = parse_budget(asked, whole_bytes=total_bytes)
-        if budget_bytes > total_bytes:
-            raise InputError(
-                f"the memory budget is {format_bytes(budget_bytes)} ({asked}), and the card has "
-                f"{format_bytes(total_bytes)} ({total_bytes} bytes): ask for no more than that"
-            )
-        return budget_bytes, f"as asked: {asked}"
-    headroom_bytes = max(int(total_bytes * _HEADROOM_SHARE), _HEADROOM_LEAST_BYTES)
-    budget_bytes = min(free_bytes + held_bytes, total_bytes) - headroom_bytes
-    words = (
-        f"{format_bytes(free_bytes)} free ({free_source}) + {format_bytes(held_bytes)} held by this process "
-        f"- {format_bytes(headroom_bytes)} headroom (5 % of the card, at least 512 MiB)"
-    )
-    if budget_bytes <= 0:
-        raise DoesNotFitError(
-            f"nothing is left to spend on a card of {format_bytes(total_bytes)}: {words}; "
-            "end what else runs there, or set --memory-budget, which takes no headroom off"
-        )
-    return budget_bytes, words
 
 
 def asks_for_expandable(environ: Mapping[str, str]) -> bool:

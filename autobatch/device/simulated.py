@@ -13,79 +13,39 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
-from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
-from autobatch.core.units import MiB, format_bytes, parse_budget
+from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats, cuda_oom_text
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
+from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.cpu_operators import CpuOperators
-
-HEADROOM_SHARE = 0.05
-
-
-HEADROOM_LEAST_BYTES = 512 * MiB
-"""Left free where no budget is given, as on a card that is here: the larger of a share of it, and this."""
-
+from autobatch.device.profiles import HardwareProfile
 
 USUAL_CONTEXT_BYTES = 512 * MiB
-"""For a card whose context was never seen: between 0.1 and 0.7 GiB in CUDA's out-of-memory texts."""
+"""CUDA context of a GPU without a figure: CUDA's out-of-memory texts show between 0.1 and 0.7 GiB."""
 
 
-class Gpu(Protocol):
-    """What is needed of a hardware profile."""
-
-    @property
-    def name(self) -> str:
-        """What the profile is called."""
-
-    @property
-    def title(self) -> str:
-        """What the card is called."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory as torch sees it."""
-
-    @property
-    def context_bytes(self) -> int | None:
-        """Held by the CUDA context; ``None``: not known."""
-
-
-def simulated_budget(profile: Gpu, memory_budget: str | int | None = None) -> tuple[int, str]:
-    """What the allocator may hold on a card with nobody else on it, in bytes, and how that came about.
+def simulated_budget(profile: HardwareProfile, memory_budget: str | int | None = None) -> tuple[int, str]:
+    """Return the bytes that the allocator may hold on a GPU without other processes, and the reason in words.
 
     Raises:
-        InputError: the budget is no size, or over the card's memory.
-        DoesNotFitError: the card is smaller than its context and the headroom.
+        InputError: The budget is no size, or exceeds the memory of the GPU.
+        DoesNotFitError: The GPU is smaller than its CUDA context and the headroom.
     """
-    total = profile.total_bytes
-    if memory_budget is not None:
-        budget = parse_budget(memory_budget, whole_bytes=total)
-        if budget > total:
-            raise InputError(
-                f"the memory budget is {format_bytes(budget)} ({memory_budget}), and {profile.title} has "
-                f"{format_bytes(total)} ({total} bytes): ask for no more than that"
-            )
-        return budget, f"as asked: {memory_budget}"
-    context = context_bytes(profile)
-    headroom = max(int(total * HEADROOM_SHARE), HEADROOM_LEAST_BYTES)
-    if total <= context + headroom:
-        raise DoesNotFitError(
-            f"{profile.title} has {format_bytes(total)}, not more than a context of {format_bytes(context)}"
-            f" and a headroom of {format_bytes(headroom)}: set --memory-budget, which takes neither off"
-        )
-    return total - context - headroom, (
-        f"{format_bytes(total)} in all less a context of {format_bytes(context)} and a headroom of "
-        f"{format_bytes(headroom)}"
+    return resolve_budget(
+        memory_budget,
+        total_bytes=profile.total_bytes,
+        available=[(profile.total_bytes, "in total"), (-context_bytes(profile), "CUDA context")],
+        headroom_share=GPU_HEADROOM_SHARE,
+        owner=profile.title,
     )
 
 
-def context_bytes(profile: Gpu) -> int:
-    """What the CUDA context takes of a card."""
+def context_bytes(profile: HardwareProfile) -> int:
+    """Return the memory that the CUDA context takes on a GPU."""
     return USUAL_CONTEXT_BYTES if profile.context_bytes is None else profile.context_bytes
 
 
@@ -105,7 +65,11 @@ class SimulatedDevice(CpuOperators):
     """
 
     def __init__(
-        self, profile: Gpu, memory_budget: str | int | None = None, *, expandable_segments: bool = False
+        self,
+        profile: HardwareProfile,
+        memory_budget: str | int | None = None,
+        *,
+        expandable_segments: bool = False,
     ) -> None:
         self._profile = profile
         self._budget_bytes, self._budget_source = simulated_budget(profile, memory_budget)

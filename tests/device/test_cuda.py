@@ -14,7 +14,7 @@ from autobatch.core.records import MemoryHolder
 from autobatch.device import cuda, nvml
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device
-from autobatch.device.cuda import CudaDevice, memory_fraction, others_bytes, resolve_budget, why_refused
+from autobatch.device.cuda import CudaDevice, memory_fraction, others_bytes, why_refused
 from autobatch.device.host import HostMemory
 from autobatch.device.nvml import NvmlAbsent, NvmlGpu
 from autobatch.device.oom import Verdict, classify
@@ -50,48 +50,6 @@ def gpu(
 
 
 # Arithmetic.
-
-
-def test_budget_is_free_and_held_less_a_headroom() -> None:
-    # 5 % of 24 GiB is 1.2 GiB; of 4 GiB it would be 205 MiB, so 512 MiB are kept.
-    large, words = resolve_budget(
-        None, total_bytes=24 * GIB, free_bytes=20 * GIB, held_bytes=GIB, free_source="NVML"
-    )
-    assert large == 21 * GIB - int(1.2 * GIB)
-    small, _ = resolve_budget(None, total_bytes=4 * GIB, free_bytes=3 * GIB, held_bytes=0, free_source="NVML")
-    assert small == 3 * GIB - 512 * MIB
-    assert words == (
-        "20.0 GiB free (NVML) + 1.00 GiB held by this process "
-        "- 1.20 GiB headroom (5 % of the card, at least 512 MiB)"
-    )
-
-
-def test_budget_is_never_over_the_total() -> None:
-    budget, _ = resolve_budget(
-        None, total_bytes=8 * GIB, free_bytes=8 * GIB, held_bytes=4 * GIB, free_source="x"
-    )
-    assert budget == 8 * GIB - 512 * MIB
-
-
-@pytest.mark.parametrize(
-    ("asked", "budget"),
-    [("6GiB", 6 * GIB), (6 * GIB, 6 * GIB), ("50%", 4 * GIB), ("100%", 8 * GIB), (8 * GIB, 8 * GIB), (1, 1)],
-)
-def test_asked_budget_is_taken_at_its_word(asked: str | int, budget: int) -> None:
-    found, words = resolve_budget(asked, total_bytes=8 * GIB, free_bytes=0, held_bytes=0, free_source="x")
-    assert (found, words) == (budget, f"as asked: {asked}")
-
-
-def test_asked_budget_over_the_total_names_both_numbers() -> None:
-    with pytest.raises(InputError, match=r"12\.0 GiB \(12GiB\).*8\.00 GiB"):
-        resolve_budget("12GiB", total_bytes=8 * GIB, free_bytes=8 * GIB, held_bytes=0, free_source="x")
-    with pytest.raises(InputError):
-        resolve_budget(8 * GIB + 1, total_bytes=8 * GIB, free_bytes=8 * GIB, held_bytes=0, free_source="x")
-
-
-def test_nothing_left_after_the_headroom() -> None:
-    with pytest.raises(DoesNotFitError, match=r"400 MiB free .*--memory-budget"):
-        resolve_budget(None, total_bytes=8 * GIB, free_bytes=400 * MIB, held_bytes=0, free_source="NVML")
 
 
 @pytest.mark.parametrize("total", [8 * GIB, 15_843_721_216, 25_282_281_472, 85_174_976_512, 150_109_880_320])
@@ -245,6 +203,14 @@ def test_answers_that_hold_for_every_gpu(fake: FakeCuda, monkeypatch: pytest.Mon
         monkeypatch.setattr("importlib.util.find_spec", {"triton": installed}.__getitem__)
         assert (device.compiler_missing() is None) == (installed is not None)
     assert device.allocator_config == device.new_allocator().config
+
+
+def test_a_full_gpu_leaves_no_budget(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.figures["reserved_bytes.all.current"] = 0
+    tell(monkeypatch, lambda uuid: gpu(GIB) if uuid == "GPU-a1" else NvmlAbsent(reason="no slice"))
+    with pytest.raises(DoesNotFitError, match=r"1\.00 GiB free \(NVML\) .*--memory-budget"):
+        CudaDevice(index=0, memory_budget=None)
+    assert CudaDevice(index=0, memory_budget="6GiB").budget_bytes == 6 * GIB
 
 
 def test_session_caps_and_puts_the_former_cap_back(fake: FakeCuda) -> None:
