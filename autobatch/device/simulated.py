@@ -1,9 +1,8 @@
-"""A card that is not here: real CPU tensors through the model of CUDA's caching allocator, with that card's
-budget.
+"""A simulated GPU: real CPU tensors in a model of CUDA's caching allocator, with the budget of that GPU.
 
-Out-of-memory errors, recovery and fragmentation can be exercised with no card. The limit is always on, in
-training as well. What is not simulated: the card's operators. Kernels, autocast lists and workspaces are the
-CPU's, so a micro-batch found here is not the card's (`autobatch.footprint.predict` is for that).
+Out-of-memory errors, recovery and fragmentation run without a GPU. The limit is always enforced, in training
+as well. Operators are not simulated: kernels, autocast lists and workspaces are the CPU's, so a micro-batch
+found here is not the GPU's (`autobatch.footprint.predict` is for that).
 """
 
 from __future__ import annotations
@@ -50,18 +49,17 @@ def context_bytes(profile: HardwareProfile) -> int:
 
 
 class SimulatedDevice(CpuOperators):
-    """A card of a hardware profile, simulated on the CPU.
+    """The GPU of a hardware profile, simulated on the CPU.
 
     Args:
-        profile: the card.
-        memory_budget: taken at its word: a size, or a share of the card. ``None``: all of it, less the
-        context
-            and a headroom.
-        expandable_segments: how the allocator grows (``expandable_segments:True``); no environment is read.
+        profile: The GPU.
+        memory_budget: Taken literally: a size, or a share of the GPU's memory. None for its memory less its
+            CUDA context and a headroom.
+        expandable_segments: Whether the allocator uses expandable segments. No environment variable is read.
 
     Raises:
-        InputError: the budget is no size, or over the card's memory.
-        DoesNotFitError: the card is smaller than its context and the headroom.
+        InputError: The budget is no size, or exceeds the memory of the GPU.
+        DoesNotFitError: The GPU is smaller than its CUDA context and the headroom.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class SimulatedDevice(CpuOperators):
 
     @property
     def budget_bytes(self) -> int:
-        """What the allocator may hold: reserved bytes, cached blocks included."""
+        """Bytes the allocator may reserve, cached blocks included."""
         return self._budget_bytes
 
     @property
@@ -92,11 +90,11 @@ class SimulatedDevice(CpuOperators):
         return self._config
 
     def new_allocator(self) -> CachingAllocator:
-        """An empty allocator with the budget, to replay in."""
+        """Return an empty allocator limited to the budget."""
         return CachingAllocator(self._budget_bytes, self._config)
 
     def describe(self) -> DeviceRecord:
-        """Name, total and budget of the card."""
+        """Return name, total and budget of the GPU."""
         return DeviceRecord(
             kind=self.kind,
             name=f"{self._profile.title} (simulated)",
@@ -104,37 +102,37 @@ class SimulatedDevice(CpuOperators):
             budget_bytes=self._budget_bytes,
             budget_source=self._budget_source,
             other_processes_bytes=0,
-            notes=["simulated: CPU tensors in a model of CUDA's caching allocator; no speed is the card's"],
+            notes=["simulated: CPU tensors in a model of CUDA's caching allocator, at the speed of this CPU"],
         )
 
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
-        """Inside, a step that outgrows the budget raises an error; starts from nothing cached."""
+        """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
         with self._tracked(record=True) as tracker:
             yield tracker
 
     @contextmanager
     def training(self) -> Iterator[Meter]:
-        """The same, without a record of the events."""
+        """Enforce the budget within the block, and record no events."""
         with self._tracked(record=False) as tracker:
             yield tracker
 
     def why_not_expandable(self) -> str | None:
-        """Nothing, unless it is so already."""
+        """Return that segments are expandable already, if they are."""
         return "segments are expandable already" if self._config.expandable_segments else None
 
     def expandable(self) -> SimulatedDevice:
-        """The same card with expandable segments."""
+        """Return the same GPU with expandable segments."""
         other = copy.copy(self)
         other._config = replace(self._config, expandable_segments=True)
         return other
 
     def refuses(self, stats: MemoryStats) -> str | None:
-        """Nothing: a step that got through, be it by giving cached segments back, fits."""
+        """Return None: every step that ran fits, retries included."""
         return None
 
     def release(self) -> None:
-        """Collect garbage that still holds tensors; give back what the running session has cached."""
+        """Collect garbage that still holds tensors, and free what the running session has cached."""
         gc.collect()
         if self._session is not None:
             self._session.release()
