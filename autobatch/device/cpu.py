@@ -95,9 +95,7 @@ class CpuDevice(CpuOperators):
             total_bytes=self._budget_bytes if total is None else total,
             budget_bytes=self._budget_bytes,
             budget_source=self._budget_source,
-            notes=[
-                "the budget is for tensors alone: the interpreter and its libraries need more memory besides"
-            ],
+            notes=["the budget is for tensors: the interpreter and its libraries need memory besides"],
         )
 
     @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from autobatch.device import nvml
 from autobatch.device.nvml import NvmlAbsent
 from tests.support.fake_cuda import FakeCuda, answer_nvml, gpu_reading
+from tests.support.nvml_driver import build_driver
 
 
 @pytest.fixture
@@ -22,3 +25,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         lambda uuid: gpu_reading() if uuid == "GPU-a1" else NvmlAbsent(reason="no GPU of that name here"),
     )
     return fake
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stand-in for the driver's library."""
+    folder = tmp_path_factory.mktemp("driver")
+    build_driver(folder)
+    return folder
