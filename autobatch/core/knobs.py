@@ -68,8 +68,6 @@ WORTH_COMPILING = 500
 class TuningContext(NamedTuple):
     """What decides which knobs apply: the device, the workload, and what was asked for."""
 
-    device_kind: str
-    """``cuda``, ``cpu`` or ``sim``."""
     precisions: tuple[Precision, ...]
     """That the device computes in natively, the default first; only one where it was asked for."""
     optimizers: tuple[str, ...]
@@ -90,6 +88,10 @@ class TuningContext(NamedTuple):
     """Why loader workers cannot be tuned; ``None``: they can."""
     fetch_share: float = 0.0
     """Of a micro-batch's time, what fetching and joining it takes."""
+    gains_from_compile: bool = False
+    """True if ``torch.compile`` is worth trying unasked on the device."""
+    reads_pinned_memory: bool = False
+    """True if the device copies from pinned host memory while it computes."""
     segments: str | None = "the device keeps no segments"
     """Why its allocator cannot be told to grow in expandable segments; ``None``: it can."""
 
@@ -158,7 +160,7 @@ KNOBS = (
         lambda here: str(here.compiler),
         changes_memory=True,
         changes_numbers=True,
-        by_itself=lambda here: here.device_kind == "cuda" and here.planned_steps >= WORTH_COMPILING,
+        by_itself=lambda here: here.gains_from_compile and here.planned_steps >= WORTH_COMPILING,
     ),
     Knob(
         CHANNELS_LAST,
@@ -199,7 +201,7 @@ KNOBS = (
     Knob(
         PIN_MEMORY,
         "has what workers joined copied to where a card reads it by itself, while it computes",
-        lambda here: (True, False) if here.device_kind == "cuda" and len(_loader_counts(here)) > 1 else (),
+        lambda here: (True, False) if here.reads_pinned_memory and len(_loader_counts(here)) > 1 else (),
         lambda here: here.loader or "it serves cards, and workers that feed them",
         changes_memory=False,
         changes_numbers=False,

@@ -182,7 +182,7 @@ def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> _Pr
     progress.opened(info.device)
     for line in info.notes:
         progress.note(line)
-    guard = SpillGuard(active=info.device.kind == "cuda")
+    guard = SpillGuard(active=info.may_spill)
     return _Probing(process, limits, caps_of(info, limits), guard, progress)
 
 

@@ -59,7 +59,7 @@ def trace_other_order(process: SetupProcess) -> Program | None:
 
 def traced_peak(process: SetupProcess, micro_batch: int) -> int | None:
     """Return the peak reserved bytes that a trace alone predicts on a GPU; None on other devices."""
-    if process.info.device.kind != "cuda":
+    if process.info.compute_capability is None:
         return None
     return _ask_or_none(process, "tracing the step", _traced_peak, micro_batch)
 

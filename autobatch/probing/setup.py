@@ -17,10 +17,7 @@ from autobatch.core.records import DeviceRecord, Precision, Record
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
-from autobatch.device.cpu import CpuDevice
-from autobatch.device.cuda import CudaDevice
-from autobatch.device.profiles import data_home, load_profile
-from autobatch.device.simulated import SimulatedDevice
+from autobatch.device.select import device_kind, open_device
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
@@ -62,30 +59,15 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     base_batch: int | None
     precision: Precision
     name: str
-    expandable_segments: bool = False
-    """How the device's allocator grows, for those that cache."""
+    allocator: AllocatorConfig | None = None
+    """Settings of the device's caching allocator; None if it caches nothing."""
+    compute_capability: tuple[int, int] | None = None
+    """Of the GPU that runs the operators; None if the CPU runs them."""
+    may_spill: bool = False
+    """True if the driver may move memory to the host where an allocation should fail."""
     size_quartiles: list[float] = []
     """Quartiles of the samples' costs; empty where all cost alike."""
     notes: list[str] = []
-
-
-def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[str, str]) -> Device:
-    """Find the device that ``auto``, ``cuda``, ``cuda:N``, ``cpu`` or ``sim:PROFILE`` names.
-
-    Raises:
-        InputError: there is no such device or profile, or the budget is more than it has.
-    """
-    kind, _, which = spec.partition(":")
-    if spec == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu" and not which:
-        return CpuDevice(memory_budget=memory_budget)
-    if kind == "cuda" and (not which or which.isdecimal()):
-        return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
-    if kind == "sim" and which:
-        profile = load_profile(which, user_dir=data_home(environ))
-        return SimulatedDevice(profile, memory_budget=memory_budget)
-    raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
 
 
 def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
@@ -159,10 +141,7 @@ def budget_of(settings: SetupSettings, *, is_demo: bool) -> str | int | None:
     """Return the budget that was asked for, else the demo's own for the demo."""
     if settings.memory_budget is not None or not is_demo:
         return settings.memory_budget
-    kind = settings.device.partition(":")[0]
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return MEMORY_BUDGET.get(kind)
+    return MEMORY_BUDGET.get(device_kind(settings.device))
 
 
 def build_model(workload: Workload) -> nn.Module:
@@ -179,12 +158,8 @@ def build_model(workload: Workload) -> nn.Module:
 
 
 def precision_of(settings: SetupSettings, device: Device) -> Precision:
-    """The precision that was asked for; ``auto`` is bf16 on cards built for it (8.0 and later), else fp32."""
-    if settings.precision != "auto":
-        return settings.precision
-    if device.kind == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (8, 0):
-        return "bf16"
-    return "fp32"
+    """Return the precision that was asked for; ``auto`` leaves it to the device."""
+    return device.default_precision() if settings.precision == "auto" else settings.precision
 
 
 def describe_setup(setup: TrainSetup) -> SetupInfo:
@@ -206,7 +181,9 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         base_batch=workload.base_batch,
         precision=setup.precision,
         name=workload.name,
-        expandable_segments=_is_expandable(setup.device.new_allocator()),
+        allocator=setup.device.allocator_config,
+        compute_capability=setup.device.compute_capability,
+        may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
         notes=[*device.notes, *setup.worst_case.notes, *whole_batch_notes(workload, setup.whole_batch)],
     )
@@ -243,14 +220,10 @@ def new_allocator(facts: SetupInfo, *, capped: bool = True, expandable: bool | N
         expandable: how an allocator that caches grows; ``None``: as on the device.
     """
     limit = facts.device.budget_bytes if capped else None
-    if facts.device.kind == "cpu":
+    if facts.allocator is None:
         return CountingAllocator(limit)
-    asked = facts.expandable_segments if expandable is None else expandable
-    return CachingAllocator(limit, AllocatorConfig(expandable_segments=asked))
-
-
-def _is_expandable(allocator: Allocator) -> bool:
-    return isinstance(allocator, CachingAllocator) and allocator.config.expandable_segments
+    asked = facts.allocator.expandable_segments if expandable is None else expandable
+    return CachingAllocator(limit, replace(facts.allocator, expandable_segments=asked))
 
 
 def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:

@@ -278,7 +278,7 @@ def test_what_does_not_fit_names_phase_bytes_and_budget(device: str, budget: str
     assert "micro-batch of 1 does not fit" in text
     assert any(f"(in the {phase})" in text for phase in ("setup", "forward", "backward", "optimizer"))
     if device == "cpu":
-        assert "asked for" in text
+        assert "requested" in text
         assert "free" in text
         assert "9.00 KiB" in text
     else:

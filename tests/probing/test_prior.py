@@ -8,14 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import PlanOptions
 from autobatch.core.units import KiB, MiB
 from autobatch.device import profiles as hardware
-from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.cpu import CpuDevice
 from autobatch.probing.attempt import attempt
 from autobatch.probing.cache import CachedLimit
@@ -56,7 +55,7 @@ def test_nothing_fits_says_what_would(tmp_path):
     with pytest.raises(DoesNotFitError) as caught:
         run_plan(deep(), options, RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)}))
     text = str(caught.value)
-    for words in ("asked for", "free", "in the ", "parameters", "larger --memory-budget"):
+    for words in ("requested", "free", "in the ", "parameters", "larger --memory-budget"):
         assert words in text
     for size in re.findall(r"a micro-batch of ([\d,]+) is predicted to fit", text):
         assert int(size.replace(",", "")) >= 1
@@ -66,6 +65,9 @@ class Gpu(CpuDevice):
     """This machine's memory in the place of an L4's."""
 
     kind = "cuda"
+    compute_capability = (8, 9)
+    allocator_config = AllocatorConfig()
+    is_traceable = False
 
     def describe(self):
         return msgspec.structs.replace(
@@ -82,7 +84,6 @@ def load_profile(name):
 
 def test_what_a_trace_says_of_a_gpu_is_what_an_estimate_says(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     workload, size = WORKLOADS["transformer"](), 7
     options = EstimateSettings(profiles=["l4", "a10"], micro_batch=size, precision="fp32")
     here = replace(setup(workload), device=Gpu(memory_budget=64 * MiB), max_grad_norm=None)
@@ -91,8 +92,7 @@ def test_what_a_trace_says_of_a_gpu_is_what_an_estimate_says(monkeypatch, tmp_pa
     assert traced_peak(setup(workload), size) is None
 
 
-def test_the_answer_on_a_gpu_is_remembered_with_both_figures(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+def test_the_answer_on_a_gpu_is_remembered_with_both_figures(tmp_path):
     here = replace(setup(WORKLOADS["perceptron"]()), device=Gpu(memory_budget=64 * MiB))
     found, path, _ = limit_of(here, tmp_path, max_micro_batch=3)
     saved = msgspec.json.decode(path.read_bytes(), type=CachedLimit)

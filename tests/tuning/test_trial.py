@@ -272,7 +272,8 @@ def test_running_out_of_memory_while_it_is_timed_is_infeasible(monkeypatch: pyte
 
 def test_what_applies_is_read_off_the_workload() -> None:
     here = runner(setup()).context()
-    assert (here.device_kind, here.blocks, here.images, here.micro_batch) == ("cpu", 6, False, 8)
+    assert (here.blocks, here.images, here.micro_batch) == (6, False, 8)
+    assert (here.gains_from_compile, here.reads_pinned_memory) == (False, False)
     assert here.optimizers == ("default", "foreach", "fused")
     assert here.precisions[0] == "fp32"
     made = setup(
