@@ -381,7 +381,7 @@ def test_where_every_trial_crashes_the_plan_stays_and_it_says_why(tmp_path: Path
     assert ran.code == 0, ran.err
     tuning = ran.json["tuning"]
     assert [one["feasible"] for one in tuning["history"]] == [False, False]
-    assert tuning["notes"][0].startswith("none of 2 configurations could be run, so the plan stays as it is")
+    assert tuning["notes"][0].startswith("kept the plan: none of 2 configurations ran")
     assert "(SIGSEGV)" in tuning["notes"][0]
     assert ran.json["plan"]["micro_batches"] == [8]
     assert "the default stays: it was not measured" in ran.err
