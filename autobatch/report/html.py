@@ -91,13 +91,14 @@ def _cell(at: int, text: str) -> Markup:
 def figure(picture: Picture) -> Markup:
     """Build a figure with its legend, and its data as a collapsed table."""
     caption = element(
-        "figcaption", _legend(picture.legend), element("p", picture.note) if picture.note else None
+        "figcaption", legend(picture.legend), element("p", picture.note) if picture.note else None
     )
     data = element("details", element("summary", "Data of this figure"), table(picture.table))
     return element("figure", Markup(picture.svg), caption, data, id=f"figure-{picture.slug}")
 
 
-def _legend(marks: list[Mark]) -> Markup | None:
+def legend(marks: list[Mark]) -> Markup | None:
+    """Build the legend of a picture. Return None if it has no entries."""
     items = [
         element(
             "li",

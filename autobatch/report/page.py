@@ -14,11 +14,11 @@ from autobatch.core.files import write_atomic
 from autobatch.core.records import DeviceRecord, LrTuning, RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
-from autobatch.report.charts.drawing import Picture, Table
+from autobatch.report.charts.drawing import Mark, Picture, Table
 from autobatch.report.charts.memory import held_bytes, memory_curve_figure, memory_figure
 from autobatch.report.charts.split import plan_figure
 from autobatch.report.charts.trials import importance_figure, pairs_table, rates_figure, trials_figure
-from autobatch.report.html import Child, Markup, element, facts, figure, join, prose, table, unbroken
+from autobatch.report.html import Child, Markup, element, facts, figure, join, legend, prose, table, unbroken
 from autobatch.report.sentences import (
     budget_in_words,
     count,
@@ -94,17 +94,12 @@ def _bar(device: DeviceRecord) -> Markup:
     names = [f"{name} {format_bytes(size)}" for name, _, size in parts]
     blocks = [element("span", style=f"--mark:var(--{role});flex:{size} 1 0") for _, role, size in parts]
     marks = [
-        element(
-            "li",
-            element("span", class_="mark block", style=f"--mark:var(--{role})", aria_hidden="true"),
-            name,
-        )
-        for (_, role, _), name in zip(parts, names, strict=True)
+        Mark(role=role, label=name, shape="block") for (_, role, _), name in zip(parts, names, strict=True)
     ]
     label = f"Device memory: {', '.join(names)}"
     return join(
         element("div", blocks, class_="bar", role="img", aria_label=label),
-        element("ul", marks, class_="legend"),
+        legend(marks),
     )
 
 

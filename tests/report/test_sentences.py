@@ -118,12 +118,12 @@ def a_tuning(**figures) -> Tuning:
         (
             1000.0,
             1250.0,
-            "the best configuration runs 1,250 samples/s, 25% faster than the defaults at 1,000.",
+            "the best configuration runs 1,250 samples/s, 25% faster than the defaults at 1,000",
         ),
         (
             1000.0,
             1000.0,
-            "the best configuration runs 1,000 samples/s, no faster than the defaults at 1,000.",
+            "the best configuration runs 1,000 samples/s, no faster than the defaults at 1,000",
         ),
         (0.0, 0.0, "the defaults were kept, because their throughput was not measured"),
     ],
