@@ -47,7 +47,7 @@ from autobatch.probing.limits import pictures
 from autobatch.probing.setup import SetupInfo, describe_setup, find_workload, open_setup, with_knobs
 from autobatch.report.page import write_report
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result, load_run
-from autobatch.training.build import build_sampler, opened
+from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.preflight import check_loss_splits
@@ -488,7 +488,7 @@ def _trained(
     for line in check_loss_splits(setup, micro_batch=size, sampler=sampler, check=check):
         note(line)
     seeded_before = None if resumed is None else bool(resumed.facts.get("sample_seeds"))
-    with opened(setup, planned, options, sampler, seeded_before=seeded_before, note=note) as loop:
+    with open_loop(setup, planned, options, sampler, seeded_before=seeded_before, note=note) as loop:
         if resumed is not None:
             restore_loop(loop, resumed.state, same_hardware=ready.is_same)
         facts["sample_seeds"] = loop.feed is not None
