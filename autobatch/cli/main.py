@@ -98,9 +98,8 @@ def run(arguments: list[str]) -> int:
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; whatever it raises becomes one line, an exit code and, where it is not plain, a log."""
     from autobatch.cli.failures import RunLog, raise_on_termination
-    from autobatch.device.profiles import data_home
 
-    log = RunLog(data_home(os.environ), shlex.join(["autobatch", name, *arguments]))
+    log = RunLog(_home, shlex.join(["autobatch", name, *arguments]))
     verbose = "--verbose" in arguments
     try:
         if name in OTHER:
@@ -118,6 +117,12 @@ def _guarded(name: str, arguments: list[str]) -> int:
             return _run_workload(name, workload, options, log)
     except BaseException as error:
         return _complain(error, log, verbose=verbose)
+
+
+def _home() -> Path:
+    from autobatch.device.profiles import data_home
+
+    return data_home(os.environ)
 
 
 def _run_other(name: str, arguments: list[str]) -> int:
