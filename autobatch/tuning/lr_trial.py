@@ -9,19 +9,17 @@ to the model as long as the run is shorter than an epoch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from autobatch.core.knobs import Value
-from autobatch.core.options import TuneOptions
 from autobatch.core.records import Precision
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
-from autobatch.probing.child import ChildCrashed, ProbeChild
+from autobatch.probing.child import ChildCrashed, Session, SetupProcess
 from autobatch.probing.setup import with_knobs
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import TrainState
@@ -172,80 +170,62 @@ def _fetched(workload: Workload, ids: list[int], sizes: list[int]) -> Iterator[t
         first += size
 
 
-TRIAL = "a trial of a learning rate"
-
-
 class Runs(Protocol):
-    """Trains short runs."""
+    """Source of short runs."""
 
     def losses(self, rate: float, seed: int) -> Losses:
-        """Train at a learning rate, on what a seed draws; may be closed before its end."""
+        """Train at a learning rate on the batches that a seed draws; the generator may be closed early."""
 
 
-@dataclass
-class LocalRuns:
-    """Short runs in this process."""
+@dataclass(frozen=True)
+class ShortRuns:
+    """Short runs in the process that holds the setup. One that crashes a child makes its rate infeasible."""
 
-    setup: TrainSetup
+    process: SetupProcess
     task: LrTrialSpec
 
     def losses(self, rate: float, seed: int) -> Losses:
-        """See `autobatch.tuning.lr_trial.short_run`."""
-        return short_run(self.setup, self.task, rate, seed)
+        """Train at a learning rate on the batches that a seed draws; the generator may be closed early.
 
-
-@dataclass
-class IsolatedRuns:
-    """Short runs in a child process: one that crashes or hangs makes its learning rate infeasible."""
-
-    child: ProbeChild
-    """… with `run_answers`."""
-    task: LrTrialSpec
-
-    def losses(self, rate: float, seed: int) -> Losses:
-        """See `Runs`."""
-        question: tuple[LrTrialSpec, float, int] | None = (self.task, rate, seed)
-        while (seen := self._ask(question)) is not None:
-            yield seen
-            question = None
-
-    def _ask(self, question: tuple[LrTrialSpec, float, int] | None) -> StepLoss | None:
+        Yields:
+            One `StepLoss` per optimizer step.
+        """
+        act = "a trial of a learning rate"
         try:
-            seen: StepLoss | None = self.child.ask(question, TRIAL)
-        except ChildCrashed as lost:
-            self.child.restart()
-            return StepLoss(math.nan, 0.0, str(lost))
-        return seen
+            seen = self.process.call(act, _begin_run, self.task, rate, seed)
+            while seen is not None:
+                yield seen
+                seen = self.process.call(act, _next_loss)
+        except GeneratorExit:
+            # Weights are temporary for as long as a run is open.
+            self.process.call(act, _end_run)
+            raise
+        except ChildCrashed as crash:
+            failure = str(crash)
+        else:
+            return
+        self.process.restart()
+        yield StepLoss(math.nan, 0.0, failure)
 
 
-def run_answers(setup: TrainSetup, _: Any) -> Callable[[Any], Any]:
-    """What a child for short runs does with what it is asked: the first window of a run, or the next one."""
-    current: Losses | None = None
+@dataclass
+class _OpenRun:
+    """The short run that a session is in."""
 
-    def answer(asked: Any) -> StepLoss | None:
-        nonlocal current
-        if asked is not None:
-            if current is not None:
-                current.close()
-            current = short_run(setup, *asked)
-        assert current is not None
-        return next(current, None)
-
-    return answer
+    losses: Losses
 
 
-@contextmanager
-def open_runs(
-    workload: str | None,
-    options: TuneOptions,
-    task: LrTrialSpec,
-    *,
-    setup: Callable[[], TrainSetup],
-    isolated: bool,
-) -> Iterator[Runs]:
-    """Open what trains short runs; see `autobatch.tuning.trial.open_trials`."""
-    if not isolated:
-        yield LocalRuns(setup(), task)
-        return
-    with ProbeChild(workload, options, answers=run_answers) as child:
-        yield IsolatedRuns(child, task)
+def _begin_run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> StepLoss | None:
+    run = session.replace(_OpenRun, _OpenRun(short_run(session.setup, task, rate, seed)))
+    return next(run.losses, None)
+
+
+def _end_run(session: Session) -> None:
+    run = session.find(_OpenRun)
+    if run is not None:
+        run.losses.close()
+
+
+def _next_loss(session: Session) -> StepLoss | None:
+    run = session.find(_OpenRun)
+    return None if run is None else next(run.losses, None)

@@ -211,7 +211,7 @@ class _Stopwatch:
 
         collated = self._drawn(size, count) if feed is None or batch is None else feed.collated(batch, size)
         batches = batches_of(self._setup, self._meter, _sized(collated, size, count))
-        samples = batch_samples(self._setup.window, size, count)
+        samples = batch_samples(self._setup.whole_batch, size, count)
         start = clock()
         accumulator = accumulate(self._train_state, batches, samples, mark)
         device.synchronize()

@@ -174,7 +174,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_goes_on(
     _, err = process.communicate(timeout=60)
     line = one_line(Ran(process.returncode, "", err), code)
     assert "with checkpoint out/checkpoints/step-" in line
-    again = line.partition("go on with: autobatch ")[2].split()
+    again = line.partition("Resume with: autobatch ")[2].split()
     assert again[-1] == "--resume"
     resumed = autobatch(tmp_path, *again, "--json", "--quiet")
     assert resumed.code == 0

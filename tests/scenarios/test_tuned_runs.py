@@ -15,19 +15,18 @@ from optuna.trial import TrialState
 from torch import nn
 
 import autobatch
-from autobatch import api
-from autobatch.api import RunContext
+from autobatch.api import pipeline
+from autobatch.api.pipeline import RunContext, run_tune
 from autobatch.cli.failures import Terminated
-from autobatch.core.options import FitOptions, TuneOptions, options_from
-from autobatch.core.progress import Silent
-from autobatch.core.records import LrTuning
+from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.progress import Progress
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.planning import make_plan
 from autobatch.training import build
+from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
-from autobatch.tuning.lr_trial import LocalRuns, StepLoss, short_run
-from autobatch.tuning.trial import TrialSpec
+from autobatch.tuning.lr_trial import ShortRuns, StepLoss, short_run
+from autobatch.tuning.tune_plan import TuneSettings
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.short_runs import (
     SAMPLES,
@@ -38,7 +37,7 @@ from tests.support.short_runs import (
     stored_trials,
     task_of,
 )
-from tests.support.trials import signed, trial_workload
+from tests.support.trials import deep_rows, signed, trial_workload
 
 TRACED = 1
 """The process id that a trace on fake tensors reads from every sample."""
@@ -49,20 +48,20 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
     """Return a function that fixes what the tuner chooses."""
 
     def fix(best: dict[str, Any]) -> None:
-        real = api.find_fastest
+        real = tune_plan.find_fastest
 
         def chosen(*given: Any, **more: Any) -> TuningResult:
             found = real(*given, **more)
             return TuningResult(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
 
-        monkeypatch.setattr(api, "find_fastest", chosen)
+        monkeypatch.setattr(tune_plan, "find_fastest", chosen)
 
     return fix
 
 
 def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuning keeps the target batch, and a second call has nothing left to try."""
-    monkeypatch.setattr(api, "TRIAL_SECONDS", 0.01)
+    monkeypatch.setattr(tune_plan, "TRIAL_SECONDS", 0.01)
     first = autobatch.tune(
         trial_workload(), target_batch=48, memory_budget=400_000, device="cpu", trials=3, seed=1
     )
@@ -71,12 +70,12 @@ def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.Monkey
     assert (sum(first.plan.micro_batches), first.plan.effective_batch) == (48, 48)
     assert first.tuning.trials == 3
     started: list[int] = []
-    progress = Silent()
+    progress = Progress()
     monkeypatch.setattr(progress, "measured", lambda *given: started.append(given[0]), raising=False)
     options = options_from(
         TuneOptions, {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
     )
-    again = api.run_tune_command(trial_workload(), options, RunContext(progress=progress))
+    again = run_tune(trial_workload(), options, RunContext(progress=progress))
     assert again.tuning is not None
     assert (again.tuning.study, again.tuning.history, started) == (
         first.tuning.study,
@@ -154,24 +153,26 @@ def test_a_resumed_run_keeps_the_chosen_configuration(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_run_is_tuned_for_its_own_length() -> None:
-    def planned(**options: Any) -> int:
-        facts = type("SetupInfo", (), {"samples": 100})
-        kind = FitOptions if options else TuneOptions
-        return api._planned_steps(options_from(kind, {"target_batch": 30, **options}), facts)  # type: ignore[arg-type]
-
-    assert (planned(), planned(steps=7), planned(epochs=2)) == (api.PLANNED_STEPS, 7, 7)
+class Captured(Exception):
+    """The settings of the tuner are known."""
 
 
-def test_each_number_of_workers_has_its_own_study(tmp_path: Path) -> None:
-    facts: Any = type("SetupInfo", (), {"key": {"model": "a"}, "name": "w"})
-    task = TrialSpec(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)
-    here = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
-    names = {
-        api._place(facts, options_from(FitOptions, {"target_batch": 64, **given}), task, [], here).name
-        for given in ({}, {"workers": 0}, {"workers": 2})
-    }
-    assert len(names) == 3
+def test_a_run_is_tuned_for_its_own_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planned = []
+
+    def capture(_: Any, __: Any, ___: Any, settings: TuneSettings, **____: Any) -> None:
+        planned.append(settings.planned_steps)
+        raise Captured
+
+    monkeypatch.setattr(pipeline, "tune_plan", capture)
+    workload = trial_workload(train_data=deep_rows(100))
+    options = {"target_batch": 30, "device": "cpu", "trials": 1}
+    for number, length in enumerate(({"steps": 7}, {"epochs": 2})):
+        with pytest.raises(Captured):
+            autobatch.fit(workload, **options, **length, out=tmp_path / str(number))
+    with pytest.raises(Captured):
+        autobatch.tune(workload, **options)
+    assert planned == [7, 7, pipeline.PLANNED_STEPS]
 
 
 def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -211,17 +212,17 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
         yield
 
     notes: list[str] = []
-    progress = Silent()
+    progress = Progress()
     monkeypatch.setattr(progress, "note", notes.append, raising=False)
-    monkeypatch.setattr(LocalRuns, "losses", interrupted)
+    monkeypatch.setattr(ShortRuns, "losses", interrupted)
     storage = str(tmp_path / "s.log")
     asked = options(storage=storage, study="study")
-    result = api.run_tune_command(linear_workload(), asked, RunContext(progress=progress))
+    result = run_tune(linear_workload(), asked, RunContext(progress=progress))
     assert calls
     assert result.plan is not None
     assert result.tuning is not None
     assert (result.plan.learning_rate, result.tuning.trials, result.tuning.learning_rate) == (0.1, 1, None)
-    assert notes[-1] == "interrupted: the learning rate stays as it was"
+    assert notes[-1] == "interrupted: kept the learning rate"
     assert stored_trials(tmp_path / "s.log")[0].state is TrialState.FAIL
 
 
@@ -230,9 +231,9 @@ def test_a_termination_request_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> N
         raise Terminated
         yield
 
-    monkeypatch.setattr(LocalRuns, "losses", terminated)
+    monkeypatch.setattr(ShortRuns, "losses", terminated)
     with pytest.raises(Terminated):
-        api.run_tune_command(linear_workload(), options(), RunContext())
+        run_tune(linear_workload(), options(), RunContext())
 
 
 def test_fit_trains_with_the_found_learning_rate_and_reports_it(tmp_path: Path) -> None:
@@ -263,16 +264,10 @@ def test_a_run_resumed_on_other_hardware_keeps_the_found_learning_rate(
     options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
     options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
     first = autobatch.fit(linear_workload(learning_rate=0.01), **options).plan
-    monkeypatch.setattr(api, "changes_since_checkpoint", lambda *_: ["device"])
+    monkeypatch.setattr(pipeline, "changes_since_checkpoint", lambda *_: ["device"])
     again = autobatch.fit(linear_workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
     assert first is not None
     assert again is not None
     assert first.learning_rate != 0.01
     assert (again.learning_rate, again.learning_rate_rule) == (first.learning_rate, "tuned")
     assert again.learning_rate_source == first.learning_rate_source
-
-
-def test_a_kept_learning_rate_leaves_the_plan_unchanged() -> None:
-    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
-    stays = LrTuning(trials=1, steps=4, default=0.1, best=0.1, default_loss=1.0, best_loss=1.0, study="s")
-    assert api.with_rate(plan, stays, declared=0.1) is plan

@@ -13,9 +13,10 @@ from torch import nn
 
 from autobatch.core.records import LrTuning
 from autobatch.probing.attempt import TrainSetup
+from autobatch.probing.child import ThisProcess
 from autobatch.tuning.find_fastest import Budget, StudyLocation
 from autobatch.tuning.find_learning_rate import find_learning_rate
-from autobatch.tuning.lr_trial import REACH, LocalRuns, LrTrialSpec, StepLoss
+from autobatch.tuning.lr_trial import REACH, LrTrialSpec, ShortRuns, StepLoss
 from autobatch.workload.contract import Workload
 from tests.support.training import Rows, make_workload
 from tests.support.trials import setup_of
@@ -98,7 +99,7 @@ def find_rate(
 ) -> LrTuning:
     task = task or task_of(default)
     return find_learning_rate(
-        runs or LocalRuns(made or linear_setup(), task),
+        runs or ShortRuns(ThisProcess(made or linear_setup()), task),
         task,
         budget=Budget(trials, more.pop("expired", lambda: False)),
         seed=seed,

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.core.knobs import Configuration
-from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.knobs import Configuration, TuningContext
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.probing.attempt import TrainSetup
-from autobatch.tuning.trial import TrialRunner, TrialSpec
+from autobatch.probing.child import Session
+from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
 from tests.support.kinds import Augmented
@@ -90,19 +90,24 @@ def setup_of(workload: Workload, device: Device | None = None) -> TrainSetup:
     )
 
 
-def make_runner(
-    made: TrainSetup, *, defaults: Configuration = DEFAULTS, options: Any = None, **fields: Any
-) -> TrialRunner:
-    """Return a runner that has begun; ``fields`` change its `TrialSpec`."""
-    task = TrialSpec(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0)._replace(**fields)
-    runner = TrialRunner(made, options or options_from(TuneOptions, {"target_batch": 64}), task)
-    runner.begin(defaults)
-    return runner
+def task_with(**fields: Any) -> TrialSpec:
+    task = TrialSpec(limit=8, cap=64, samples=64, planned_steps=100, seconds=0.0, defaults=DEFAULTS)
+    return replace(task, **fields)
 
 
-def loading_runner(workload: Workload, device: Device | None = None, **more: Any) -> TrialRunner:
+def make_runner(made: TrainSetup, **fields: Any) -> TrialRunner:
+    """Return a runner of trials; ``fields`` change its `TrialSpec`."""
+    return TrialRunner(made, task_with(**fields))
+
+
+def loading_runner(workload: Workload, device: Device | None = None, **fields: Any) -> TrialRunner:
     """Return a runner whose trials choose how data is loaded."""
-    return make_runner(setup_of(workload, device), defaults=LOADING, **more)
+    return make_runner(setup_of(workload, device), **{"defaults": LOADING, **fields})
+
+
+def context_of(made: TrainSetup, **fields: Any) -> TuningContext:
+    """Return what decides which knobs apply; ``fields`` change the `TrialSpec`."""
+    return look_at_workload(Session(made), task_with(**fields))
 
 
 def changed(**values: Any) -> Configuration:

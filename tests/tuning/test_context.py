@@ -8,16 +8,15 @@ import torch
 from torch import nn
 
 from autobatch.core.knobs import applicable
-from autobatch.core.options import TuneOptions, options_from
 from autobatch.device.cpu import CpuDevice
-from autobatch.tuning.trial import TrialRunner, TrialSpec
 from tests.support.training import Rows
-from tests.support.trials import loading_runner, make_runner, signed, simulated_gpu, trial_setup
+from tests.support.trials import context_of, setup_of, signed, simulated_gpu, trial_setup
 
 
 def test_the_context_describes_the_workload_and_the_device() -> None:
-    here = make_runner(trial_setup()).context()
-    assert (here.device_kind, here.blocks, here.images, here.micro_batch) == ("cpu", 6, False, 8)
+    here = context_of(trial_setup())
+    assert (here.blocks, here.images, here.micro_batch) == (6, False, 8)
+    assert (here.gains_from_compile, here.reads_pinned_memory) == (False, False)
     assert here.optimizers == ("default", "foreach", "fused")
     assert here.precisions[0] == "fp32"
     made = trial_setup(
@@ -25,19 +24,17 @@ def test_the_context_describes_the_workload_and_the_device() -> None:
         train_data=Rows(torch.randn(8, 1, 4, 4), torch.randint(3, (8,))),
         optimizer=lambda params, lr: torch.optim.Adam(params, lr=lr, foreach=True),
     )
-    there = make_runner(made).context()
+    there = context_of(made)
     assert (there.images, there.blocks, there.optimizers) == (True, 0, ("default",))
-    task = TrialSpec(limit=4, cap=8, samples=8, planned_steps=1, seconds=0.0)
-    asked = TrialRunner(made, options_from(TuneOptions, {"target_batch": 8, "precision": "fp32"}), task)
-    assert asked.context().precisions == ("fp32",)
+    assert context_of(made, is_precision_open=False).precisions == ("fp32",)
 
 
 def test_expandable_segments_need_a_gpu_whose_segments_are_not_expandable_yet() -> None:
     home = Path()
     assert (
-        CpuDevice(memory_budget="1GiB").why_not_expandable() == "only the allocator of a card keeps segments"
+        CpuDevice(memory_budget="1GiB").why_not_expandable() == "only the allocator of a GPU keeps segments"
     )
     assert simulated_gpu(home, "1GiB").why_not_expandable() is None
     assert simulated_gpu(home, "1GiB").expandable().why_not_expandable() == "segments are expandable already"
-    runner = loading_runner(signed(set()), simulated_gpu(home, "1GiB"))
-    assert [axis.name for axis in applicable(runner.context(), ["expandable_segments"])[0]]
+    context = context_of(setup_of(signed(set()), simulated_gpu(home, "1GiB")))
+    assert [axis.name for axis in applicable(context, ["expandable_segments"])[0]]

@@ -13,10 +13,12 @@ from torch import nn
 from autobatch.core.errors import InputError
 from autobatch.core.options import TuneOptions, options_from
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.tuning.lr_trial import PARTS, LrTrialSpec, StepLoss, open_runs, parts_of, short_run
+from autobatch.probing.child import ChildProcess
+from autobatch.probing.setup import SetupSettings
+from autobatch.tuning.lr_trial import PARTS, LrTrialSpec, ShortRuns, StepLoss, parts_of, short_run
 from tests.support.commandline import SMALL
 from tests.support.short_runs import STEPS, find_rate, linear_setup, squares, task_of
-from tests.support.trials import loading_runner, signed, simulated_gpu
+from tests.support.trials import setup_of, signed, simulated_gpu
 from tests.support.untouched import fingerprint, with_gradients
 
 
@@ -62,10 +64,10 @@ def test_parts_are_means_over_counted_items() -> None:
 def test_short_runs_use_the_expandable_segments_of_the_plan(
     tmp_path: Path, allocators: list[CachingAllocator], expandable: bool
 ) -> None:
-    runner = loading_runner(signed(set()), simulated_gpu(tmp_path, "1GiB"))
+    made = setup_of(signed(set()), simulated_gpu(tmp_path, "1GiB"))
     knobs = {"expandable_segments": True} if expandable else {}
     task = LrTrialSpec(default=0.1, target_batch=8, micro_batch=4, precision="fp32", knobs=knobs, steps=4)
-    assert [seen.failure for seen in short_run(runner.setup, task, 0.1, 0)] == [None] * 4
+    assert [seen.failure for seen in short_run(made, task, 0.1, 0)] == [None] * 4
     assert {one.config.expandable_segments for one in allocators} == {expandable}
 
 
@@ -84,9 +86,9 @@ def workload():
 def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")
-    options = options_from(TuneOptions, {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB"})
     task = LrTrialSpec(0.01, 32, 8, "fp32", {}, 4)
-    with open_runs(f"{path}:workload", options, task, setup=linear_setup, isolated=True) as runs:
+    with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
+        runs = ShortRuns(child, task)
         first = list(runs.losses(0.01, 0))
         assert len(first) == 4
         (lost,) = parts_of(runs.losses(0.02, 0), 4)

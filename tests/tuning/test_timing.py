@@ -16,8 +16,9 @@ from tests.support.training import mean_loss, points
 from tests.support.trials import (
     DEFAULTS,
     Time,
-    loading_runner,
+    context_of,
     make_runner,
+    setup_of,
     signed,
     timed_fields,
     trial_setup,
@@ -48,10 +49,9 @@ def test_the_share_of_fetching_is_measured(a_fetch: float, share: float) -> None
         return mean_loss(model, batch)
 
     workload = signed(set(), loss=loss, train_data=Timed(*points(64, dtype=torch.float32).columns))
-    runner = loading_runner(workload)
-    clocked = replace(runner.setup, clock=lambda: now[0])
+    clocked = replace(setup_of(workload), clock=lambda: now[0])
     assert fetch_share(clocked, 8) == pytest.approx(share)
-    here = replace(runner, setup=clocked).context()
+    here = context_of(clocked)
     assert (here.cores, here.loader) == (usable_cores(), None)
     assert here.fetch_share == pytest.approx(share if usable_cores() > 1 else 0.0)
 
@@ -62,5 +62,5 @@ def test_the_share_of_fetching_is_zero_if_memory_runs_out() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    runner = loading_runner(signed(set(), loss=loss))
-    assert fetch_share(replace(runner.setup, clock=lambda: float(next(ticks))), 8) == 0.0
+    clocked = replace(setup_of(signed(set(), loss=loss)), clock=lambda: float(next(ticks)))
+    assert fetch_share(clocked, 8) == 0.0

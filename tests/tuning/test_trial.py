@@ -14,15 +14,15 @@ from torch import nn
 
 import autobatch
 from autobatch.core.knobs import LOADER_WORKERS, applicable
-from autobatch.core.options import FitOptions, TuneOptions, options_from
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.setup import with_knobs
+from autobatch.probing.attempt import attempt
+from autobatch.probing.child import ChildProcess
+from autobatch.probing.setup import SetupSettings, with_knobs
 from autobatch.tuning import trial as trial_module
 from autobatch.tuning.configuration import MEMORY, RUNS
 from autobatch.tuning.timing import Timing
-from autobatch.tuning.trial import IsolatedTrials, TrialSpec, micro_batch_of, open_trials
+from autobatch.tuning.trial import measure_trial, micro_batch_of
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
 from tests.support.training import mean_loss, points
@@ -32,12 +32,14 @@ from tests.support.trials import (
     Signed,
     Time,
     changed,
+    context_of,
     deep_layers,
     deep_rows,
     loading_runner,
     make_runner,
     signed,
     simulated_gpu,
+    task_with,
     timed_fields,
     trial_setup,
     trial_workload,
@@ -148,36 +150,6 @@ def test_running_out_of_memory_during_timing_is_infeasible(monkeypatch: pytest.M
     assert "Tried to allocate" in (found.failure or "")
 
 
-CRASHES = """
-import ctypes
-def crashing(model, batch):
-    if torch.is_autocast_enabled("cpu"):
-        ctypes.string_at(0)
-    return loss(model, batch)
-def workload():
-    return small(loss=crashing)
-"""
-
-
-def test_a_trial_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(f"{SMALL}\n{CRASHES}\n")
-    options = options_from(TuneOptions, {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB"})
-    task = TrialSpec(limit=8, cap=32, samples=32, planned_steps=10, seconds=0.0)
-    with open_trials(f"{path}:workload", options, task, setup=trial_setup, isolated=True) as trials:
-        assert isinstance(trials, IsolatedTrials)
-        assert trials.context().optimizers == ("default", "foreach", "fused")
-        values = {"micro_batch_shift": 0, "precision": "fp32"}
-        trials.begin(values)
-        assert trials.measure(values).feasible
-        refused = trials.measure({**values, "precision": "bf16"})
-        assert refused.constraints == {RUNS: 1.0}
-        assert "(SIGSEGV)" in (refused.failure or "")
-        assert "\n" not in (refused.failure or "")
-        assert trials.measure(values).feasible
-        assert trials.confirm_fits(values) is None
-
-
 def test_a_trial_with_workers_times_steps_that_workers_feed() -> None:
     seen: set[int] = set()
     runner = loading_runner(signed(seen))
@@ -193,20 +165,20 @@ def test_a_trial_with_workers_times_steps_that_workers_feed() -> None:
 
 def test_a_requested_number_of_workers_feeds_every_trial_and_is_not_tuned() -> None:
     seen: set[int] = set()
-    options = options_from(FitOptions, {"target_batch": 64, "workers": 1})
-    runner = loading_runner(signed(seen), options=options)
+    runner = loading_runner(signed(seen), workers=1)
     assert runner.measure({"micro_batch_shift": 1}).feasible
     assert len(seen - {os.getpid()}) == 1
-    assert runner.context().loader == "a number of workers was asked for"
-    _, notes = applicable(runner.context(), [LOADER_WORKERS])
+    context = context_of(runner.setup, workers=1)
+    assert context.loader == "a number of workers was asked for"
+    _, notes = applicable(context, [LOADER_WORKERS])
     assert notes == ["loader_workers is not tuned: a number of workers was asked for"]
 
 
 @pytest.mark.parametrize(
-    ("options", "values", "ahead"),
+    ("fields", "values", "ahead"),
     [({}, {}, 2), ({}, {"prefetch": 8}, 8), ({"prefetch": 3}, {"prefetch": 8}, 3)],
 )
-def test_a_trial_prefetches_as_the_option_or_else_the_knob_says(options, values, ahead, monkeypatch) -> None:
+def test_a_trial_prefetches_as_the_option_or_else_the_knob_says(fields, values, ahead, monkeypatch) -> None:
     seen: list[int] = []
 
     def noted(*_: object, prefetch: int, **more: object) -> Timing:
@@ -214,8 +186,7 @@ def test_a_trial_prefetches_as_the_option_or_else_the_knob_says(options, values,
         return Timing(1.0, 1.0, 0.0)
 
     monkeypatch.setattr(trial_module, "time_steps", noted)
-    fit = options_from(FitOptions, {"target_batch": 16, **options})
-    loading_runner(signed(set()), options=fit).measure({**LOADING, "loader_workers": 2, **values})
+    loading_runner(signed(set()), **fields).measure({**LOADING, "loader_workers": 2, **values})
     assert seen == [ahead]
 
 
@@ -254,25 +225,19 @@ def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: li
     assert {one.config.expandable_segments for one in allocators} == {True}
 
 
-TALKING = """
-import os
-class Signed(torch.utils.data.Dataset):
+RANDOM = """
+class Random(torch.utils.data.Dataset):
     def __len__(self): return 32
     def __getitem__(self, index): return torch.randn(4), torch.randn(1)
 def workload():
-    return small(train_data=Signed())
+    return small(train_data=Random())
 """
 
 
 def test_a_child_process_that_runs_trials_may_have_workers(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(f"{SMALL}\n{TALKING}\n")
-    options = options_from(TuneOptions, {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB"})
-    task = TrialSpec(limit=8, cap=32, samples=32, planned_steps=10, seconds=0.0)
-
-    def setup() -> TrainSetup:
-        raise AssertionError
-
-    with open_trials(f"{path}:workload", options, task, setup=setup, isolated=True) as trials:
-        trials.begin(LOADING)
-        assert trials.measure({**LOADING, "loader_workers": 2}).failure is None
+    path.write_text(f"{SMALL}\n{RANDOM}\n")
+    task = task_with(limit=8, cap=32, samples=32, defaults=LOADING)
+    with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
+        found = child.call("a trial", measure_trial, task, {**LOADING, "loader_workers": 2})
+    assert found.failure is None
