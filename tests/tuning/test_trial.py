@@ -169,9 +169,9 @@ def test_a_requested_number_of_workers_feeds_every_trial_and_is_not_tuned() -> N
     assert runner.measure({"micro_batch_shift": 1}).feasible
     assert len(seen - {os.getpid()}) == 1
     context = context_of(runner.setup, workers=1)
-    assert context.loader == "a number of workers was asked for"
+    assert context.loader == "the number of workers is given"
     _, notes = applicable(context, [LOADER_WORKERS])
-    assert notes == ["loader_workers is not tuned: a number of workers was asked for"]
+    assert notes == ["loader_workers is not tuned: the number of workers is given"]
 
 
 @pytest.mark.parametrize(
