@@ -19,7 +19,7 @@ from autobatch.planning import micro_batches
 from autobatch.step.gradients import LOW_PRECISION, Gradients
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepAccumulator, StepResult, backward_scaled, finish, scaled_loss
+from autobatch.step.train_step import StepResult, StepTotals, finish, normalize_loss, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import Collated, Loss, kind_of
 from autobatch.workload.data import collate_samples, fetch
@@ -54,7 +54,7 @@ class Batch:
         """The plan's target batch; fewer where the data of the window end."""
         self._trainee = train_state
         self._batches = batches
-        self._tally = StepAccumulator(samples=samples)
+        self._tally = StepTotals(samples=samples)
         self._open: int | None = None
         self._stepped = False
 
@@ -91,11 +91,11 @@ class Batch:
                 f"autobatch.Loss(total, count); found {form_of(loss)}"
             )
         gradients = self._trainee.gradients
-        if not self._tally.micro_batches:
+        if not self._tally.sizes:
             gradients.clear()
-        share = scaled_loss(self._trainee, self._tally, loss, self._open)
-        with gradients.accumulating():
-            backward_scaled(self._trainee, self._tally, share, self._open)
+        share = normalize_loss(self._trainee, self._tally, loss, self._open)
+        with gradients.summed_in_float32():
+            run_backward(self._trainee, self._tally, share, self._open)
         self._open = None
 
     def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:
@@ -115,7 +115,7 @@ class Batch:
         """
         self._refuse_unfinished()
         train_state = self._trainee
-        _train(train_state, optimizers, len(self._tally.micro_batches))
+        _train(train_state, optimizers, len(self._tally.sizes))
         train_state.max_grad_norm = max_grad_norm
         self._stepped = True
         result = finish(train_state, self._tally, mark=lambda _: None)
@@ -134,7 +134,7 @@ class Batch:
         Raises:
             InputError: micro-batches were drawn, and no step was taken.
         """
-        if not self._stepped and (self._open is not None or self._tally.micro_batches):
+        if not self._stepped and (self._open is not None or self._tally.sizes):
             raise InputError(
                 f"no step was taken for {self._where()}: call window.step(optimizer) after its loop"
             )
@@ -142,7 +142,7 @@ class Batch:
     def _refuse_open(self) -> None:
         if self._open is not None:
             raise InputError(
-                f"window.backward() was not called for micro-batch {len(self._tally.micro_batches) + 1} of "
+                f"window.backward() was not called for micro-batch {len(self._tally.sizes) + 1} of "
                 f"{self._where()}: call it with the loss of every micro-batch, in place of loss.backward()"
             )
 
@@ -150,7 +150,7 @@ class Batch:
         if self._stepped:
             raise InputError(f"the step of {self._where()} was taken already: step once a window")
         self._refuse_open()
-        done = sum(self._tally.micro_batches)
+        done = sum(self._tally.sizes)
         if done < self.samples:
             raise InputError(
                 f"window.step() came after {done} of {self.samples} samples of {self._where()}: go through "

@@ -257,9 +257,9 @@ class _Runner:
             self._model,
             feed(fetched, self._bench.device.torch_device, self._meter, twice=True),
             len(ids),
-            context=nullcontext,
-            scaled=lambda value: value,
-            rewind=lambda: None,
+            autocast=nullcontext,
+            scale=lambda value: value,
+            restore_buffers=lambda: None,
             mark=lambda _: None,
         )
         return _Part(self._gradient(), None, len(ids))

@@ -160,8 +160,14 @@ PARTS: dict[str, str] = {
 }
 WRONG: list[tuple[str, str]] = [
     ("model=lambda: 3", "Workload(model=…) returned a int, not a torch.nn.Module"),
-    ("optimizer=lambda params, lr: None", "Workload(optimizer=…) returned a NoneType, not a torch.optim"),
-    ("optimizer=lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr)", "was given no parameter that"),
+    (
+        "optimizer=lambda params, lr: None",
+        "Workload(optimizer=…) must return a torch.optim.Optimizer, or a list",
+    ),
+    (
+        "optimizer=lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr)",
+        "that requires a gradient, found 0 of 1",
+    ),
     (
         "schedule=lambda *_: None",
         "Workload(schedule=…) returned nothing (None), not a schedule of torch.optim",

@@ -159,9 +159,9 @@ def test_a_loss_and_a_mean_do_not_mix() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        (lambda params, lr: None, "NoneType"),
-        (lambda params, lr: [torch.optim.SGD(params, lr=lr), 3], "int"),
-        (lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr=lr), "no parameter"),
+        (lambda params, lr: None, "found nothing"),
+        (lambda params, lr: [torch.optim.SGD(params, lr=lr), 3], "found a int"),
+        (lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr=lr), "found 0 of 1"),
     ],
 )
 def test_what_is_no_optimizer_is_named(optimizer, said: str) -> None:

@@ -262,10 +262,10 @@ def test_rows_repeat_where_an_attempt_runs_fewer_micro_batches_than_a_window_has
         (
             lambda m, b: m(b[0]).mean(),
             info_nce,
-            r"a row for each sample; of 12 samples it made \(\) of float64",
+            r"one row per sample: for 12 samples, found \(\) of float64",
         ),
-        (lambda m, b: m(b[0])[1:], info_nce, r"of 12 samples it made \(11, 3\) of float64"),
-        (lambda m, b: None, info_nce, "it made nothing"),
+        (lambda m, b: m(b[0])[1:], info_nce, r"for 12 samples, found \(11, 3\) of float64"),
+        (lambda m, b: None, info_nce, "found nothing"),
         (lambda m, b: m(b[0])[:, : len(b[0]) - 9], info_nce, "pad them to one form"),
         (features, lambda m, rows: rows, r"must return a 0-d tensor, found a tensor of shape \(23, 3\)"),
         (features, lambda m, rows: None, "must return a 0-d tensor, found nothing"),
@@ -350,7 +350,7 @@ def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
 
 def test_micro_batches_that_come_only_once_are_refused() -> None:
     workload = make_workload(loss=INFO_NCE)
-    with pytest.raises(AssertionError, match="cannot be gone through twice"):
+    with pytest.raises(AssertionError, match="allow only one iteration"):
         train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 
