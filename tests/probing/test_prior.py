@@ -25,8 +25,7 @@ from autobatch.probing.estimate import run_estimate
 from autobatch.probing.find_limit import run_probe
 from autobatch.probing.limits import pictures, remedies_of, traced_peak
 from autobatch.probing.setup import describe_setup
-from tests.footprint.test_trace_step import setup
-from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setup, token_loss
 
 
 def deep():
