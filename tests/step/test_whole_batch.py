@@ -18,7 +18,7 @@ from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import Rows, batch_samples
 from autobatch.workload.contract import WholeBatchLoss
-from autobatch.workload.nested import Twice, feed
+from autobatch.workload.nested import feed
 from autobatch.workload.rng import seed_everything
 from tests.support.steps import EXACT, SAMPLES, off, split, train_state_of
 from tests.support.training import (
@@ -307,31 +307,6 @@ def test_an_error_of_the_users_names_their_part() -> None:
     with pytest.raises(ValueError, match="mine") as caught:
         train_step(train_state_of(workload), micro_batches(workload, [12, 12]), SAMPLES)
     assert caught.value.__notes__ == ["raised by the workload: loss"]
-
-
-def test_parts_that_are_no_functions_are_refused_at_once() -> None:
-    with pytest.raises(InputError, match=r"WholeBatchLoss\(loss=…\) must be a function, found a str"):
-        WholeBatchLoss(represent=features, loss="mean")  # type: ignore[arg-type]
-
-
-def test_micro_batches_are_fetched_once_and_placed_twice() -> None:
-    fetched, placed = [], []
-
-    def fetch():
-        for number in range(3):
-            fetched.append(number)
-            yield number, 1
-
-    def place(batch):
-        placed.append(batch)
-        return object()
-
-    both = Twice(fetch(), place)
-    one, two = list(both), list(both)
-    assert fetched == [0, 1, 2]
-    assert placed == [0, 1, 2] * 2
-    assert [size for _, size in one + two] == [1] * 6
-    assert len({id(batch) for batch, _ in one + two}) == 6
 
 
 def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
