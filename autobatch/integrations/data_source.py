@@ -30,7 +30,7 @@ class MapStyle(Protocol[SampleT_co]):
 
 
 Data: TypeAlias = MapStyle[SampleT] | Dataset[SampleT] | Iterable[SampleT]
-"""What `autobatch.batches` takes: map-style data, samples, or a ``DataLoader``."""
+"""Input of `autobatch.batches`: map-style data, samples, or a ``DataLoader``."""
 
 
 class DataSource:

@@ -171,7 +171,7 @@ WRONG: list[tuple[str, str]] = [
     ("loss=lambda model, batch: loss(model, batch) * float('nan')", "the workload's loss is nan"),
     ("loss=lambda model, batch: model(batch[0])", "must return a 0-d tensor or a Loss, found a tensor of"),
     ("loss=lambda model, batch: 3.0", "must return a 0-d tensor or a Loss, found a float"),
-    ("train_data=[torch.zeros(n) for n in range(1, 9)]", "the samples cannot be joined to a batch"),
+    ("train_data=[torch.zeros(n) for n in range(1, 9)]", "the samples cannot be collated"),
 ]
 BROKEN = """
 def fails(*_):
