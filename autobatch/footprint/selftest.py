@@ -36,7 +36,7 @@ def self_test() -> str | None:
     """Say why predictions cannot be trusted with this torch; ``None``: they can."""
     workload = Workload(
         model=_Known,
-        train_data=[0],  # type: ignore[arg-type]
+        train_data=[0],
         loss=lambda model, batch: model(batch).sum(),
         optimizer=lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
         learning_rate=1.0,

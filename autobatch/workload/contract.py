@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from autobatch.core.errors import InputError
 
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
 Collated: TypeAlias = Any
 """The return value of the workload's collate function, for a list of samples."""
+SampleT_co = TypeVar("SampleT_co", covariant=True)
+
+
+class MapStyle(Protocol[SampleT_co]):
+    """Data with a length and one sample per index."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: int, /) -> SampleT_co:
+        """Return one sample."""
 
 
 class Loss(NamedTuple):
@@ -70,16 +81,19 @@ class Workload:
 
     model: Callable[[], nn.Module]
     """Builds the model."""
-    train_data: Dataset[Any]
+    train_data: Dataset[Any] | MapStyle[Any]
     """Map-style: has ``__getitem__`` and ``__len__``."""
     loss: Callable[[nn.Module, Collated], Tensor | Loss]
     """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. Or a `WholeBatchLoss`."""
-    optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
-    """Maps ``(parameters, learning_rate)`` to an optimizer."""
+    optimizer: Callable[
+        [Iterable[nn.Parameter], float],
+        torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...],
+    ]
+    """Maps ``(parameters, learning_rate)`` to an optimizer, or to several."""
     learning_rate: float
     base_batch: int | None = None
     """The batch that ``learning_rate`` was tuned for; None if unknown."""
-    validation_data: Dataset[Any] | None = None
+    validation_data: Dataset[Any] | MapStyle[Any] | None = None
     """Map-style; None for no validation."""
     collate: Callable[[list[Any]], Collated] | None = None
     """Makes a batch out of a list of samples; None for torch's default."""
