@@ -31,7 +31,7 @@ class MicroBatch(Generic[CollatedT]):
     """The samples of one forward and backward pass."""
 
     data: CollatedT
-    """What the collate function or the loader returned, on the device it was made on."""
+    """The collated samples, on the device where the collate function or the loader put them."""
     samples: int
     """Number of samples in ``data``."""
 
