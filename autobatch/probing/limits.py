@@ -252,7 +252,7 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
         return []
 
 
-def pictures(
+def predicted_memory(
     step: Footprint | None, facts: SetupInfo, micro_batch: int
 ) -> tuple[list[PredictedPoint], MemoryCurve | None]:
     """Predicted peaks around an answer, and where the memory goes over a step at it; where it was traced."""
@@ -278,7 +278,7 @@ def _setting(setup: TrainSetup) -> Setting:
         precision=setup.precision,
         capability=setup.device.compute_capability,
         steps=ATTEMPT_STEPS,
-        samples=setup.window,
+        samples=setup.whole_batch,
         max_grad_norm=setup.max_grad_norm,
         ema=setup.ema,
         # A compiled model is predicted as its module runs without the compiler.
