@@ -1,4 +1,4 @@
-"""A card that is not here: CUDA's arithmetic and CUDA's words, with tensors of the CPU."""
+"""A simulated GPU: CUDA's arithmetic and CUDA's messages, with tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -9,23 +9,14 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
-from autobatch.device.profiles import Figure, HardwareProfile
+from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.simulated import SimulatedDevice
+from tests.support.hardware import a_figure, a_profile
 
 
 def gpu(*, total_bytes: int = 24 * GiB, context_bytes: int | None = 256 * MiB) -> HardwareProfile:
-    def figure(value: int) -> Figure:
-        return Figure(value=value, unit="B", source="made up", date="2026-01-01", measured=False)
-
-    return HardwareProfile(
-        schema=1,
-        name="made-up",
-        title="Made-up 9000",
-        vendor="Nobody",
-        capability="8.0",
-        total=figure(total_bytes),
-        context=None if context_bytes is None else figure(context_bytes),
-    )
+    context = None if context_bytes is None else a_figure(context_bytes)
+    return a_profile(title="Made-up 9000", total=a_figure(total_bytes), context=context)
 
 
 def test_budget_is_what_the_context_and_a_headroom_leave():
