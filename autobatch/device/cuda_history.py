@@ -27,23 +27,19 @@ class History:
         self._recording = recording
 
     def trace(self) -> Trace | None:
-        """Return the events since the recording began; None if nothing was recorded."""
+        """Return the events since the recording began; None if there are none in a known format."""
         if not self._recording:
             return None
         try:
             entries = torch.cuda.memory._snapshot(self._index)["device_traces"][self._index]
+            return None if len(entries) >= MOST_EVENTS else trace_of(entries)
         except (RuntimeError, KeyError, IndexError, TypeError, AttributeError):
             return None
-        return None if len(entries) >= MOST_EVENTS else trace_of(entries)
 
 
 @contextmanager
 def recorded(index: int) -> Iterator[History]:
-    """Record the allocator's events on a GPU within the block.
-
-    The workspaces of cuBLAS are freed first. A process takes them once, and every recording must see that.
-    """
-    _forget_workspaces()
+    """Record the allocator's events on a GPU within the block."""
     recording = _record("all")
     try:
         yield History(index, recording=recording)
@@ -55,17 +51,18 @@ def recorded(index: int) -> Iterator[History]:
 def trace_of(entries: Iterable[Mapping[str, Any]]) -> Trace:
     """Turn a snapshot's entries into a trace: one block per allocation, freed when its free completes.
 
-    Frees of blocks that are older than the recording are left out.
+    Frees of blocks that are older than the recording are left out. So are allocations that failed: their
+    entries have no address (cuDNN catches the error and tries another plan, torch
+    aten/src/ATen/native/cudnn/Conv_v8.cpp).
     """
     blocks: dict[int, int] = {}
     events: list[tuple[int, int]] = []
     for entry in entries:
-        action, address = entry["action"], entry["addr"]
-        if action == "alloc":
-            blocks[address] = len(events)
-            events.append((blocks[address], int(entry["size"])))
-        elif action == "free_completed" and address in blocks:
-            events.append((blocks.pop(address), FREE))
+        if entry["action"] == "alloc":
+            blocks[entry["addr"]] = len(events)
+            events.append((blocks[entry["addr"]], int(entry["size"])))
+        elif entry["action"] == "free_completed" and entry["addr"] in blocks:
+            events.append((blocks.pop(entry["addr"]), FREE))
     return Trace(tuple(events))
 
 
@@ -76,9 +73,3 @@ def _record(enabled: Literal["all"] | None) -> bool:
     except (RuntimeError, TypeError, AttributeError):
         return False
     return True
-
-
-def _forget_workspaces() -> None:
-    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if forget is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
-        forget()

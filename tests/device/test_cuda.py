@@ -72,12 +72,18 @@ def test_a_full_gpu_leaves_no_budget(fake: FakeCuda, monkeypatch: pytest.MonkeyP
     assert CudaDevice(index=0, memory_budget="6GiB").budget_bytes == 6 * GIB
 
 
-def test_session_caps_and_puts_the_former_cap_back(fake: FakeCuda) -> None:
+def test_session_starts_empty_caps_and_restores_the_former_cap(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     former = 17 * GIB + 12_345
     fake.allowed = former
+    # Freed workspaces are cached blocks, which the session must not start with.
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: fake.calls.append("clear"), raising=False
+    )
     device = CudaDevice(index=0, memory_budget="6GiB")
     with device.enforced() as meter:
-        assert fake.calls == ["empty", f"allow {6 * GIB}", "reset"]
+        assert fake.calls == ["clear", "empty", f"allow {6 * GIB}", "reset"]
         meter.mark("forward")
         assert meter.phase == "forward"
     assert fake.allowed == former
@@ -224,6 +230,18 @@ def test_real_step_inside_the_cap_fits(real: CudaDevice) -> None:
     assert held.numel() <= read.peak_allocated_bytes <= (read.peak_reserved_bytes or 0) <= real.budget_bytes
     assert read.retries == 0
     assert real.refuses(read) is None
+
+
+@pytest.mark.gpu
+def test_real_second_session_starts_like_the_first(real: CudaDevice) -> None:
+    reserved = []
+    for _ in range(2):
+        with real.enforced() as meter:
+            reserved.append(meter.stats().reserved_bytes)
+            x = torch.ones(64, 64, device=real.torch_device)
+            (x @ x).sum().item()
+            del x
+    assert reserved[1] == reserved[0]
 
 
 @pytest.mark.gpu
