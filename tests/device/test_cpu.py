@@ -14,7 +14,7 @@ from autobatch.device.host import HostMemory, cpu_name
 HOST = HostMemory(16 * GiB, 8 * GiB, "a made-up machine")
 
 
-def test_budget_asked_for_is_taken_at_its_word():
+def test_an_asked_budget_is_taken_literally():
     assert CpuDevice(memory_budget="6GiB", memory=HOST).budget_bytes == 6 * GiB
     assert CpuDevice(memory_budget="50%", memory=HOST).budget_bytes == 8 * GiB
     assert CpuDevice(memory_budget=16 * GiB, memory=HOST).budget_bytes == 16 * GiB
@@ -22,7 +22,7 @@ def test_budget_asked_for_is_taken_at_its_word():
     assert CpuDevice(memory_budget="2GiB", memory=unknown).budget_bytes == 2 * GiB
 
 
-def test_budget_by_itself_leaves_a_headroom():
+def test_the_default_budget_leaves_a_headroom():
     assert CpuDevice(memory=HOST).budget_bytes == 8 * GiB - round(1.6 * GiB)
     small = HostMemory(2 * GiB, GiB, "a small one")
     assert CpuDevice(memory=small).budget_bytes == 512 * MiB
@@ -34,17 +34,17 @@ def test_budget_by_itself_leaves_a_headroom():
     [
         ("17GiB", HOST, InputError, r"17\.0 GiB.*16\.0 GiB"),
         ("nonsense", HOST, InputError, "nonsense"),
-        (None, HostMemory(None, None, "not told"), InputError, "not told.*memory-budget"),
-        ("50%", HostMemory(None, None, "not told"), InputError, "50%.*not told"),
+        (None, HostMemory(None, None, "not known"), InputError, "not known.*memory-budget"),
+        ("50%", HostMemory(None, None, "not known"), InputError, "50%.*not known"),
         (None, HostMemory(2 * GiB, 512 * MiB, "full"), DoesNotFitError, "512 MiB.*512 MiB"),
     ],
 )
-def test_what_cannot_be_says_both_numbers(budget, memory, error, words):
+def test_an_impossible_budget_names_both_numbers(budget, memory, error, words):
     with pytest.raises(error, match=words):
         CpuDevice(memory_budget=budget, memory=memory)
 
 
-def test_enforced_raises_and_recovers():
+def test_a_step_over_the_budget_raises_and_the_next_one_runs():
     device: Device = CpuDevice(memory_budget=64 * KiB, memory=HOST)
     with device.enforced() as meter:
         x = torch.ones(1024)
@@ -65,7 +65,7 @@ def test_enforced_raises_and_recovers():
     device.synchronize()
 
 
-def test_training_counts_nothing_and_says_so():
+def test_training_counts_nothing():
     device = CpuDevice(memory_budget=KiB, memory=HOST)
     with device.training() as meter:
         meter.count([torch.ones(10_000)])
@@ -75,7 +75,7 @@ def test_training_counts_nothing_and_says_so():
         assert meter.trace() is None
 
 
-def test_describes_itself():
+def test_the_record_of_the_device():
     record = CpuDevice(memory_budget="1GiB", memory=HOST).describe()
     assert (record.kind, record.total_bytes, record.budget_bytes) == ("cpu", 16 * GiB, GiB)
     assert record.other_processes_bytes is None

@@ -89,8 +89,7 @@ def test_the_lower_of_the_machine_and_its_control_groups(tree, files, expected):
     assert tree({**MEMINFO, **files})[:2] == expected
 
 
-def test_nothing_to_read(tree):
-    """Then the C library is asked; whatever it says makes sense."""
+def test_without_proc_the_c_library_is_asked(tree):
     memory = tree({})
     assert memory.total_bytes is None or memory.total_bytes > 64 * MiB
     assert memory.available_bytes is None or 0 < memory.available_bytes <= memory.total_bytes

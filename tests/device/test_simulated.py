@@ -26,7 +26,7 @@ def test_budget_is_what_the_context_and_a_headroom_leave():
     assert unknown.budget_bytes == 4 * GiB - 512 * MiB - 512 * MiB
 
 
-def test_budget_asked_for_is_taken_at_its_word():
+def test_an_asked_budget_is_taken_literally():
     assert SimulatedDevice(gpu(), "1GiB").budget_bytes == GiB
     assert SimulatedDevice(gpu(), "50%").budget_bytes == 12 * GiB
     with pytest.raises(InputError, match=r"25\.0 GiB.*24\.0 GiB"):
@@ -35,7 +35,7 @@ def test_budget_asked_for_is_taken_at_its_word():
         SimulatedDevice(gpu(total_bytes=768 * MiB))
 
 
-def test_segments_are_what_is_held_against_the_budget():
+def test_segments_count_against_the_budget():
     device: Device = SimulatedDevice(gpu(), 64 * MiB)
     with device.enforced() as meter:
         small = torch.zeros(1)
@@ -55,7 +55,7 @@ def test_segments_are_what_is_held_against_the_budget():
     assert replay(trace, device.new_allocator()).peak_reserved_bytes == 22 * MiB
 
 
-def test_cached_segments_are_used_again_given_back_and_released():
+def test_cached_segments_are_reused_and_freed():
     device = SimulatedDevice(gpu(), 64 * MiB)
     with device.training() as meter:
         for _ in range(3):
@@ -79,7 +79,7 @@ def test_the_limit_is_on_in_training():
         torch.zeros(65 * MiB, dtype=torch.uint8)
 
 
-def test_expandable_segments():
+def test_expandable_segments_reserve_less():
     reserved = []
     for expandable in (False, True):
         device = SimulatedDevice(gpu(), 128 * MiB, expandable_segments=expandable)
@@ -90,7 +90,7 @@ def test_expandable_segments():
     assert reserved == [82 * MiB, 60 * MiB]
 
 
-def test_describes_itself():
+def test_the_record_of_the_device():
     device = SimulatedDevice(gpu(), "1GiB")
     record = device.describe()
     assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")
