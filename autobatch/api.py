@@ -34,7 +34,7 @@ from autobatch.core.options import (
     TuneOptions,
     options_from,
 )
-from autobatch.core.progress import Progress, Silent
+from autobatch.core.progress import Progress
 from autobatch.core.records import LrTuning, Plan, Tuning
 from autobatch.core.version import __version__
 from autobatch.device.profiles import data_home
@@ -87,7 +87,7 @@ PLANNED_STEPS = 1000
 class RunContext:
     """What surrounds a call: who is told, where things are kept, and whether attempts are isolated."""
 
-    progress: Progress = field(default_factory=Silent)
+    progress: Progress = field(default_factory=Progress)
     isolated: bool = False
     """Probe in a child process (only a workload that is named can be)."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)

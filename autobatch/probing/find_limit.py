@@ -14,7 +14,7 @@ import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import Options, PlanOptions, SearchOptions
-from autobatch.core.progress import Progress, Silent
+from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, LengthLimit, LimitedBy, Plan, Probe
 from autobatch.core.units import MiB, format_bytes
 from autobatch.device.profiles import data_home
@@ -67,7 +67,7 @@ def run_probe(
     Raises:
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     home = home or data_home(os.environ)
     facts = prober.facts
     progress.opened(facts.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.options import ProbeOptions
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import attempt_at
 from autobatch.probing.child import LocalProber
 from autobatch.probing.find_limit import run_lengths, run_probe
@@ -46,7 +46,7 @@ def probe(lengths: list[int], home: Path):
     setup = open_setup(make(lengths * 30), options)
     prober = LocalProber(setup, describe_setup(setup))
     found, _ = run_probe(prober, options, home=home)
-    return setup, run_lengths(prober, options, found, Silent())
+    return setup, run_lengths(prober, options, found, Progress())
 
 
 def test_every_length_has_the_largest_micro_batch_of_its_own(tmp_path: Path) -> None:

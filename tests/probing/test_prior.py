@@ -13,7 +13,7 @@ import torch
 from autobatch.api import RunContext, run_plan_command
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.core.units import KiB, MiB
 from autobatch.device import profiles as hardware
 from autobatch.device.allocator.caching import CachingAllocator
@@ -111,7 +111,7 @@ class Shared(CpuDevice):
         return msgspec.structs.replace(super().describe(), other_processes_bytes=self.others)
 
 
-class Notes(Silent):
+class Notes(Progress):
     def __init__(self):
         self.lines = []
 

@@ -5,7 +5,8 @@ import sys
 import msgspec
 import pytest
 
-from autobatch.cli.terminal import Terminal, describe_probe, describe_training
+from autobatch.cli.summary import describe_probe, describe_training
+from autobatch.cli.terminal import Terminal
 from autobatch.core.records import MemoryHolder, RunRecord
 from autobatch.planning import make_plan
 from autobatch.report.html import Markup, element
@@ -159,11 +160,11 @@ def test_sentences():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({}, ("largest", "micro-batch 93, by memory")),
-        ({"limited_by": "max_micro_batch"}, ("largest", "micro-batch 93, by --max-micro-batch")),
+        ({}, ("largest", "micro-batch 93, limited by memory")),
+        ({"limited_by": "max_micro_batch"}, ("largest", "micro-batch 93, limited by --max-micro-batch")),
         (
             {"upper_bound_by": None, "stopped_by": "time limit"},
-            ("fits", "micro-batch 93; more may: the search was ended by the time limit"),
+            ("fits", "micro-batch 93, and more may: the time limit ended the search"),
         ),
         ({"source": "asked", "limited_by": "max_micro_batch"}, ("fits", "micro-batch 93")),
     ],

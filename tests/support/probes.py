@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from autobatch import Workload
 from autobatch.api import RunContext, run_probe_command
 from autobatch.core.options import ProbeOptions, options_from
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.report.result import Result
 
 WIDTH = 16
@@ -44,7 +44,7 @@ def work(model: Callable[[], nn.Module] = mlp, **fields) -> Workload:
     return Workload(model=model, **(defaults | fields))
 
 
-class Listener(Silent):
+class Listener(Progress):
     """Keeps the notes, and counts the attempts."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from autobatch.api import RunContext
 from autobatch.cli.failures import Terminated
 from autobatch.core.errors import InputError
 from autobatch.core.options import TuneOptions, options_from
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.core.records import LrComparison, LrTuning
 from autobatch.device.cpu import CpuDevice
 from autobatch.planning import make_plan
@@ -486,7 +486,7 @@ def test_an_interrupt_keeps_the_default_and_what_was_found_before(
         yield
 
     notes: list[str] = []
-    progress = Silent()
+    progress = Progress()
     monkeypatch.setattr(progress, "note", notes.append, raising=False)
     monkeypatch.setattr(LocalRuns, "losses", interrupted)
     storage = str(tmp_path / "s.log")

@@ -331,7 +331,7 @@ def test_tuning_puts_the_choice_into_the_plan(monkeypatch: pytest.MonkeyPatch) -
     assert (sum(first.plan.micro_batches), first.plan.effective_batch) == (48, 48)
     assert first.tuning.trials == 3
     started: list[int] = []
-    progress = stages.Silent()
+    progress = stages.Progress()
     monkeypatch.setattr(progress, "measured", lambda *given: started.append(given[0]), raising=False)
     options = options_from(
         TuneOptions, {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
