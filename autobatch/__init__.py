@@ -52,13 +52,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562), so that ``autobatch --help`` does not import torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker must refuse names that do not exist
 
-    return getattr(import_module(f"autobatch.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use (PEP 562), so that ``autobatch --help`` does not import torch."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f"autobatch.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
