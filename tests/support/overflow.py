@@ -1,4 +1,4 @@
-"""A loss whose gradient overflows for chosen samples."""
+"""Loss whose gradient overflows for chosen samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.training import Rows, mean_loss, points
 
 
 class Overflow(torch.autograd.Function):
-    """Its gradient is infinite where it is told so."""
+    """Identity whose gradient is infinite if a flag is set."""
 
     @staticmethod
     def forward(ctx, value: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ class Overflow(torch.autograd.Function):
 
 
 def flagged(bad: set[int], samples: int = 32) -> Rows:
-    """Points, some of which overflow."""
+    """Make points with a flag on those that overflow."""
     data = points(samples, dtype=torch.float32)
     flags = torch.zeros(samples, dtype=torch.bool)
     flags[list(bad)] = True

@@ -1,4 +1,4 @@
-"""BatchNorm's running averages in micro-batches against those of whole batches."""
+"""BatchNorm in micro-batches against whole batches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.training.batchnorm import batch_norms, rescaled_momentum
+from autobatch.planning import micro_batches
+from autobatch.training.batchnorm import (
+    batch_norm_notes,
+    batch_norms,
+    equivalent_momentum,
+    rescaled_momentum,
+    smallest_micro_batch,
+)
+from autobatch.workload.order import GlobalBatchSampler
 from tests.support.faults import Fault, Quick, Watching
-from tests.support.training import apart, make_loop, make_workload, network, points
+from tests.support.training import (
+    apart,
+    make_loop,
+    make_workload,
+    network,
+    points,
+)
 
 SAMPLES, TARGET, STEPS = 1024, 512, 4
 
@@ -91,3 +105,60 @@ def test_the_momentum_comes_back_after_an_error() -> None:
     with pytest.raises(KeyError):
         fail()
     assert [norm.momentum for norm in norms] == [0.3, None, 1.0]
+
+
+def test_batch_norm_is_a_note_with_the_numbers() -> None:
+    sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
+    model = nn.Sequential(nn.BatchNorm1d(5), network())
+    (note,) = batch_norm_notes(model, sampler, 7)
+    assert "1 BatchNorm layers compute their statistics over micro-batches of 6 to 6 samples" in note
+    assert "not over the batch of 24" in note
+    assert (
+        "move 4 times per step: to match the whole batch, set their momentum to 0.026 instead of 0.1" in note
+    )
+    assert note.endswith("(--bn-momentum auto does this)")
+    assert batch_norm_notes(model, sampler, 24) == []
+    assert batch_norm_notes(network(), sampler, 7) == []
+
+
+@pytest.mark.parametrize("limit", range(3, 40))
+def test_sizes_of_one_come_only_from_limits_of_one_or_two(limit: int) -> None:
+    """BatchNorm needs two samples; the even split gives them wherever a limit allows it."""
+    for samples in range(2, 200):
+        assert min(micro_batches(samples, limit)) >= 2
+
+
+@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
+def test_the_smallest_micro_batch_of_a_run_is_found_without_walking_it(last_batch: str) -> None:
+    for samples in range(4, 30):
+        for target in range(1, samples + 3):
+            for epochs in (1, 2, 3):
+                sampler = GlobalBatchSampler(
+                    samples=samples, target_batch=target, seed=0, epochs=epochs, last_batch=last_batch
+                )
+                if sampler.total:
+                    expected = min(
+                        size for i in range(sampler.total) for size in micro_batches(sampler.size(i), 4)
+                    )
+                    assert smallest_micro_batch(sampler, 4) == expected
+
+
+def test_the_momentum_that_is_named_gives_the_running_averages_of_the_whole_batch() -> None:
+    def build(momentum: float):
+        return lambda: nn.Sequential(nn.BatchNorm1d(5, momentum=momentum), network()).double()
+
+    def averages(momentum: float, micro_batch: int) -> torch.Tensor:
+        data = points(512)
+        data.columns[0].mul_(2.0).add_(3.0)
+        loop = make_loop(
+            make_workload(model=build(momentum), train_data=data, learning_rate=1e-6),
+            target_batch=256,
+            micro_batch=micro_batch,
+            steps=4,
+        )
+        list(loop.run())
+        return loop.train_state.model[0].running_mean
+
+    whole = averages(0.1, 256)
+    assert apart(averages(equivalent_momentum(0.1, 4), 64), whole) < 0.02
+    assert apart(averages(0.1, 64), whole) > 0.5

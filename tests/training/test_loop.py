@@ -1,30 +1,26 @@
-"""The loop over whole runs: windows, figures, schedules, and losses that are not finite."""
+"""The loop against whole batches: weights, records, schedules and warm-up."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from itertools import count
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch.core.errors import NonFiniteError
 from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,
+    TOKENS,
     Rows,
     apart,
-    language_model,
     make_loop,
     make_workload,
     mean_loss,
-    network,
     points,
     reference,
-    token_loss,
-    tokens,
     weights,
 )
 
@@ -109,52 +105,6 @@ def test_the_schedule_ends_exactly_with_the_run() -> None:
     assert loop.train_state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
-def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
-    data = points(24, dtype=dtype)
-    for index, value in samples.items():
-        data.columns[0][index, 0] = value
-    return data
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(value, precision) -> None:
-    workload = make_workload(model=lambda: network(torch.float32))
-    bad = list(make_loop(workload, target_batch=6, steps=4).sampler.batches())[2].ids[4]
-    workload = make_workload(model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value}))
-    loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
-    run = loop.run()
-    next(run)
-    next(run)
-    before = weights(loop.train_state.model)
-    random_state = torch.get_rng_state()
-    with pytest.raises(
-        NonFiniteError, match=rf"loss \(nan\) of step 3 .* sample {bad} alone gives a non-finite loss"
-    ):
-        next(run)
-    assert torch.equal(weights(loop.train_state.model), before)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert loop.batches_seen == loop.steps_applied == 2
-
-
-def test_of_a_loss_over_the_whole_batch_the_sample_is_named_whose_row_is_not_finite() -> None:
-    """A row by itself: the loss of a single sample may not even be defined."""
-
-    def undefined_alone(model, rows):
-        return INFO_NCE.loss(model, rows) + rows.std(0).mean()
-
-    workload = make_workload(
-        model=lambda: network(torch.float32),
-        train_data=spoiled({11: math.nan}),
-        loss=replace(INFO_NCE, loss=undefined_alone),
-    )
-    loop = make_loop(workload, target_batch=24, micro_batch=5, steps=1)
-    with pytest.raises(
-        NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 alone gives a non-finite row"
-    ):
-        next(loop.run())
-
-
 def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss() -> None:
     def loss(model, batch):
         return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
@@ -198,9 +148,6 @@ def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
     assert (loop.batches_seen, loop.steps_applied, loop.schedules[0].last_epoch) == (3, 0, 0)
 
 
-TOKENS = {"model": language_model, "train_data": tokens(), "loss": token_loss}
-
-
 @pytest.mark.parametrize("fields", [{}, TOKENS], ids=["mean", "tokens"])
 @pytest.mark.parametrize("micro_batch", [1, 5, 7])
 def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int, fields: dict) -> None:
@@ -234,3 +181,48 @@ def test_a_gradient_that_a_model_comes_with_is_no_part_of_the_first_window() -> 
         parameter.grad = torch.ones_like(parameter)
     list(loop.run()), list(other.run())
     assert torch.equal(weights(loop.train_state.model), weights(other.train_state.model))
+
+
+def halving(optimizer: torch.optim.Optimizer, _: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def by_hand(rates: list[float], batches: list[list[int]]) -> torch.Tensor:
+    """Plain SGD over whole batches, with these learning rates."""
+    loop = make_loop(make_workload())
+    model, columns = loop.train_state.model, points().columns
+    for rate, ids in zip(rates, batches, strict=True):
+        model.zero_grad()
+        mean_loss(model, [column[ids] for column in columns]).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(rate * parameter.grad)
+    return weights(model)
+
+
+@pytest.mark.parametrize("schedule", [None, halving])
+@pytest.mark.parametrize(("target", "steps"), [(24, 5), (7, 12)])
+def test_the_rate_grows_with_the_samples_on_top_of_the_schedule(target, steps, schedule) -> None:
+    workload = make_workload(schedule=schedule)
+    loop = make_loop(workload, target_batch=target, steps=steps, warmup_samples=60)
+    ids = [window.ids for window in loop.sampler.batches()]
+    records = list(loop.run())
+    plain = [0.1 * (0.5**step if schedule else 1.0) for step in range(steps)]
+    expected = [rate * min(1.0, (step + 1) * target / 60) for step, rate in enumerate(plain)]
+    assert [record.learning_rate for record in records] == pytest.approx(expected, rel=1e-15)
+    assert apart(weights(loop.train_state.model), by_hand(expected, ids)) < 1e-12
+    # What schedules and checkpoints see never knew of it.
+    left = loop.train_state.optimizers[0].param_groups[0]["lr"]
+    assert left == 0.1 * (0.5**steps if schedule else 1.0)
+
+
+def test_after_an_error_too_the_rate_is_what_it_was(monkeypatch) -> None:
+    loop = make_loop(make_workload(), warmup_samples=100)
+
+    def failing(*_: object) -> None:
+        raise ValueError("in the window")
+
+    monkeypatch.setattr(loop, "_train_batch", failing)
+    with pytest.raises(ValueError, match="in the window"):
+        next(loop.run())
+    assert loop.train_state.optimizers[0].param_groups[0]["lr"] == 0.1

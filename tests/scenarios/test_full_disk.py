@@ -1,109 +1,22 @@
-"""What a run does beside its steps: validation, checkpoints, and the averaged weights."""
+"""Runs whose checkpoints cannot be written: they stop, or continue if asked to."""
 
 from __future__ import annotations
 
 import os
 import resource
 import signal
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from autobatch.core.errors import CheckpointError
 from autobatch.core.progress import Silent
 from autobatch.training.checkpoint import is_valid, list_checkpoints
 from autobatch.training.run import train
-from tests.support.training import fingerprint, make_workload, mean_loss, points
-from tests.training.test_run import STEPS, Telling, go_on, open_loop, rows, settings
-
-
-def noisy_workload():
-    """A model that draws random numbers, and data to validate on."""
-    return make_workload(
-        model=lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double(),
-        validation_data=points(10, seed=1),
-    )
-
-
-def test_validation_at_intervals_changes_no_bit_of_the_training(tmp_path: Path) -> None:
-    plain, watched = open_loop(noisy_workload()), open_loop(noisy_workload())
-    torch.manual_seed(0)
-    train(plain, settings(tmp_path / "plain"), Silent(), None)
-    torch.manual_seed(0)
-    done = train(watched, settings(tmp_path / "watched", validate_every=2), Silent(), None)
-    assert fingerprint(watched.train_state.model) == fingerprint(plain.train_state.model)
-    found = {row["step"]: row["validation"] for row in rows(tmp_path / "watched")}
-    assert [step for step, figures in found.items() if figures] == [2, 4], "the end has its own"
-    assert found[2]["loss"] != found[4]["loss"]
-    assert done.validation["loss"] > 0
-    assert not any(row["validation"] for row in rows(tmp_path / "plain"))
-
-
-def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
-    loop = open_loop()
-    ticks = count(step=10.0)
-    loop.clock = lambda: next(ticks)
-    train(loop, settings(tmp_path, checkpoint_minutes=1.0, keep_last=STEPS), Silent(), None)
-    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")]
-    assert steps[-1] == STEPS
-    assert 1 < len(steps) < STEPS, "some steps are under a minute after the last checkpoint"
-
-
-def test_validation_takes_the_micro_batch_that_was_asked_for(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    def loss(model, batch):
-        if not model.training:
-            seen.append(len(batch[0]))
-        return mean_loss(model, batch)
-
-    workload = make_workload(loss=loss, validation_data=points(30))
-    free = train(open_loop(workload), settings(tmp_path / "free"), Silent(), None)
-    assert seen == [3] * 10, "the training's, where nothing tells how much memory there is"
-    seen.clear()
-    changed = settings(tmp_path / "fixed", validation_micro_batch=12)
-    assert train(open_loop(workload), changed, Silent(), None).validation == pytest.approx(
-        free.validation, rel=1e-12
-    )
-    assert seen == [12, 12, 6]
-
-
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-
-
-def test_the_averaged_weights_are_validated_and_exported_and_the_training_does_not_see_it(
-    tmp_path: Path,
-) -> None:
-    data = points(30, seed=1)
-    workload = make_workload(model=normalised, validation_data=data)
-    plain = open_loop(workload)
-    untouched = train(plain, settings(tmp_path / "plain"), Silent(), None)
-    loop = open_loop(workload, ema=0.5)
-    done = train(loop, settings(tmp_path / "run", validate_every=2), Silent(), None)
-    assert fingerprint(loop.train_state.model) == fingerprint(plain.train_state.model)
-    assert (done.ema, untouched.ema) == (0.5, None)
-
-    stored = load_file(tmp_path / "run" / "model.safetensors")
-    averaged = load_file(tmp_path / "run" / "model-ema.safetensors")
-    names = [name for name, _ in loop.train_state.model.named_parameters()]
-    for name, value in loop.train_state.model.state_dict().items():
-        assert torch.equal(stored[name], value)
-        assert torch.equal(averaged[name], value) == (name not in names), "buffers as they are"
-    for name, average in zip(names, loop.train_state.average.tensors(), strict=True):
-        assert torch.equal(averaged[name], average)
-    assert not (tmp_path / "plain" / "model-ema.safetensors").exists()
-
-    model = normalised().eval()
-    model.load_state_dict(averaged)
-    inputs, labels = data.columns
-    assert done.validation["loss"] == pytest.approx(cross_entropy(model(inputs), labels).item(), rel=1e-12)
-    assert done.validation["loss"] != untouched.validation["loss"]
+from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, settings
+from tests.support.training import fingerprint, make_workload
 
 
 class Large(nn.Module):
@@ -170,7 +83,7 @@ def test_the_checkpoint_at_the_end_must_be_written(tmp_path: Path) -> None:
     """… and the run can be resumed from the last that was."""
     with pytest.raises(CheckpointError, match=f"step {STEPS} could not be written"):
         large_run(tmp_path, FullDisk(range(3, STEPS + 1)))
-    loop, _ = go_on(tmp_path, make_workload(model=Large))
+    loop, _ = resume(tmp_path, make_workload(model=Large))
     straight = open_loop(make_workload(model=Large))
     list(straight.run())
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
@@ -197,7 +110,7 @@ def test_by_the_clock_a_failed_checkpoint_is_tried_again_when_the_next_is_due(
     def refuse() -> None:
         monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
 
-    class Recovering(Telling):
+    class Recovering(ActingAfter):
         def note(self, text: str) -> None:
             monkeypatch.setattr(os, "fsync", real)
 
@@ -206,3 +119,21 @@ def test_by_the_clock_a_failed_checkpoint_is_tried_again_when_the_next_is_due(
     assert done.failed_checkpoints == [2]
     steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")]
     assert steps == [4, 6]
+
+
+def test_a_disk_that_fails_ends_the_run_with_the_earlier_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    calls = iter(range(100))
+
+    def fsync(descriptor: int) -> None:
+        if next(calls) > 5:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        train(open_loop(), settings(tmp_path, checkpoint_every=1), Silent(), None)
+    assert HINT in caught.value.__notes__[0]
+    monkeypatch.undo()
+    loop, _ = resume(tmp_path)
+    straight = open_loop()
+    list(straight.run())
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
