@@ -1,0 +1,122 @@
+"""What a resumed run must share with its checkpoint, and what a difference is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.options import FitOptions
+from autobatch.planning import make_plan
+from autobatch.training.checkpoint import Loaded
+from autobatch.training.resume import (
+    changes_since_checkpoint,
+    check_same_data_order,
+    data_order_facts,
+    load_plan,
+    load_run_state,
+)
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.checkpoints import STATE, save
+
+PLAN = make_plan(target_batch=32, micro_batch_limit=16, learning_rate=0.1)
+KEY = {"device": "cpu", "device_kind": "cpu", "total_bytes": 1, "torch": "2", "precision": "fp32", "other": 1}
+
+
+def sampler(**changes: Any) -> GlobalBatchSampler:
+    return GlobalBatchSampler(**{"samples": 96, "target_batch": 32, "seed": 0, "steps": 4, **changes})
+
+
+def checkpoint(of: GlobalBatchSampler | None = None, *, done: int = 2, **facts: Any) -> Loaded:
+    of = of or sampler()
+    stored = {"plan": msgspec.to_builtins(PLAN), "key": KEY, "seed": 0, "warmup_samples": None}
+    state = {"counters": {"batches_seen": done}}
+    return Loaded(Path("step-2"), state, {**stored, **data_order_facts(of), **facts}, [])
+
+
+def options(**changes: Any) -> FitOptions:
+    return FitOptions(**{"target_batch": 32, **changes})
+
+
+def test_the_newest_checkpoint_is_loaded_after_leftovers_are_cleaned(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    newest = save(folder, 2)
+    (folder / "step-00000003.tmp-1").mkdir()
+    assert load_run_state(tmp_path).path == newest
+    assert not (folder / "step-00000003.tmp-1").exists()
+    for path in folder.iterdir():
+        (path / STATE).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid .*start without --resume"):
+        load_run_state(tmp_path)
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--resume found no checkpoint in .*: start without --resume"):
+        load_run_state(tmp_path)
+
+
+def test_the_plan_is_that_of_the_checkpoint() -> None:
+    assert load_plan(checkpoint(), options()) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "message"),
+    [
+        ({}, {"target_batch": 16}, "--target-batch 16 does not match the checkpoint step-2, which has 32"),
+        ({}, {"seed": 7}, "--seed 7 does not match the checkpoint step-2, which has 0"),
+        ({}, {"warmup_samples": 9}, "--warmup-samples 9 does not match .*, which has none: give the same"),
+        ({"warmup_samples": 9}, {}, "no --warmup-samples does not match .*, which has 9: give the same"),
+        ({"plan": {}}, {}, "the checkpoint step-2 has no valid plan .*: start without --resume"),
+    ],
+)
+def test_another_batch_seed_or_warmup_is_refused(facts, asked, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_plan(checkpoint(**facts), options(**asked))
+
+
+@pytest.mark.parametrize(
+    ("now", "done", "message"),
+    [
+        ({"samples": 80}, 2, "the training data have 80 samples, but had 96 at the checkpoint step-2"),
+        ({"last_batch": "flush"}, 2, "--last-batch flush does not match .*, which has carry"),
+        ({"steps": 3}, 4, "this run has 3 optimizer steps, but the checkpoint step-2 has taken 4 already"),
+    ],
+)
+def test_another_order_of_the_data_is_refused(now, done: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_same_data_order(checkpoint(done=done), sampler(**now), scheduled=False)
+
+
+def test_a_schedule_fixes_the_number_of_steps() -> None:
+    check_same_data_order(checkpoint(), sampler(steps=9), scheduled=False)
+    check_same_data_order(checkpoint(), sampler(), scheduled=True)
+    with pytest.raises(InputError, match=r"this run has 9 optimizer steps, but .* has a schedule for 4"):
+        check_same_data_order(checkpoint(), sampler(steps=9), scheduled=True)
+
+
+def test_a_run_that_ended_with_a_short_batch_cannot_be_continued() -> None:
+    """80 samples by 32: the third batch has 16, and would have 32 in a longer run."""
+    one = sampler(samples=80, steps=None, epochs=1)
+    ended = checkpoint(one, done=one.total)
+    check_same_data_order(ended, one, scheduled=False)
+    with pytest.raises(InputError, match="whose last batch was smaller than 32"):
+        check_same_data_order(ended, sampler(samples=80, steps=None, epochs=2), scheduled=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "expected"),
+    [
+        ({}, {}, []),
+        ({"other": 2}, {}, []),
+        ({"device": "gpu", "torch": "3"}, {}, ["device", "torch"]),
+        ({"precision": "bf16"}, {}, ["--precision"]),
+        ({}, {"max_micro_batch": 16}, []),
+        ({}, {"max_micro_batch": 15}, ["--max-micro-batch"]),
+    ],
+)
+def test_changes_that_rule_out_a_bit_exact_resume_are_named(key, asked, expected: list[str]) -> None:
+    assert changes_since_checkpoint(checkpoint(), {**KEY, **key}, PLAN, options(**asked)) == expected
