@@ -9,21 +9,13 @@ import pytest
 import torch
 
 import autobatch
-from autobatch.core.errors import (
-    InputError,
-    NonFiniteError,
-    RestartSmallerError,
-)
+from autobatch.core.errors import InputError, NonFiniteError, RestartSmallerError
 from autobatch.core.progress import Silent
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
 from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, settings
-from tests.support.training import (
-    make_workload,
-    mean_loss,
-    weights,
-)
+from tests.support.training import make_workload, mean_loss, weights
 
 
 def test_lines_of_windows_that_are_trained_again_are_dropped(tmp_path: Path) -> None:

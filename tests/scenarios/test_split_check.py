@@ -8,10 +8,7 @@ import pytest
 
 import autobatch
 from autobatch.core.errors import InputError
-from tests.support.training import (
-    contrastive_loss,
-    make_workload,
-)
+from tests.support.training import contrastive_loss, make_workload
 
 
 def test_fit_asks_before_it_trains(tmp_path: Path) -> None:

@@ -17,12 +17,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.progress import Silent
 from autobatch.training.run import train
 from tests.support.runs import open_loop, rows, settings
-from tests.support.training import (
-    fingerprint,
-    make_workload,
-    mean_loss,
-    points,
-)
+from tests.support.training import fingerprint, make_workload, mean_loss, points
 
 
 def noisy_workload():

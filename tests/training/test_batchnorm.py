@@ -16,13 +16,7 @@ from autobatch.training.batchnorm import (
 )
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.faults import Fault, Quick, Watching
-from tests.support.training import (
-    apart,
-    make_loop,
-    make_workload,
-    network,
-    points,
-)
+from tests.support.training import apart, make_loop, make_workload, network, points
 
 SAMPLES, TARGET, STEPS = 1024, 512, 4
 

@@ -12,7 +12,7 @@ import torch
 
 from autobatch.core.errors import InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
-from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop
+from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop, to_plain
 from tests.support.kinds import RUNS, adamw
 from tests.support.training import apart, fingerprint, make_loop, make_workload, weights
 
@@ -141,3 +141,14 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
     loop = make_loop(make_workload(schedule=lambda o, steps: Odd(o, 1)))
     with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
         check_checkpoint_state(capture_loop(loop))
+
+
+def test_numpy_scalars_become_python_numbers_and_all_else_is_kept() -> None:
+    tensor = torch.ones(2)
+    value = {"a": [np.float64(0.1), tensor], np.int64(3): (np.bool_(True),), "b": {"c": 1}}
+    found = to_plain(value)
+    assert found == {"a": [0.1, tensor], 3: (True,), "b": {"c": 1}}
+    assert [type(key) for key in found] == [str, int, str]
+    assert (type(found["a"][0]), type(found[3][0])) == (float, bool)
+    assert found["a"][1] is tensor
+    assert found["b"] is value["b"]

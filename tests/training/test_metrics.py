@@ -15,6 +15,7 @@ from autobatch.training.metrics import (
     JsonLines,
     MetricsWriter,
     open_tensorboard,
+    rewind_metrics,
     scalars,
 )
 from tests.support.sample_run import a_run, a_step
@@ -181,3 +182,18 @@ def test_the_real_one_reads_what_was_written(tmp_path) -> None:
         (1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0),
     ]  # fmt: skip
     assert events.Scalars("validation/accuracy")[-1].value == 0.5
+
+
+def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 1, "loss": 3.0}', b'{"step": 2}', b'{"step": 3}', b'["step", 1]', b'{"loss": 1}']
+    path.write_bytes(b"\n".join([*lines[:1], b"broken {", *lines[1:], b'{"step": 2, "lo']))
+    kept: list[object] = []
+    rewind_metrics(path, batches_seen=2, on_kept=kept.append)
+    assert kept == [{"step": 1, "loss": 3.0}, {"step": 2}]
+    assert path.read_bytes() == b'{"step": 1, "loss": 3.0}\n{"step": 2}\n'
+
+
+def test_a_run_without_metrics_has_nothing_to_drop(tmp_path) -> None:
+    rewind_metrics(tmp_path / "metrics.jsonl", batches_seen=2, on_kept=pytest.fail)
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import NonFiniteError
+from autobatch.training.nonfinite import find_nonfinite_sample
 from tests.support.training import (
     INFO_NCE,
     Rows,
+    fingerprint,
     make_loop,
     make_workload,
+    mean_loss,
     network,
     points,
     weights,
@@ -65,3 +68,41 @@ def test_of_a_loss_over_the_whole_batch_the_sample_is_named_whose_row_is_not_fin
         NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 alone gives a non-finite row"
     ):
         next(loop.run())
+
+
+@pytest.mark.parametrize("sizes", [[24], [5] * 4 + [4], [1] * 24])
+@pytest.mark.parametrize("bad", [0, 11, 23])
+def test_one_of_several_bad_samples_is_found_in_any_split(sizes: list[int], bad: int) -> None:
+    """The others are in a later place, or in the same micro-batch."""
+    workload = make_workload(
+        model=lambda: network(torch.float32), train_data=spoiled({bad: math.nan, 23: math.nan})
+    )
+    train_state = make_loop(workload).train_state
+    found = find_nonfinite_sample(workload, train_state, range(24), sizes)
+    assert found.startswith(
+        f"sample {bad} alone gives a non-finite loss (samples [0, 1, 2, 3, 4, 5, 6, 7] and"
+    )
+    assert found.endswith("and 16 more)")
+
+
+def test_the_search_leaves_the_model_and_the_random_states_as_they_are() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(5), network(torch.float32), nn.Dropout(0.5))
+
+    workload = make_workload(model=build, train_data=spoiled({3: math.nan}))
+    train_state = make_loop(workload).train_state
+    train_state.model.train()
+    before, random_state = fingerprint(train_state.model), torch.get_rng_state()
+    find_nonfinite_sample(workload, train_state, range(24), [12, 12])
+    assert fingerprint(train_state.model) == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_without_a_bad_sample_or_with_an_error_all_samples_are_named() -> None:
+    def failing(model, batch):
+        raise RuntimeError
+
+    for loss in (mean_loss, failing):
+        workload = make_workload(loss=loss)
+        train_state = make_loop(workload).train_state
+        assert find_nonfinite_sample(workload, train_state, [4, 2], [2]) == "samples [4, 2]"

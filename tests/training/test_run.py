@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autobatch.core.errors import RestartSmallerError
+from autobatch.core.errors import InputError, RestartSmallerError
 from autobatch.core.progress import Silent
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
-from tests.support.runs import STEPS, open_loop, rows, settings
+from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
+from tests.support.training import make_workload
 
 
 def test_a_run_writes_its_metrics_its_checkpoint_and_its_weights(tmp_path: Path) -> None:
@@ -39,6 +40,32 @@ def test_out_of_memory_before_the_first_checkpoint_says_what_to_start_with(tmp_p
     assert "start again with --max-micro-batch 2" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(
+    ("left", "expected"), [('{"micro_batch": 2}', 2), ("broken", 3), ('{"micro_batch": "2"}', 3)]
+)
+def test_a_resumed_run_uses_the_smaller_micro_batch_of_one_that_ran_out_of_memory(
+    left: str, expected: int, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyError):
+        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(3, {}.popitem), None)
+    (tmp_path / "oom.json").write_text(left)
+    _, done = resume(tmp_path)
+    assert done.micro_batch == expected
+    assert [row["micro_batch"] for row in rows(tmp_path)] == [3, 3, *[expected] * 4]
+    assert not (tmp_path / "oom.json").exists()
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Odd(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self):
+            return {**super().state_dict(), "odd": object()}
+
+    loop = open_loop(make_workload(schedule=lambda optimizer, steps: Odd(optimizer, 1)))
+    with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
+        train(loop, settings(tmp_path), Silent(), None)
+    assert loop.batches_seen == 0
+
+
 def test_a_new_run_does_not_take_over_what_an_old_one_shrank_to(tmp_path: Path) -> None:
     (tmp_path / "oom.json").write_text('{"micro_batch": 1}')
     assert train(open_loop(), settings(tmp_path), Silent(), None).micro_batch == 3
@@ -49,6 +76,6 @@ def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
     ticks = count(step=10.0)
     loop.clock = lambda: next(ticks)
     train(loop, settings(tmp_path, checkpoint_minutes=1.0, keep_last=STEPS), Silent(), None)
-    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")]
+    steps = saved_steps(tmp_path)
     assert steps[-1] == STEPS
     assert 1 < len(steps) < STEPS, "some steps are under a minute after the last checkpoint"
