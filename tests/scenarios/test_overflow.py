@@ -9,32 +9,13 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import NonFiniteError
-from tests.support.overflow import flagged, loss
-from tests.support.training import Rows, make_loop, make_workload, mean_loss, network, weights
-
-TARGET = 8
-
-
-def fp16_loop(data: Rows, *, ema: float | None = None, **changes):
-    workload = make_workload(
-        **{
-            "model": lambda: network(torch.float32),
-            "train_data": data,
-            "loss": loss,
-            "schedule": lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-            **changes,
-        }
-    )
-    return make_loop(workload, target_batch=TARGET, micro_batch=2, steps=4, precision="fp16", ema=ema)
-
-
-def whole_batch_of(loop, index: int) -> list[int]:
-    return next(loop.sampler.batches(index)).ids
+from tests.support.overflow import TARGET, batch_ids, flagged, fp16_loop, loss
+from tests.support.training import mean_loss, network, weights
 
 
 def test_an_overflow_in_micro_batch_2_of_4_skips_the_window_and_nothing_else() -> None:
     clean = fp16_loop(flagged(set()))
-    bad = whole_batch_of(clean, 1)[2]
+    bad = batch_ids(clean, 1)[2]
     loop = fp16_loop(flagged({bad}))
     run = loop.run()
     next(run)
@@ -98,7 +79,7 @@ def by_part(names: list[str]):
 
 
 def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
-    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[5]
+    bad = batch_ids(fp16_loop(flagged(set())), 1)[5]
     loop = fp16_loop(flagged({bad}), **by_part(["first", "second"]))
     loop.train_state.max_grad_norm = 0.01
     run = loop.run()
@@ -134,7 +115,7 @@ def test_gradients_that_overflow_at_every_scale_end_the_run() -> None:
 
 
 def test_a_fused_optimizer_skips_an_overflow_too() -> None:
-    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[2]
+    bad = batch_ids(fp16_loop(flagged(set())), 1)[2]
     loop = fp16_loop(
         flagged({bad}), optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True)
     )

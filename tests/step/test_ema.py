@@ -20,10 +20,9 @@ from autobatch.footprint.trace_step import Setting, record
 from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
 from autobatch.step.ema import WeightAverage
 from autobatch.workload.data import WorstCaseSampler
-from tests.support.overflow import flagged
+from tests.support.overflow import batch_ids, flagged, fp16_loop
 from tests.support.step_workloads import WORKLOADS
 from tests.support.training import Rows, apart, make_loop, make_workload, network, points, weights
-from tests.training.test_scaler import fp16_loop, whole_batch_of
 
 DECAY = 0.9
 
@@ -67,7 +66,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_an_overflow_leaves_it_untouched() -> None:
-    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[2]
+    bad = batch_ids(fp16_loop(flagged(set())), 1)[2]
     loop = fp16_loop(flagged({bad}), ema=DECAY)
     run = loop.run()
     next(run)
