@@ -16,8 +16,8 @@ from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkp
 from tests.support.checkpoints import Killed, SystemCalls, leftovers, newest, save
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_so(tmp_path: Path) -> None:
-    """A limit on the size of files makes write() itself fail; torch.save alone would hide why."""
+def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    """A limit on file sizes makes write() fail, which torch.save alone would hide."""
     save(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -36,8 +36,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_so(tmp_path: Path) -
 
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_flush_that_fails_is_a_checkpoint_that_failed(tmp_path: Path, monkeypatch, which, number) -> None:
-    """The state, the manifest, the folder, and the folder above it are flushed; each may fail."""
+def test_a_failed_flush_is_a_failed_checkpoint(tmp_path: Path, monkeypatch, which, number) -> None:
+    """State, manifest, folder and parent folder are flushed, and each flush may fail."""
     save(tmp_path, 1)
     calls = iter(range(10))
 
@@ -54,7 +54,7 @@ def test_a_flush_that_fails_is_a_checkpoint_that_failed(tmp_path: Path, monkeypa
     assert leftovers(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, 1)
     folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
@@ -80,13 +80,13 @@ def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch) -> None:
     assert newest(tmp_path) == 1
 
 
-def test_a_place_that_is_no_folder_is_named(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be written"):
         save(tmp_path / "file", 1)
 
 
-def test_what_cannot_be_written_at_all_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_state_that_cannot_be_pickled_leaves_nothing_behind(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(Exception, match="pickle"):
         save_checkpoint(tmp_path, step=2, state={"f": lambda: None}, facts={})
@@ -94,7 +94,9 @@ def test_what_cannot_be_written_at_all_leaves_nothing_behind(tmp_path: Path) -> 
     assert newest(tmp_path) == 1
 
 
-def test_at_no_call_of_the_system_are_there_fewer_than_are_to_be_kept(tmp_path: Path, monkeypatch) -> None:
+def test_at_no_call_of_the_system_are_fewer_valid_checkpoints_than_are_kept(
+    tmp_path: Path, monkeypatch
+) -> None:
     calls = SystemCalls(monkeypatch)
     fewest = []
 
@@ -104,7 +106,7 @@ def test_at_no_call_of_the_system_are_there_fewer_than_are_to_be_kept(tmp_path: 
             assert valid >= min(3, made), f"{valid} of {made}"
             fewest.append(valid)
 
-    made = 0  # the steps run from 1, so this is the last one that was acknowledged
+    made = 0  # the last acknowledged step: steps begin at 1
     for step in range(1, 8):
         calls.look = look
         save(tmp_path, step, keep_last=3)
@@ -117,8 +119,10 @@ def test_at_no_call_of_the_system_are_there_fewer_than_are_to_be_kept(tmp_path: 
 
 
 @pytest.mark.parametrize("resumed", [None, 3])
-def test_killed_between_any_two_calls_the_newest_is_whole(tmp_path: Path, monkeypatch, resumed) -> None:
-    """A kill loses what was being written and nothing else; the next start cleans up after it."""
+def test_a_kill_between_any_two_calls_leaves_the_newest_checkpoint_valid(
+    tmp_path: Path, monkeypatch, resumed
+) -> None:
+    """A kill loses only the checkpoint that is being written, and the next start cleans up."""
     calls = SystemCalls(monkeypatch)
     base = tmp_path / "base"
     for step in (1, 2, 3):

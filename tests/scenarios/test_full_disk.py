@@ -20,7 +20,7 @@ from tests.support.training import fingerprint, make_workload
 
 
 class Large(nn.Module):
-    """Its state is larger than the limit on files below; a line of metrics is not."""
+    """Model whose state exceeds the file limit below, unlike a line of metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,16 +32,16 @@ class Large(nn.Module):
 
 
 class FullDisk(Silent):
-    """Lets the system refuse files over 100 kB after some of the steps."""
+    """Progress that makes the system refuse files over 100 kB after some of the steps."""
 
     def __init__(self, steps: range) -> None:
         self.steps = steps
         self.notes: list[str] = []
-        self.whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def stepped(self, step, of) -> None:
-        soft = 100_000 if step.step in self.steps else self.whole[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, self.whole[1]))
+        soft = 100_000 if step.step in self.steps else self.unlimited[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, self.unlimited[1]))
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -50,7 +50,7 @@ class FullDisk(Silent):
         return self
 
     def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.whole)
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.unlimited)
 
 
 def large_run(out: Path, disk: FullDisk, **changes):
@@ -59,7 +59,7 @@ def large_run(out: Path, disk: FullDisk, **changes):
         return train(open_loop(make_workload(model=Large)), settings(out, **fields), disk, None)
 
 
-def test_a_run_may_go_on_over_a_full_disk(tmp_path: Path) -> None:
+def test_a_run_may_continue_on_a_full_disk(tmp_path: Path) -> None:
     disk = FullDisk(range(2, 4))
     done = large_run(tmp_path, disk)
     assert done.failed_checkpoints == [2, 3]
@@ -79,8 +79,8 @@ def test_by_default_a_full_disk_ends_the_run(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001"]
 
 
-def test_the_checkpoint_at_the_end_must_be_written(tmp_path: Path) -> None:
-    """… and the run can be resumed from the last that was."""
+def test_the_final_checkpoint_must_be_written(tmp_path: Path) -> None:
+    """The run can be resumed from the last checkpoint before it."""
     with pytest.raises(CheckpointError, match=f"step {STEPS} could not be written"):
         large_run(tmp_path, FullDisk(range(3, STEPS + 1)))
     loop, _ = resume(tmp_path, make_workload(model=Large))
@@ -100,7 +100,7 @@ def test_the_checkpoint_on_a_signal_must_be_written(tmp_path: Path) -> None:
         large_run(tmp_path, Struck(range(3, STEPS + 1)))
 
 
-def test_by_the_clock_a_failed_checkpoint_is_tried_again_when_the_next_is_due(
+def test_a_failed_checkpoint_is_tried_again_when_the_next_is_due_by_the_clock(
     tmp_path: Path, monkeypatch
 ) -> None:
     loop = open_loop()
@@ -121,7 +121,7 @@ def test_by_the_clock_a_failed_checkpoint_is_tried_again_when_the_next_is_due(
     assert steps == [4, 6]
 
 
-def test_a_disk_that_fails_ends_the_run_with_the_earlier_checkpoint(tmp_path: Path, monkeypatch) -> None:
+def test_a_failing_disk_ends_the_run_with_the_earlier_checkpoint(tmp_path: Path, monkeypatch) -> None:
     calls = iter(range(100))
 
     def fsync(descriptor: int) -> None:

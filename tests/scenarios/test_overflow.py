@@ -1,4 +1,4 @@
-"""fp16: an overflow costs a window and half the scale, and nothing else. GradScaler works on the CPU."""
+"""Overflows in fp16 skip a step and halve the loss scale, and change nothing else. They need no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.overflow import TARGET, batch_ids, flagged, fp16_loop, loss
 from tests.support.training import mean_loss, network, weights
 
 
-def test_an_overflow_in_micro_batch_2_of_4_skips_the_window_and_nothing_else() -> None:
+def test_an_overflow_in_micro_batch_2_of_4_skips_the_step_and_nothing_else() -> None:
     clean = fp16_loop(flagged(set()))
     bad = batch_ids(clean, 1)[2]
     loop = fp16_loop(flagged({bad}))
@@ -38,8 +38,8 @@ def test_an_overflow_in_micro_batch_2_of_4_skips_the_window_and_nothing_else() -
     assert after.learning_rate == skipped.learning_rate == 0.05
 
 
-def test_scaled_training_is_that_without_a_scale() -> None:
-    """A scale is a power of two: with the same rounded forward passes it changes nothing."""
+def test_the_loss_scale_does_not_change_training() -> None:
+    """Scales are powers of two, so with the same rounded forward passes they change nothing."""
     loop = fp16_loop(flagged(set()))
     other = fp16_loop(flagged(set()))
     other.train_state.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -50,7 +50,7 @@ def test_scaled_training_is_that_without_a_scale() -> None:
 
 
 class Two(nn.Module):
-    """Two networks, of which one may overflow; and a third that is not always used."""
+    """Two networks, of which one may overflow, and a third that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def by_part(names: list[str]):
     return {"model": build, "optimizer": optimizers, "loss": two_losses}
 
 
-def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
+def test_of_two_optimizers_only_the_one_that_overflowed_skips_its_step() -> None:
     bad = batch_ids(fp16_loop(flagged(set())), 1)[5]
     loop = fp16_loop(flagged({bad}), **by_part(["first", "second"]))
     loop.train_state.max_grad_norm = 0.01
@@ -89,7 +89,7 @@ def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
     record = next(run)
     moved = (weights(loop.train_state.model.first) - first).norm()
     assert record.applied
-    # Clipped by the norm of what is stepped with, not to nothing by the infinite one.
+    # Clipped by the norm of the gradients that are applied, not to zero by the infinite one.
     assert moved == pytest.approx(0.01 * 0.05, rel=1e-2)
     assert torch.equal(weights(loop.train_state.model.second), second)
     assert loop.train_state.scaler.get_scale() == scale / 2
@@ -97,7 +97,7 @@ def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
     assert next(run).applied
 
 
-def test_an_optimizer_without_any_gradient_is_no_error() -> None:
+def test_an_optimizer_without_gradients_is_no_error() -> None:
     loop = fp16_loop(flagged(set()), **by_part(["first", "second", "unused"]))
     assert [record.applied for record in loop.run()] == [True] * 4
     assert loop.steps_applied == 4

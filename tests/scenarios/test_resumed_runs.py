@@ -18,7 +18,7 @@ from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows
 from tests.support.training import make_workload, mean_loss, weights
 
 
-def test_lines_of_windows_that_are_trained_again_are_dropped(tmp_path: Path) -> None:
+def test_metrics_of_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     def fail() -> None:
         raise KeyError("killed")
 
@@ -33,7 +33,7 @@ def test_lines_of_windows_that_are_trained_again_are_dropped(tmp_path: Path) -> 
     assert done.samples == 42
 
 
-def test_a_loss_that_is_not_finite_leaves_the_checkpoint_and_says_how_to_resume(tmp_path: Path) -> None:
+def test_a_non_finite_loss_leaves_the_checkpoint_and_tells_how_to_resume(tmp_path: Path) -> None:
     calls = []
 
     def loss(model, batch):
@@ -49,7 +49,7 @@ def test_a_loss_that_is_not_finite_leaves_the_checkpoint_and_says_how_to_resume(
     assert all(torch.isfinite(value).all() for value in found.state["model"].values())
 
 
-def test_out_of_memory_in_the_optimizer_goes_on_smaller(tmp_path: Path) -> None:
+def test_a_run_out_of_memory_in_the_optimizer_is_resumed_smaller(tmp_path: Path) -> None:
     fault = Fault()
     loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
 
@@ -73,7 +73,7 @@ def test_out_of_memory_in_the_optimizer_goes_on_smaller(tmp_path: Path) -> None:
     assert not (tmp_path / "oom.json").exists()
 
 
-def test_a_resumed_run_warms_up_on_and_not_otherwise(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_warmup_and_needs_the_same_one(tmp_path: Path) -> None:
     def fit(out: str, steps: int, **more: object) -> autobatch.Result:
         return autobatch.fit(
             make_workload(), target_batch=8, device="cpu", trials=0, out=tmp_path / out, steps=steps, **more

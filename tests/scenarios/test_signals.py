@@ -27,7 +27,7 @@ def untimed(row: dict) -> dict:
     ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
 )
 @pytest.mark.parametrize("at", [1, STEPS])
-def test_a_signal_stops_at_the_end_of_the_window_with_a_checkpoint(tmp_path, number, exit_code, at) -> None:
+def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(tmp_path, number, exit_code, at) -> None:
     straight = open_loop()
     train(straight, settings(tmp_path / "straight"), Silent(), None)
     out = tmp_path / "stopped"
@@ -45,7 +45,7 @@ def test_a_signal_stops_at_the_end_of_the_window_with_a_checkpoint(tmp_path, num
     assert list(map(untimed, rows(out))) == list(map(untimed, rows(tmp_path / "straight")))
 
 
-def test_the_same_signal_passed_on_is_the_same_request() -> None:
+def test_an_echo_of_the_same_signal_is_the_same_request() -> None:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -59,7 +59,7 @@ def test_the_same_signal_passed_on_is_the_same_request() -> None:
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
-    assert os.read(read, 10) == b"xxx", "the fourth, a moment later, is meant"
+    assert os.read(read, 10) == b"xxx", "the fourth comes later, so it is a second request"
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGINT
 
 
-def test_a_signal_is_obeyed_during_validation(tmp_path: Path) -> None:
+def test_a_signal_stops_a_validation(tmp_path: Path) -> None:
     seen = []
 
     def metrics(model, batch):
@@ -99,7 +99,7 @@ def test_a_signal_is_obeyed_during_validation(tmp_path: Path) -> None:
     assert len(rows(tmp_path)) == STEPS
 
 
-def test_a_signal_during_a_validation_in_between_does_not_change_the_rest(tmp_path: Path) -> None:
+def test_a_signal_in_a_periodic_validation_does_not_change_the_rest_of_the_run(tmp_path: Path) -> None:
     """The checkpoint holds the random states of the training, not those in the middle of a validation."""
 
     def workload(strike_at: int | None = None):
@@ -128,7 +128,7 @@ def test_a_signal_during_a_validation_in_between_does_not_change_the_rest(tmp_pa
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
 
 
-def test_off_the_main_thread_no_signal_is_touched(tmp_path: Path) -> None:
+def test_signal_handlers_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     done = []
     thread = threading.Thread(

@@ -28,7 +28,7 @@ TARGET, STEPS = 6, 4
 
 
 def flawed_loss(model: nn.Module, batch) -> torch.Tensor:
-    """Not finite for samples that are flagged: 1 in the loss, 2 in the gradient alone."""
+    """Compute a loss that is not finite for flagged samples: 1 in the loss, 2 in the gradient alone."""
     inputs, labels, flags = batch
     loss = Overflow.apply(mean_loss(model, (inputs, labels)), flags == 2)
     return loss * math.nan if (flags == 1).any() else loss
@@ -39,13 +39,15 @@ def plain_loss(model: nn.Module, batch) -> torch.Tensor:
 
 
 def order() -> list[list[int]]:
-    return [w.ids for w in make_loop(make_workload(), target_batch=TARGET, steps=STEPS).sampler.batches()]
+    return [
+        batch.ids for batch in make_loop(make_workload(), target_batch=TARGET, steps=STEPS).sampler.batches()
+    ]
 
 
-def data(kind: int, *windows: int) -> Rows:
-    """Flags the third sample of windows of the first epoch."""
+def data(kind: int, *batches: int) -> Rows:
+    """Flag the third sample of some batches of the first epoch."""
     flags = torch.zeros(24, dtype=torch.int64)
-    flags[[order()[index][2] for index in windows]] = kind
+    flags[[order()[index][2] for index in batches]] = kind
     return Rows(*points().columns, flags)
 
 
@@ -62,12 +64,12 @@ def open_loop(samples: Rows, *, model=None, on_nonfinite="skip", **options):
 
 
 def normalised() -> nn.Module:
-    """The statistics of the first layer take in whatever it sees."""
+    """Make a model whose first layer keeps statistics of its inputs."""
     return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 @pytest.mark.parametrize("kind", [1, 2], ids=["loss", "gradient"])
-def test_a_skipped_window_moves_nothing_but_its_own_counter(kind: int) -> None:
+def test_a_skipped_step_changes_nothing_but_the_counters(kind: int) -> None:
     samples = data(kind, 1)
     samples.columns[0][order()[1][2]] = math.inf if kind == 1 else 3.0
     loop = open_loop(samples, model=normalised, ema=0.9)
@@ -97,7 +99,7 @@ def test_a_skipped_window_moves_nothing_but_its_own_counter(kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [1, 2])
-def test_the_rest_of_the_run_is_that_of_the_other_windows(kind: int) -> None:
+def test_the_rest_of_the_run_equals_one_without_the_skipped_batches(kind: int) -> None:
     loop = open_loop(data(kind, 1, 2))
     assert [record.applied for record in loop.run()] == [True, False, False, True]
     one_by_one = make_workload(
@@ -108,7 +110,7 @@ def test_the_rest_of_the_run_is_that_of_the_other_windows(kind: int) -> None:
 
 
 class Halving(torch.optim.AdamW):
-    """Halves its learning rate after every step, as the schedule of the loop does."""
+    """AdamW that halves its learning rate after every step, as the schedule of the loop does."""
 
     def step(self, closure=None):
         super().step()
@@ -116,7 +118,7 @@ class Halving(torch.optim.AdamW):
             group["lr"] /= 2
 
 
-def test_the_fourth_in_a_row_ends_the_run_and_names_its_samples() -> None:
+def test_the_fourth_skipped_step_in_a_row_ends_the_run_and_names_its_sample() -> None:
     loop = open_loop(data(1, 0, 1, 2, 3))
     run = loop.run()
     assert [next(run).applied for _ in range(3)] == [False] * 3
@@ -132,13 +134,13 @@ def test_the_fourth_in_a_row_ends_the_run_and_names_its_samples() -> None:
     assert (loop.batches_seen, loop.steps_applied) == (3, 0)
 
 
-def test_a_step_in_between_starts_the_count_anew() -> None:
+def test_an_applied_step_resets_the_count() -> None:
     loop = open_loop(data(1, 0, 1, 3))
     assert [record.applied for record in loop.run()] == [False, False, True, False]
     assert loop.skipped_steps_in_a_row == 1
 
 
-def test_a_resumed_run_goes_on_counting() -> None:
+def test_a_resumed_run_continues_the_count() -> None:
     loop = open_loop(data(1, 0, 1, 2, 3))
     run = loop.run()
     next(run), next(run)
@@ -153,9 +155,9 @@ def test_a_resumed_run_goes_on_counting() -> None:
         next(rest)
 
 
-def test_what_cannot_be_put_back_is_not_skipped() -> None:
+def test_a_step_whose_buffers_cannot_be_restored_is_not_skipped() -> None:
     class Table(nn.Module):
-        """Writes into a large buffer."""
+        """Model that writes into a large buffer."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +175,7 @@ def test_what_cannot_be_put_back_is_not_skipped() -> None:
         next(loop.run())
 
 
-def test_by_default_the_first_one_ends_the_run() -> None:
+def test_by_default_the_first_non_finite_step_ends_the_run() -> None:
     loop = open_loop(data(2, 0), on_nonfinite="raise")
     with pytest.raises(
         NonFiniteError, match="the gradient of step 1 is not finite, so the step was not applied"

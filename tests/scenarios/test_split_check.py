@@ -11,8 +11,8 @@ from autobatch.core.errors import InputError
 from tests.support.training import contrastive_loss, make_workload
 
 
-def test_fit_asks_before_it_trains(tmp_path: Path) -> None:
-    """Also where the probe has confirmed that the micro-batch fits."""
+def test_fit_checks_the_loss_before_it_trains(tmp_path: Path) -> None:
+    """The check also runs after a probe that found the micro-batch to fit."""
     options = {
         "target_batch": 24,
         "max_micro_batch": 8,
@@ -28,7 +28,7 @@ def test_fit_asks_before_it_trains(tmp_path: Path) -> None:
     assert autobatch.fit(make_workload(), **options).training.optimizer_steps == 1
 
 
-def test_a_loss_that_cannot_be_split_may_be_trained_all_the_same(tmp_path: Path) -> None:
+def test_a_loss_that_cannot_be_split_is_trained_if_asked_for(tmp_path: Path) -> None:
     options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 1, "trials": 0}
     options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
     workload = make_workload(loss=contrastive_loss)

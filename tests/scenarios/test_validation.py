@@ -21,14 +21,14 @@ from tests.support.training import fingerprint, make_workload, mean_loss, points
 
 
 def noisy_workload():
-    """A model that draws random numbers, and data to validate on."""
+    """Make a workload whose model draws random numbers, with data to validate on."""
     return make_workload(
         model=lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double(),
         validation_data=points(10, seed=1),
     )
 
 
-def test_validation_at_intervals_changes_no_bit_of_the_training(tmp_path: Path) -> None:
+def test_periodic_validation_changes_no_bit_of_the_training(tmp_path: Path) -> None:
     plain, watched = open_loop(noisy_workload()), open_loop(noisy_workload())
     torch.manual_seed(0)
     train(plain, settings(tmp_path / "plain"), Silent(), None)
@@ -36,7 +36,9 @@ def test_validation_at_intervals_changes_no_bit_of_the_training(tmp_path: Path) 
     done = train(watched, settings(tmp_path / "watched", validate_every=2), Silent(), None)
     assert fingerprint(watched.train_state.model) == fingerprint(plain.train_state.model)
     found = {row["step"]: row["validation"] for row in rows(tmp_path / "watched")}
-    assert [step for step, figures in found.items() if figures] == [2, 4], "the end has its own"
+    assert [step for step, figures in found.items() if figures] == [2, 4], (
+        "the last validation is not periodic"
+    )
     assert found[2]["loss"] != found[4]["loss"]
     assert done.validation["loss"] > 0
     assert not any(row["validation"] for row in rows(tmp_path / "plain"))
@@ -52,7 +54,7 @@ def test_validation_takes_the_micro_batch_that_was_asked_for(tmp_path: Path) -> 
 
     workload = make_workload(loss=loss, validation_data=points(30))
     free = train(open_loop(workload), settings(tmp_path / "free"), Silent(), None)
-    assert seen == [3] * 10, "the training's, where nothing tells how much memory there is"
+    assert seen == [3] * 10, "the training micro-batch, because the meter sees no memory"
     seen.clear()
     changed = settings(tmp_path / "fixed", validation_micro_batch=12)
     assert train(open_loop(workload), changed, Silent(), None).validation == pytest.approx(
@@ -65,7 +67,7 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
 
-def test_the_averaged_weights_are_validated_and_exported_and_the_training_does_not_see_it(
+def test_averaged_weights_are_validated_and_exported_and_training_is_unchanged(
     tmp_path: Path,
 ) -> None:
     data = points(30, seed=1)
@@ -82,7 +84,7 @@ def test_the_averaged_weights_are_validated_and_exported_and_the_training_does_n
     names = [name for name, _ in loop.train_state.model.named_parameters()]
     for name, value in loop.train_state.model.state_dict().items():
         assert torch.equal(stored[name], value)
-        assert torch.equal(averaged[name], value) == (name not in names), "buffers as they are"
+        assert torch.equal(averaged[name], value) == (name not in names), "buffers are not averaged"
     for name, average in zip(names, loop.train_state.average.tensors(), strict=True):
         assert torch.equal(averaged[name], average)
     assert not (tmp_path / "plain" / "model-ema.safetensors").exists()
@@ -98,15 +100,15 @@ def wrong_key(model, batch):
     return {"accuracy": batch["label"]}
 
 
-def no_figure(model, batch):
+def vector_metric(model, batch):
     return {"accuracy": model(batch[0])}
 
 
 @pytest.mark.parametrize(
-    ("metrics", "error", "said"),
+    ("metrics", "error", "message"),
     [
         (wrong_key, TypeError, "raised by the workload: metrics"),
-        (no_figure, InputError, "the validation metric 'accuracy' must be a 0-d tensor"),
+        (vector_metric, InputError, "the validation metric 'accuracy' must be a 0-d tensor"),
         (lambda model, batch: 3.0, InputError, "must return a mapping of names to values, found a float"),
         (lambda model, batch: {1: 3.0}, InputError, "must name each value with text, found the name 1"),
         (
@@ -116,18 +118,20 @@ def no_figure(model, batch):
         ),
     ],
 )
-def test_a_mistake_in_the_metrics_costs_no_training(metrics, error, said: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_metrics_is_found_before_training(
+    metrics, error, message: str, tmp_path: Path
+) -> None:
     workload = make_workload(validation_data=points(9), metrics=metrics)
     options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 5, "trials": 0}
     with pytest.raises(error) as caught:
         autobatch.fit(workload, **options, out=str(tmp_path / "run"))
-    assert said in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert message in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert describe_failure(caught.value).exit_code == 2
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_figure_that_is_not_finite_is_reported_as_such(tmp_path: Path) -> None:
+def test_a_non_finite_metric_is_reported(tmp_path: Path) -> None:
     workload = make_workload(
         validation_data=points(9), metrics=lambda model, batch: {"ratio": torch.tensor(float("nan"))}
     )

@@ -60,7 +60,7 @@ def test_running_statistics_are_within_two_percent_of_the_whole_batch(micro_batc
         assert apart(statistics(trained(norm_loop(micro_batch, auto=False))), whole) > 0.1
 
 
-def test_they_are_when_memory_runs_out_and_there_are_more_micro_batches() -> None:
+def test_running_statistics_follow_the_number_of_micro_batches_after_a_recovery() -> None:
     whole = statistics(trained(norm_loop(TARGET, auto=False)))
     fault = Fault(20)
     loop = norm_loop(256, auto=True, fault=fault)
@@ -74,16 +74,16 @@ def test_they_are_when_memory_runs_out_and_there_are_more_micro_batches() -> Non
     assert apart(statistics(loop), whole) < 0.02
 
 
-def test_an_average_over_everything_is_left_alone() -> None:
-    """Without a momentum every micro-batch weighs the same, and the mean is that of all samples."""
+def test_a_cumulative_average_is_left_alone() -> None:
+    """Without a momentum every micro-batch has the same weight, so the mean is that of all samples."""
     loop = norm_loop(128, auto=True, momentum=None)
     list(loop.run())
-    windows = list(loop.sampler.batches())
-    inputs = torch.stack([loop.workload.train_data.columns[0][window.ids] for window in windows])
+    batches = list(loop.sampler.batches())
+    inputs = torch.stack([loop.workload.train_data.columns[0][batch.ids] for batch in batches])
     assert apart(loop.train_state.model[0].running_mean, inputs.mean((0, 1))) <= 1e-12
 
 
-def test_the_momentum_comes_back_after_an_error() -> None:
+def test_the_momentum_is_restored_after_an_error() -> None:
     norms = [
         nn.BatchNorm1d(2, momentum=0.3),
         nn.BatchNorm2d(2, momentum=None),
@@ -101,7 +101,7 @@ def test_the_momentum_comes_back_after_an_error() -> None:
     assert [norm.momentum for norm in norms] == [0.3, None, 1.0]
 
 
-def test_batch_norm_is_a_note_with_the_numbers() -> None:
+def test_the_note_on_batch_norm_has_the_numbers() -> None:
     sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
     model = nn.Sequential(nn.BatchNorm1d(5), network())
     (note,) = batch_norm_notes(model, sampler, 7)
@@ -116,14 +116,14 @@ def test_batch_norm_is_a_note_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("limit", range(3, 40))
-def test_sizes_of_one_come_only_from_limits_of_one_or_two(limit: int) -> None:
-    """BatchNorm needs two samples; the even split gives them wherever a limit allows it."""
+def test_an_even_split_gives_one_sample_only_for_limits_of_one_or_two(limit: int) -> None:
+    """BatchNorm needs two samples, and the even split gives them if the limit allows it."""
     for samples in range(2, 200):
         assert min(micro_batches(samples, limit)) >= 2
 
 
 @pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
-def test_the_smallest_micro_batch_of_a_run_is_found_without_walking_it(last_batch: str) -> None:
+def test_the_smallest_micro_batch_is_that_of_all_batches_of_the_run(last_batch: str) -> None:
     for samples in range(4, 30):
         for target in range(1, samples + 3):
             for epochs in (1, 2, 3):
@@ -137,7 +137,7 @@ def test_the_smallest_micro_batch_of_a_run_is_found_without_walking_it(last_batc
                     assert smallest_micro_batch(sampler, 4) == expected
 
 
-def test_the_momentum_that_is_named_gives_the_running_averages_of_the_whole_batch() -> None:
+def test_the_equivalent_momentum_gives_the_running_averages_of_whole_batches() -> None:
     def build(momentum: float):
         return lambda: nn.Sequential(nn.BatchNorm1d(5, momentum=momentum), network()).double()
 

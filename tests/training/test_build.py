@@ -93,7 +93,7 @@ def test_every_optimizer_has_a_schedule_of_the_whole_run() -> None:
         (lambda optimizer, steps: None, r"must return a schedule of torch\.optim, found nothing"),
     ],
 )
-def test_what_is_no_schedule_is_refused(schedule, message: str) -> None:
+def test_a_schedule_that_is_none_is_refused(schedule, message: str) -> None:
     with pytest.raises(InputError, match=message):
         opened(make_workload(schedule=schedule))
 

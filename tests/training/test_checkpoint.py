@@ -20,7 +20,7 @@ from autobatch.training.checkpoint import (
 from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     loaded = load_newest(tmp_path)
@@ -29,7 +29,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert load_newest(tmp_path / "nothing") is None
 
 
-def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_all_named(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / STATE).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*step-00000002.*step-00000001"):
@@ -37,7 +37,7 @@ def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """Writes a file when it is unpickled."""
+    """Object that writes a file when it is unpickled."""
 
     def __init__(self, sentinel: Path) -> None:
         self.sentinel = sentinel
@@ -48,7 +48,7 @@ class Malicious:
 
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, raw: bool, monkeypatch) -> None:
-    """Even one with a manifest that is right in every byte."""
+    """The manifest is right in every byte."""
     folder = tmp_path / "checkpoints"
     sentinel = tmp_path / "sentinel"
     save(folder, 1)
@@ -71,14 +71,14 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, raw: boo
     assert sentinel.exists(), "the pickle does what it says where it is executed"
 
 
-def test_the_one_that_was_resumed_from_is_not_dropped(tmp_path: Path) -> None:
+def test_the_checkpoint_of_the_resume_is_not_deleted(tmp_path: Path) -> None:
     resumed_from = save(tmp_path, 1)
     for step in range(2, 7):
         save(tmp_path, step, keep_last=2, protected=resumed_from)
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "5", "6"]
 
 
-def test_damaged_ones_are_neither_counted_nor_dropped(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "step-00000002" / STATE).write_bytes(b"")
@@ -91,7 +91,7 @@ def test_damaged_ones_are_neither_counted_nor_dropped(tmp_path: Path) -> None:
     assert names == [2, 5, 6, 99]
 
 
-def test_a_damaged_one_is_set_aside_when_the_run_comes_to_its_step_again(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_set_aside_when_the_run_reaches_its_step_again(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     (path / STATE).write_bytes(b"damaged")
@@ -102,7 +102,7 @@ def test_a_damaged_one_is_set_aside_when_the_run_comes_to_its_step_again(tmp_pat
     assert (tmp_path / "step-00000002.damaged-1").is_dir()
 
 
-def test_leftovers_go_and_what_was_set_aside_comes_back(tmp_path: Path) -> None:
+def test_leftovers_are_deleted_and_a_checkpoint_that_was_set_aside_is_restored(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     path.rename(tmp_path / "step-00000002.trash-123")

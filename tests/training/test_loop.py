@@ -27,8 +27,8 @@ from tests.support.training import (
 
 @pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 7, 50])
-def test_a_run_is_that_of_whole_windows(last_batch: str, micro_batch: int) -> None:
-    """24 samples by windows of 7 over 3 epochs, momentum and decay included."""
+def test_a_run_equals_training_on_whole_batches(last_batch: str, micro_batch: int) -> None:
+    """24 samples in batches of 7 over 3 epochs, with momentum and weight decay."""
     workload = make_workload(
         optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01)
     )
@@ -36,18 +36,20 @@ def test_a_run_is_that_of_whole_windows(last_batch: str, micro_batch: int) -> No
         workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_batch=last_batch
     )
     records = list(loop.run())
-    windows = [window.ids for window in loop.sampler.batches()]
-    expected, losses = reference(workload, windows, mean_loss)
+    batches = [batch.ids for batch in loop.sampler.batches()]
+    expected, losses = reference(workload, batches, mean_loss)
     assert apart(weights(loop.train_state.model), expected) <= 1e-12
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
     assert len(records) == loop.sampler.total == {"carry": 11, "flush": 12, "drop": 9}[last_batch]
-    assert records[-1].samples == sum(map(len, windows))
+    assert records[-1].samples == sum(map(len, batches))
 
 
 @pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 50])
-def test_a_run_with_a_loss_over_the_whole_batch_is_that_of_whole_windows(last_batch, micro_batch) -> None:
-    """The last window may be short: its loss is over fewer samples then."""
+def test_a_run_with_a_loss_over_the_whole_batch_equals_training_on_whole_batches(
+    last_batch, micro_batch
+) -> None:
+    """The last batch may be short, and its loss is over fewer samples then."""
     workload = make_workload(
         loss=INFO_NCE, optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9)
     )
@@ -55,16 +57,16 @@ def test_a_run_with_a_loss_over_the_whole_batch_is_that_of_whole_windows(last_ba
         workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_batch=last_batch
     )
     records = list(loop.run())
-    windows = [window.ids for window in loop.sampler.batches()]
-    expected, losses = reference(workload, windows, INFO_NCE)
+    batches = [batch.ids for batch in loop.sampler.batches()]
+    expected, losses = reference(workload, batches, INFO_NCE)
     assert apart(weights(loop.train_state.model), expected) <= 1e-12
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
     assert loop.noise.estimate().batches == 0
 
 
 @pytest.mark.parametrize(("last_batch", "expected"), [("flush", -2.0), ("carry", -2.0), ("drop", -0.0)])
-def test_a_short_last_window_is_a_whole_step(last_batch: str, expected: float) -> None:
-    """Five samples by fours, gradient 1 each: loops that divide by 4 all the same end at -1.25."""
+def test_a_short_last_batch_is_a_full_step(last_batch: str, expected: float) -> None:
+    """Five samples in batches of four, gradient 1 each: a loop that always divides by 4 ends at -1.25."""
 
     class One(nn.Module):
         def __init__(self) -> None:
@@ -83,9 +85,9 @@ def test_a_short_last_window_is_a_whole_step(last_batch: str, expected: float) -
     assert steps == (1 if last_batch == "drop" else 2)
 
 
-def test_a_window_larger_than_the_data_takes_it_several_times() -> None:
+def test_a_batch_larger_than_the_data_takes_them_several_times() -> None:
     loop = make_loop(make_workload(), target_batch=60, micro_batch=7, steps=2)
-    expected, _ = reference(loop.workload, [w.ids for w in loop.sampler.batches()], mean_loss)
+    expected, _ = reference(loop.workload, [batch.ids for batch in loop.sampler.batches()], mean_loss)
     assert [record.samples for record in loop.run()] == [60, 120]
     assert apart(weights(loop.train_state.model), expected) <= 1e-12
 
@@ -105,7 +107,7 @@ def test_the_schedule_ends_exactly_with_the_run() -> None:
     assert loop.train_state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss() -> None:
+def test_a_non_finite_gradient_of_a_finite_loss_stops_the_run_before_the_step() -> None:
     def loss(model, batch):
         return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
 
@@ -118,7 +120,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss(
     assert torch.equal(weights(loop.train_state.model), before)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_other_optimizer_too() -> None:
+def test_a_non_finite_gradient_of_one_optimizer_stops_all() -> None:
     def loss(model, batch):
         return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
 
@@ -133,7 +135,7 @@ def test_a_gradient_that_is_not_finite_stops_the_other_optimizer_too() -> None:
     assert torch.equal(weights(loop.train_state.model), before)
 
 
-def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
+def test_a_batch_without_items_is_seen_and_its_step_not_applied() -> None:
     def loss(model, batch):
         return Loss(mean_loss(model, batch) * 0.0, 0)
 
@@ -150,18 +152,18 @@ def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
 
 @pytest.mark.parametrize("fields", [{}, TOKENS], ids=["mean", "tokens"])
 @pytest.mark.parametrize("micro_batch", [1, 5, 7])
-def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int, fields: dict) -> None:
-    """Against one pass over each whole window, written by hand; half a second a window by the clock."""
+def test_records_do_not_depend_on_the_micro_batch(micro_batch: int, fields: dict) -> None:
+    """Against one pass over each whole batch, written by hand; each step takes half a second of the clock."""
     workload = make_workload(**fields)
     loop = make_loop(workload, micro_batch=micro_batch, target_batch=7, steps=None, epochs=1)
     ticks = count(step=0.5)
     loop.clock = lambda: next(ticks)
     model = make_loop(workload).train_state.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for record, window in zip(loop.run(), loop.sampler.batches(), strict=True):
-        batch = torch.utils.data.default_collate([workload.train_data[index] for index in window.ids])
-        found = workload.loss(model, batch)
-        total, items = found if isinstance(found, Loss) else (found * len(window.ids), len(window.ids))
+    for record, batch in zip(loop.run(), loop.sampler.batches(), strict=True):
+        samples = torch.utils.data.default_collate([workload.train_data[index] for index in batch.ids])
+        found = workload.loss(model, samples)
+        total, items = found if isinstance(found, Loss) else (found * len(batch.ids), len(batch.ids))
         optimizer.zero_grad()
         mean = total / items
         mean.backward()
@@ -171,11 +173,11 @@ def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int, fields: 
         assert record.count == float(items)
         assert record.seconds == 0.5
         assert record.items_per_s == 2 * float(items)
-        assert record.samples_per_s == 2 * len(window.ids)
+        assert record.samples_per_s == 2 * len(batch.ids)
         optimizer.step()
 
 
-def test_a_gradient_that_a_model_comes_with_is_no_part_of_the_first_window() -> None:
+def test_gradients_that_the_model_came_with_are_not_part_of_the_first_batch() -> None:
     loop, other = make_loop(make_workload(), steps=1), make_loop(make_workload(), steps=1)
     for parameter in other.train_state.parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -188,7 +190,7 @@ def halving(optimizer: torch.optim.Optimizer, _: int) -> LambdaLR:
 
 
 def by_hand(rates: list[float], batches: list[list[int]]) -> torch.Tensor:
-    """Plain SGD over whole batches, with these learning rates."""
+    """Train with plain SGD over whole batches, with these learning rates."""
     loop = make_loop(make_workload())
     model, columns = loop.train_state.model, points().columns
     for rate, ids in zip(rates, batches, strict=True):
@@ -202,27 +204,27 @@ def by_hand(rates: list[float], batches: list[list[int]]) -> torch.Tensor:
 
 @pytest.mark.parametrize("schedule", [None, halving])
 @pytest.mark.parametrize(("target", "steps"), [(24, 5), (7, 12)])
-def test_the_rate_grows_with_the_samples_on_top_of_the_schedule(target, steps, schedule) -> None:
+def test_warmup_grows_with_the_samples_on_top_of_the_schedule(target, steps, schedule) -> None:
     workload = make_workload(schedule=schedule)
     loop = make_loop(workload, target_batch=target, steps=steps, warmup_samples=60)
-    ids = [window.ids for window in loop.sampler.batches()]
+    ids = [batch.ids for batch in loop.sampler.batches()]
     records = list(loop.run())
     plain = [0.1 * (0.5**step if schedule else 1.0) for step in range(steps)]
     expected = [rate * min(1.0, (step + 1) * target / 60) for step, rate in enumerate(plain)]
     assert [record.learning_rate for record in records] == pytest.approx(expected, rel=1e-15)
     assert apart(weights(loop.train_state.model), by_hand(expected, ids)) < 1e-12
-    # What schedules and checkpoints see never knew of it.
+    # Schedules and checkpoints see the learning rate without the warm-up.
     left = loop.train_state.optimizers[0].param_groups[0]["lr"]
     assert left == 0.1 * (0.5**steps if schedule else 1.0)
 
 
-def test_after_an_error_too_the_rate_is_what_it_was(monkeypatch) -> None:
+def test_the_learning_rate_is_restored_after_an_error(monkeypatch) -> None:
     loop = make_loop(make_workload(), warmup_samples=100)
 
     def failing(*_: object) -> None:
-        raise ValueError("in the window")
+        raise ValueError("in the step")
 
     monkeypatch.setattr(loop, "_train_batch", failing)
-    with pytest.raises(ValueError, match="in the window"):
+    with pytest.raises(ValueError, match="in the step"):
         next(loop.run())
     assert loop.train_state.optimizers[0].param_groups[0]["lr"] == 0.1

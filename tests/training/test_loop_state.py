@@ -1,4 +1,4 @@
-"""A resumed run is the run that was not stopped, bit for bit, from every step on."""
+"""A resumed run is bit-exact from any step, for every kind of state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def all_of(loop) -> str:
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_path: Path) -> None:
+def test_a_resume_at_any_step_is_bit_exact(kind: str, tmp_path: Path) -> None:
     straight = open_loop(kind)
     for record in straight.run():
         save_checkpoint(tmp_path / str(record.step), step=record.step, state=capture_loop(straight), facts={})
@@ -39,7 +39,7 @@ def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_pat
         assert straight.steps_applied < STEPS
     for step in range(1, STEPS + 1):
         loop = open_loop(kind, seed=0)
-        # Whatever was drawn before the resume (a plan, another model) must not matter.
+        # Random numbers drawn before the resume (for a plan, for another model) must not matter.
         torch.manual_seed(step)
         np.random.seed(step)
         random.seed(step)
@@ -53,8 +53,8 @@ def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_pat
 @pytest.mark.parametrize(
     "part", ["optimizers", "schedules", "torch", "numpy", "python", "buffers", "scaler", "average"]
 )
-def test_each_part_of_the_state_is_needed(part: str) -> None:
-    """Without any one part the weights differ: the comparison above has teeth."""
+def test_a_resume_without_any_part_of_the_state_differs(part: str) -> None:
+    """So the comparison above detects a part that is missing."""
     kinds = {"schedules": "one cycle", "scaler": "overflowing", "average": "augmented, averaged"}
     kind = kinds.get(part, "augmented")
     straight = open_loop(kind)
@@ -84,7 +84,7 @@ def _saved(state):
 
 
 @pytest.mark.parametrize("micro_batch", [1, 5, 7])
-def test_on_other_hardware_the_windows_stay_and_sums_differ_by_rounding(micro_batch: int) -> None:
+def test_on_other_hardware_the_batches_are_the_same_and_weights_differ_by_rounding(micro_batch: int) -> None:
     workload = make_workload(optimizer=adamw)
     options = {"target_batch": 7, "steps": STEPS}
     straight = make_loop(workload, micro_batch=3, **options)
@@ -95,13 +95,13 @@ def test_on_other_hardware_the_windows_stay_and_sums_differ_by_rounding(micro_ba
     list(run)
     loop = make_loop(workload, micro_batch=micro_batch, **options)
     restore_loop(loop, state, same_hardware=False)
-    assert [w.ids for w in loop.sampler.batches(4)] == [w.ids for w in straight.sampler.batches(4)]
+    assert [b.ids for b in loop.sampler.batches(4)] == [b.ids for b in straight.sampler.batches(4)]
     list(loop.run())
     assert loop.micro_batch == micro_batch
     assert apart(weights(loop.train_state.model), weights(straight.train_state.model)) <= 1e-12
 
 
-def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
+def test_the_smaller_micro_batch_of_a_recovery_is_restored() -> None:
     loop = open_loop("ragged")
     loop.micro_batch, loop.oom_recoveries = 2, 1
     other = open_loop("ragged")
@@ -110,16 +110,16 @@ def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         (None, 0.9, "--ema 0.9 does not match the run that is resumed, which averages no weights"),
         (0.9, None, "no --ema does not match .* which averages its weights with --ema 0.9"),
         (0.9, 0.99, "--ema 0.99 does not match .* with --ema 0.9: give the same"),
     ],
 )
-def test_another_average_than_the_run_was_started_with_is_refused(before, after, said: str) -> None:
+def test_another_average_of_the_weights_is_refused(before, after, message: str) -> None:
     state = capture_loop(make_loop(make_workload(), ema=before))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         restore_loop(make_loop(make_workload(), ema=after), state, same_hardware=True)
 
 
@@ -130,7 +130,7 @@ def test_the_state_of_another_model_is_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
+def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
     class Secret:
         pass
 
@@ -143,7 +143,7 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
         check_checkpoint_state(capture_loop(loop))
 
 
-def test_numpy_scalars_become_python_numbers_and_all_else_is_kept() -> None:
+def test_numpy_scalars_become_python_numbers_and_the_rest_is_kept() -> None:
     tensor = torch.ones(2)
     value = {"a": [np.float64(0.1), tensor], np.int64(3): (np.bool_(True),), "b": {"c": 1}}
     found = to_plain(value)

@@ -12,11 +12,11 @@ from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 
 @pytest.mark.parametrize("name", [MANIFEST, STATE])
-def test_a_change_of_any_byte_is_seen(tmp_path: Path, name: str) -> None:
+def test_a_change_of_any_byte_is_detected(tmp_path: Path, name: str) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     content = (path / name).read_bytes()
-    # All of the manifest; of the state every 7th byte, which meets each of its parts.
+    # Every byte of the manifest, and every 7th of the state, which is in each of its parts.
     for place in range(0, len(content), 1 if name == MANIFEST else 7):
         changed = bytearray(content)
         changed[place] ^= 1 << place % 8
@@ -64,7 +64,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     assert name in loaded.passed_over[0]
 
 
-def test_a_future_format_is_said_to_be_one(tmp_path: Path) -> None:
+def test_another_format_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 2)
     content = (path / MANIFEST).read_text()
     (path / MANIFEST).write_text(content.replace('"schema": 2', '"schema": 3'))

@@ -1,4 +1,4 @@
-"""The sample that makes a loss non-finite is named."""
+"""Search for the sample that makes a loss non-finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(value, precision) -> None:
+def test_a_non_finite_loss_stops_the_run_before_the_step_and_names_the_sample(value, precision) -> None:
     workload = make_workload(model=lambda: network(torch.float32))
     bad = list(make_loop(workload, target_batch=6, steps=4).sampler.batches())[2].ids[4]
     workload = make_workload(model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value}))
@@ -52,8 +52,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(va
     assert loop.batches_seen == loop.steps_applied == 2
 
 
-def test_of_a_loss_over_the_whole_batch_the_sample_is_named_whose_row_is_not_finite() -> None:
-    """A row by itself: the loss of a single sample may not even be defined."""
+def test_for_a_loss_over_the_whole_batch_the_sample_with_a_non_finite_row_is_named() -> None:
+    """The loss of a single sample may be undefined, so its row is checked."""
 
     def undefined_alone(model, rows):
         return INFO_NCE.loss(model, rows) + rows.std(0).mean()
@@ -73,7 +73,7 @@ def test_of_a_loss_over_the_whole_batch_the_sample_is_named_whose_row_is_not_fin
 @pytest.mark.parametrize("sizes", [[24], [5] * 4 + [4], [1] * 24])
 @pytest.mark.parametrize("bad", [0, 11, 23])
 def test_one_of_several_bad_samples_is_found_in_any_split(sizes: list[int], bad: int) -> None:
-    """The others are in a later place, or in the same micro-batch."""
+    """The other one is sample 23."""
     workload = make_workload(
         model=lambda: network(torch.float32), train_data=spoiled({bad: math.nan, 23: math.nan})
     )
@@ -85,7 +85,7 @@ def test_one_of_several_bad_samples_is_found_in_any_split(sizes: list[int], bad:
     assert found.endswith("and 16 more)")
 
 
-def test_the_search_leaves_the_model_and_the_random_states_as_they_are() -> None:
+def test_the_search_changes_neither_the_model_nor_the_random_state() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(5), network(torch.float32), nn.Dropout(0.5))
 

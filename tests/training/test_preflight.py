@@ -1,4 +1,4 @@
-"""Losses that cannot be split are told from those that can, and the likely cause is named."""
+"""The check tells losses that can be split from those that cannot, and names the likely cause."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def batch_penalty(model, batch):
 
 
 def gradient_penalty(model, batch):
-    """A penalty a sample decomposes, though it differentiates on the way."""
+    """Add a penalty per sample, which can be split although it differentiates too."""
     inputs = batch[0].clone().requires_grad_()
     out = model(inputs)
     (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
@@ -84,18 +84,18 @@ def batch_gradient_penalty(model, batch):
     ids=["mean", "tokens", "class weights", "gradient penalty", "fp32", "dropout", "bf16"],
 )
 @pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
-def test_losses_that_can_be_split_pass_without_a_word(changes, budget: str) -> None:
+def test_losses_that_can_be_split_give_no_note(changes, budget: str) -> None:
     assert check(make_workload(**changes), budget=budget) == []
 
 
 def standardised(model, batch):
-    """Rows that hold statistics of the batch."""
+    """Return rows that depend on batch statistics."""
     rows = model(batch[0])
     return (rows - rows.mean(0)) / rows.std(0)
 
 
 @pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
-def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget: str) -> None:
+def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples(budget: str) -> None:
     assert check(make_workload(loss=INFO_NCE), budget=budget) == []
     dropping = make_workload(model=lambda: nn.Sequential(network(), nn.Dropout(0.5)).double(), loss=INFO_NCE)
     assert check(dropping, budget=budget) == []
@@ -108,7 +108,7 @@ def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"loss": contrastive_loss},
@@ -127,20 +127,20 @@ def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget:
     ],
 )
 @pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
-def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, said, budget) -> None:
-    with pytest.raises(InputError, match=said) as caught:
+def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, message, budget) -> None:
+    with pytest.raises(InputError, match=message) as caught:
         check(make_workload(**changes), budget=budget)
     assert "\n" not in str(caught.value)
 
 
-def test_where_no_window_is_split_it_is_a_note() -> None:
+def test_if_no_batch_is_split_the_fault_is_a_note() -> None:
     notes = check(make_workload(loss=contrastive_loss), micro_batch=24)
     assert len(notes) == 1
     assert "depends on several samples at once" in notes[0]
     assert "exact as long as memory does not run out" in notes[0]
 
 
-def test_what_cannot_be_checked_is_not_held_against_the_loss() -> None:
+def test_a_loss_that_cannot_be_checked_passes() -> None:
     def noisy(model, batch):
         return mean_loss(model, (batch[0] * torch.rand(()), batch[1]))
 
@@ -185,7 +185,7 @@ def test_off_still_refuses_a_batch_norm_of_one_sample() -> None:
         check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler, check="off")
 
 
-def test_nothing_is_changed() -> None:
+def test_the_check_changes_nothing() -> None:
     workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
     setup = make_setup(workload)
     setup.model[1][0].weight.grad = torch.ones(8, 5, dtype=torch.float64)
@@ -211,7 +211,7 @@ def test_a_batch_norm_of_one_sample_is_refused_before_training(options, micro_ba
         check(make_workload(model=normalised), micro_batch=micro_batch, **options)
 
 
-def test_a_batch_norm_over_pixels_can_have_one_sample() -> None:
+def test_a_batch_norm_over_pixels_may_have_one_sample() -> None:
     class Pixels(nn.Module):
         def __init__(self) -> None:
             super().__init__()

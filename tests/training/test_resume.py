@@ -1,4 +1,4 @@
-"""What a resumed run must share with its checkpoint, and what a difference is called."""
+"""Checks before a resume, and the names of the differences that they find."""
 
 from __future__ import annotations
 

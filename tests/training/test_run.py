@@ -1,4 +1,4 @@
-"""A run on disk: what it writes, when, and what it starts with."""
+"""Files of a run on disk, the times they are written, and the micro-batch that a run starts with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_weights(tmp_path: Path)
     assert all(torch.equal(stored[k], v) for k, v in loop.train_state.model.state_dict().items())
 
 
-def test_out_of_memory_before_the_first_checkpoint_says_what_to_start_with(tmp_path: Path) -> None:
+def test_out_of_memory_before_the_first_checkpoint_names_the_micro_batch_to_start_with(
+    tmp_path: Path,
+) -> None:
     fault = Fault()
     loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
     loop.train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
@@ -66,12 +68,12 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_
     assert loop.batches_seen == 0
 
 
-def test_a_new_run_does_not_take_over_what_an_old_one_shrank_to(tmp_path: Path) -> None:
+def test_a_new_run_ignores_the_smaller_micro_batch_of_an_earlier_one(tmp_path: Path) -> None:
     (tmp_path / "oom.json").write_text('{"micro_batch": 1}')
     assert train(open_loop(), settings(tmp_path), Silent(), None).micro_batch == 3
 
 
-def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
+def test_checkpoints_are_written_by_the_clock(tmp_path: Path) -> None:
     loop = open_loop()
     ticks = count(step=10.0)
     loop.clock = lambda: next(ticks)

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time, and nothing left where nothing was written."""
+"""The folder of a run: its name, its lock, and the files in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hold(out: Path, talk: Connection) -> None:
         talk.recv()
 
 
-def test_a_folder_is_one_runs_alone_until_that_ends_however_it_does(tmp_path: Path) -> None:
+def test_a_folder_is_held_until_its_process_ends_even_by_a_kill(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     other = context.Process(target=hold, args=(tmp_path, there))
@@ -38,7 +38,7 @@ def test_a_folder_is_one_runs_alone_until_that_ends_however_it_does(tmp_path: Pa
         assert not list(tmp_path.iterdir())
 
 
-def test_what_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+def test_new_folders_are_removed_if_nothing_was_written(tmp_path: Path) -> None:
     with claim_folder(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()
     assert not (tmp_path / "a").exists()
@@ -47,7 +47,7 @@ def test_what_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "run.log").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         with pytest.raises(InputError, match=f"the run's folder {out} cannot be made "), claim_folder(out):
