@@ -16,11 +16,12 @@ from tests.support.training import mean_loss, network, weights
 def test_an_overflow_in_micro_batch_2_of_4_skips_the_step_and_nothing_else() -> None:
     clean = fp16_loop(flagged(set()))
     bad = batch_ids(clean, 1)[2]
-    loop = fp16_loop(flagged({bad}))
+    loop = fp16_loop(flagged({bad}), ema=0.9)
     run = loop.run()
     next(run)
     scaler = loop.train_state.scaler
     before = weights(loop.train_state.model)
+    averages = [tensor.clone() for tensor in loop.train_state.average.tensors()]
     scale = scaler.get_scale()
     schedule = loop.schedules[0].state_dict()
     skipped = next(run)
@@ -28,6 +29,7 @@ def test_an_overflow_in_micro_batch_2_of_4_skips_the_step_and_nothing_else() -> 
     assert skipped.grad_norm is None
     assert math.isfinite(skipped.loss)
     assert torch.equal(weights(loop.train_state.model), before)
+    assert all(map(torch.equal, loop.train_state.average.tensors(), averages))
     assert scaler.get_scale() == scale / 2
     assert loop.schedules[0].state_dict() == schedule
     assert (loop.batches_seen, loop.steps_applied, skipped.samples) == (2, 1, 2 * TARGET)

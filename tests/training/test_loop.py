@@ -64,9 +64,19 @@ def test_a_run_with_a_loss_over_the_whole_batch_equals_training_on_whole_batches
     assert loop.noise.estimate().batches == 0
 
 
-@pytest.mark.parametrize(("last_batch", "expected"), [("flush", -2.0), ("carry", -2.0), ("drop", -0.0)])
-def test_a_short_last_batch_is_a_full_step(last_batch: str, expected: float) -> None:
-    """Five samples in batches of four, gradient 1 each: a loop that always divides by 4 ends at -1.25."""
+@pytest.mark.parametrize(
+    ("samples", "epochs", "last_batch", "steps"),
+    [
+        (5, 1, "flush", 2),
+        (5, 1, "carry", 2),
+        (5, 1, "drop", 1),
+        (3, 2, "flush", 2),
+        (3, 2, "carry", 2),
+        (3, 2, "drop", 0),
+    ],
+)
+def test_a_short_last_batch_is_a_full_step(samples: int, epochs: int, last_batch: str, steps: int) -> None:
+    """Each sample and step has gradient 1: with 5 samples, a loop that divides by 4 ends at -1.25."""
 
     class One(nn.Module):
         def __init__(self) -> None:
@@ -75,14 +85,15 @@ def test_a_short_last_batch_is_a_full_step(last_batch: str, expected: float) -> 
 
     workload = make_workload(
         model=One,
-        train_data=Rows(torch.ones(5, dtype=torch.float64)),
+        train_data=Rows(torch.ones(samples, dtype=torch.float64)),
         loss=lambda model, batch: (model.weight * batch[0]).mean(),
         learning_rate=1.0,
     )
-    loop = make_loop(workload, target_batch=4, micro_batch=1, steps=None, epochs=1, last_batch=last_batch)
-    steps = len(list(loop.run()))
-    assert float(loop.train_state.model.weight.detach()) == (expected if last_batch != "drop" else -1.0)
-    assert steps == (1 if last_batch == "drop" else 2)
+    loop = make_loop(
+        workload, target_batch=4, micro_batch=1, steps=None, epochs=epochs, last_batch=last_batch
+    )
+    assert len(list(loop.run())) == loop.steps_applied == steps
+    assert float(loop.train_state.model.weight.detach()) == -steps
 
 
 def test_a_batch_larger_than_the_data_takes_them_several_times() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from autobatch.core.errors import CheckpointError
 from autobatch.training.checkpoint import load_newest, verify
+from autobatch.training.manifest import check_files, read_manifest, write_state
 from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 
@@ -70,3 +74,32 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     (path / MANIFEST).write_text(content.replace('"schema": 2', '"schema": 3'))
     with pytest.raises(CheckpointError, match="has format 3, and this version reads 2"):
         verify(path)
+
+
+def test_the_manifest_lists_what_is_on_the_disk(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    content = (path / STATE).read_bytes()
+    manifest = read_manifest(path)
+    assert manifest["files"] == {
+        STATE: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    }
+    assert (manifest["step"], manifest["facts"]) == (2, {"seed": 1, "step": 2})
+
+
+def test_without_sums_only_sizes_are_compared(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    content = (path / STATE).read_bytes()
+    (path / STATE).write_bytes(bytes(len(content)))
+    check_files(path, read_manifest(path), sums=False)
+    (path / STATE).write_bytes(content[:-1])
+    with pytest.raises(
+        CheckpointError, match=rf"{STATE} must have {len(content)} bytes, found {len(content) - 1}"
+    ):
+        check_files(path, read_manifest(path), sums=False)
+
+
+@pytest.mark.parametrize("size", [8, 1_000_000])
+def test_a_full_device_raises_the_error_of_the_system(size: int) -> None:
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_state(Path("/dev/full"), {"weights": torch.zeros(size)})
+    assert caught.value.errno == errno.ENOSPC
