@@ -21,7 +21,7 @@ from tests.support.sample_run import a_device, a_probe, a_run
         ({"limited_by": "max_micro_batch"}, ("largest", "micro-batch 93, limited by --max-micro-batch")),
         (
             {"upper_bound_by": None, "stopped_by": "time limit"},
-            ("fits", "micro-batch 93; more may: the search was ended by the time limit"),
+            ("fits", "micro-batch 93, and more may: the time limit ended the search"),
         ),
         ({"source": "asked", "limited_by": "max_micro_batch"}, ("fits", "micro-batch 93")),
     ],
