@@ -96,7 +96,7 @@ def examine() -> dict[str, Any]:
     """Read the machine: host, cards, NVML, versions, and what is missing."""
     import torch
 
-    from autobatch.device.cuda import visible_gpus
+    from autobatch.device.cuda_gpus import visible_gpus
     from autobatch.device.host import cpu_name, host_memory
     from autobatch.device.nvml import NvmlAbsent, read_gpus, read_holders
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import COMMANDS, unknown_option
+from autobatch.core.option_types import unknown_option
+from autobatch.core.options import COMMANDS
 
 PREFIX = "AUTOBATCH_"
 

@@ -10,7 +10,7 @@ import platform
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,14 +48,15 @@ class RunLog:
     """Where the whole story of a failure is written: the run's folder once there is one, else the data home.
 
     Args:
-        home: the data directory.
-        command: what was asked for.
+        home: finds the data directory.
+        command: the command line.
     """
 
-    def __init__(self, home: Path, command: str) -> None:
+    def __init__(self, home: Callable[[], Path], command: str) -> None:
         self.command = command
+        self._home = home
         stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        self._spare = home / "logs" / f"{stamp}-{os.getpid()}.log"
+        self._name = f"{stamp}-{os.getpid()}.log"
         self.folder: Path | None = None
         """The folder of the run."""
 
@@ -70,9 +71,8 @@ class RunLog:
             f"{now}  {self.command}\nautobatch {__version__}, python {platform.python_version()}, "
             f"in {Path.cwd()}\n{''.join(traceback.format_exception(error))}\n"
         )
-        for path in (None if self.folder is None else self.folder / LOG, self._spare):
-            if path is None:
-                continue
+        own = [] if self.folder is None else [self.folder / LOG]
+        for path in (*own, self._home() / "logs" / self._name):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a", encoding="utf-8", errors="backslashreplace") as file:

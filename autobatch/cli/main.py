@@ -98,9 +98,8 @@ def run(arguments: list[str]) -> int:
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; whatever it raises becomes one line, an exit code and, where it is not plain, a log."""
     from autobatch.cli.failures import RunLog, raise_on_termination
-    from autobatch.device.profiles import data_home
 
-    log = RunLog(data_home(os.environ), shlex.join(["autobatch", name, *arguments]))
+    log = RunLog(_home, shlex.join(["autobatch", name, *arguments]))
     verbose = "--verbose" in arguments
     try:
         if name in OTHER:
@@ -118,6 +117,12 @@ def _guarded(name: str, arguments: list[str]) -> int:
             return _run_workload(name, workload, options, log)
     except BaseException as error:
         return _complain(error, log, verbose=verbose)
+
+
+def _home() -> Path:
+    from autobatch.device.profiles import data_home
+
+    return data_home(os.environ)
 
 
 def _run_other(name: str, arguments: list[str]) -> int:
@@ -152,21 +157,14 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
 def _result_of(
     name: str, workload: str | None, options: Options, stream: SafeStream, log: RunLog
 ) -> Result | Estimates:
-    from autobatch.api import (
-        RunContext,
-        run_fit_command,
-        run_plan_command,
-        run_probe_command,
-        run_tune_command,
-    )
+    from autobatch.api.pipeline import RunContext, run_estimate, run_fit, run_plan, run_probe, run_tune
     from autobatch.cli.terminal import Terminal
-    from autobatch.probing.estimate import run_estimate
 
     run_it: dict[str, Callable[[Any, Any, RunContext], Result]] = {
-        "fit": run_fit_command,
-        "plan": run_plan_command,
-        "probe": run_probe_command,
-        "tune": run_tune_command,
+        "fit": run_fit,
+        "plan": run_plan,
+        "probe": run_probe,
+        "tune": run_tune,
     }
     with Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal:
         terminal.begin(workload, predicts=name == "estimate")
@@ -174,10 +172,10 @@ def _result_of(
             estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
             terminal.estimated(estimates)
             return estimates
-        environment = RunContext(
+        context = RunContext(
             progress=terminal, isolated=True, environ=os.environ, command=log.command, entered=log.enter
         )
-        result = run_it[name](workload, options, environment)
+        result = run_it[name](workload, options, context)
         terminal.finish(result)
     return result
 

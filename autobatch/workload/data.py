@@ -10,6 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from torch.utils.data import default_collate
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.nested import tensors_of
+from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
 
 FIRST_LOOK = 64
@@ -90,14 +92,33 @@ class WorstCaseSampler:
 
     Args:
         workload: has the data, its collate function and ``size_of``.
+        seed: of the data's random draws during the scan.
         clock: returns seconds, to limit the scan.
     """
 
-    def __init__(self, workload: Workload, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, workload: Workload, *, seed: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._workload = workload
-        self.notes: list[str] = []
-        self._costs = self._read(clock)
-        self._order = sorted(self._costs, key=lambda index: (-self._costs[index], index))
+        self._seed = seed
+        self._clock = clock
+        self._notes: list[str] = []
+
+    @cached_property
+    def _costs(self) -> dict[int, float]:
+        """Cost of each sample by its index. Read once, without a trace in the caller's generators."""
+        with preserved_random_state():
+            seed_everything(self._seed)
+            return self._read(self._clock)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return sorted(self._costs, key=lambda index: (-self._costs[index], index))
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on the scan, one per line."""
+        return self._notes if self._costs else []
 
     def check_collate(self) -> None:
         """Collate the most expensive sample with the cheapest, as training will.
@@ -112,8 +133,9 @@ class WorstCaseSampler:
 
     def limited_to(self, cost: float) -> Self:
         """Return a sampler of the samples that cost at most this much, without reading sizes again."""
+        costs = self._costs
         limited = copy.copy(self)
-        limited._order = [index for index in self._order if self._costs[index] <= cost]
+        limited._order = [index for index in self._order if costs[index] <= cost]
         return limited
 
     def size_quartiles(self) -> list[float]:
@@ -146,7 +168,7 @@ class WorstCaseSampler:
         differ = len(set(costs.values())) > 1 or self._workload.size_of is not None
         seconds = LONG_SCAN_SECONDS if differ else SCAN_SECONDS
         if not read(range(count), seconds):
-            self.notes.append(
+            self._notes.append(
                 f"the sizes of {len(costs):,} of {count:,} samples were read within {seconds:.0f} s: "
                 "give Workload(size_of=…) so that all are read faster"
             )

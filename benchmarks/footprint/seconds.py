@@ -11,11 +11,11 @@ import json
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from autobatch.core.options import EstimateOptions
-from autobatch.probing.estimate import run_estimate
+from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
 
 DECODERS = {"gpt2": (GPT2_SMALL, "GPT-2 small"), "7b": (LLAMA2_7B, "Llama 2 7B")}
@@ -25,7 +25,9 @@ def main(which: str, gpus: list[str]) -> None:
     torch.set_num_threads(1)
     shape, title = DECODERS[which]
     wall, cpu = time.perf_counter(), time.process_time()
-    found = run_estimate(decoder(shape, which), EstimateOptions(profile=gpus, micro_batch=1), {})
+    found = estimate_limits(
+        decoder(shape, which), EstimateSettings(profiles=gpus, micro_batch=1), home=Path("nowhere")
+    )
     one = found.estimates[0]
     print(
         json.dumps(

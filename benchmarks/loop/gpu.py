@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 import autobatch
 from autobatch import Workload
 from autobatch.device.base import Device, Meter
-from autobatch.probing.setup import open_device
+from autobatch.device.select import open_device
 from autobatch.step.train_state import build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.training.loop import Loop

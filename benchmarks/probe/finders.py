@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from autobatch.core.errors import DoesNotFitError
+from autobatch.core.progress import Progress
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import run_probe
-from autobatch.probing.setup import describe_setup
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit
 from autobatch.step.train_state import build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
@@ -44,7 +44,7 @@ def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
     setup = limit.setup()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe, _ = run_probe(LocalProber(setup, describe_setup(setup)), limit.options, home=Path(home))
+            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Progress()).probe
         except DoesNotFitError:
             return Answer(0, 1, 1, time.perf_counter() - start), {"limited_by": "nothing fits"}
     answer = Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)

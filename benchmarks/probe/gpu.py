@@ -23,11 +23,11 @@ from torch.utils.data import Dataset
 
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import ProbeOptions
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import run_probe
-from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.setup import SetupSettings, open_setup
 from benchmarks.probe.limits import bisected
 from benchmarks.probe.run import RESULTS, environment
 from benchmarks.workloads import Block, adamw, classify, mlp
@@ -128,13 +128,13 @@ MODELS = {"gpt-124m": gpt, "resnet-50": resnet, "mlp-wide": wide}
 
 def measure(name: str, budget: int) -> dict[str, Any]:
     """What the probe found under a cap, and the truth."""
-    options = ProbeOptions(device="cuda:0", memory_budget=f"{budget}GiB")
+    options = SetupSettings(device="cuda:0", memory_budget=f"{budget}GiB")
     setup = open_setup(MODELS[name](), options)
     row: dict[str, Any] = {"model": name, "budget_gib": budget, "precision": setup.precision}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe, _ = run_probe(LocalProber(setup, describe_setup(setup)), options, home=Path(home))
+            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Progress()).probe
         except DoesNotFitError as error:
             return row | {"found": 0, "error": str(error), "true": truth(setup, {})}
     row |= {

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import Dataset
 
-from autobatch.core.options import ProbeOptions
 from autobatch.device.oom import is_oom
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.setup import open_setup
+from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import build_train_state
 from autobatch.step.train_step import train_step
@@ -59,7 +58,7 @@ LATER = 20
 """Windows of training at a found size, on samples drawn at random."""
 
 
-class OptunaStudy(Dataset):
+class InMemory(Dataset):
     """Samples in memory: making them is not what is measured."""
 
     def __init__(self, data: Dataset) -> None:
@@ -74,7 +73,7 @@ class OptunaStudy(Dataset):
 
 def workload_of(name: str) -> Workload:
     workload = WORKLOADS[name]()
-    return replace(workload, train_data=OptunaStudy(workload.train_data))
+    return replace(workload, train_data=InMemory(workload.train_data))
 
 
 @dataclass
@@ -88,15 +87,15 @@ class Limit:
     survived: dict[int, int] = field(default_factory=dict)
 
     @property
-    def options(self) -> ProbeOptions:
-        return ProbeOptions(device=self.device, memory_budget=self.budget)
+    def settings(self) -> SetupSettings:
+        return SetupSettings(device=self.device, memory_budget=self.budget)
 
     @property
     def cap(self) -> int:
         return len(self.workload.train_data)  # type: ignore[arg-type]
 
     def setup(self) -> TrainSetup:
-        return open_setup(self.workload, self.options)
+        return open_setup(self.workload, self.settings)
 
     def fits(self, setup: TrainSetup, size: int) -> bool:
         if size not in self.known:

@@ -25,13 +25,13 @@ from torch.utils.data import TensorDataset
 
 from autobatch import Workload
 from autobatch.core.knobs import applicable, defaults, parse_knobs
-from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import caps_of, plan_from, run_probe
-from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.probing.child import Session, ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.trial import TrialRunner, TrialSpec
+from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 from benchmarks.report import save, surroundings
 from benchmarks.workloads import Block, Residual
 
@@ -94,25 +94,20 @@ def workload(name: str, model: Callable[[], nn.Module], data: Any, loss: Any) ->
     )
 
 
+TARGET = 1024
 CASES = {"transformer": transformer, "conv-net": conv_net}
 
 
 def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[str, Any]:
     """Probe, tune, and measure the answer beside the default."""
-    options = options_from(
-        TuneOptions,
-        {"target_batch": 1024, "device": "cuda", "memory_budget": chosen.memory_budget},
-    )
-    setup = open_setup(make(), options)
-    facts = describe_setup(setup)
-    limit = limit_of(setup, options)
-    samples = sum(plan_from(facts, limit, options).micro_batches)
-    task = TrialSpec(limit, min(caps_of(facts, options).values()), samples, planned_steps=1000, seconds=1.0)
-    runner = TrialRunner(setup, options, task)
+    settings = SetupSettings(target_batch=TARGET, device="cuda", memory_budget=chosen.memory_budget)
+    setup = open_setup(make(), settings)
+    limit = limit_of(setup)
+    task = TrialSpec(limit=limit, cap=TARGET, samples=TARGET, planned_steps=1000, seconds=1.0)
     names = None if chosen.knobs is None else parse_knobs(chosen.knobs)
-    axes, _ = applicable(runner.context(), names)
+    axes, _ = applicable(look_at_workload(Session(setup), task), names)
     base = defaults(axes)
-    runner.begin(base)
+    runner = TrialRunner(setup, dataclasses.replace(task, defaults=base))
     start = time.monotonic()
     found = find_fastest(
         runner.measure,
@@ -126,15 +121,14 @@ def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[st
         ),
     ).tuning
     single = dataclasses.replace(setup, precision="fp32")
-    plain = TrialRunner(single, options, task._replace(limit=limit_of(single, options)))
-    plain.begin({})
+    plain = TrialRunner(single, dataclasses.replace(task, limit=limit_of(single)))
     gains: dict[str, list[float]] = {"over_default": [], "over_fp32": []}
     for _ in range(ROUNDS):
         best = runner.measure(found.best).samples_per_s
         gains["over_default"].append(best / runner.measure(base).samples_per_s)
         gains["over_fp32"].append(best / plain.measure({}).samples_per_s)
     return {
-        "target_batch": 1024,
+        "target_batch": TARGET,
         "micro_batch_limit": limit,
         "best": found.best,
         **{name: round(statistics.median(ratios), 3) for name, ratios in gains.items()},
@@ -145,10 +139,12 @@ def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[st
     }
 
 
-def limit_of(setup: TrainSetup, options: TuneOptions) -> int:
-    """The largest micro-batch that fits."""
+def limit_of(setup: TrainSetup) -> int:
+    """Return the largest micro-batch that fits."""
+    limits = ProbeLimits(target_batch=TARGET)
     with tempfile.TemporaryDirectory() as home:
-        return run_probe(LocalProber(setup, describe_setup(setup)), options, home=Path(home))[0].micro_batch
+        found = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Progress())
+    return found.probe.micro_batch
 
 
 def main() -> None:

@@ -17,15 +17,15 @@ from torch.utils.data import Dataset
 
 from autobatch import Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
-from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import caps_of, plan_from, run_probe
-from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.probing.child import Session, ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.tuning.compare import compare
 from autobatch.tuning.configuration import Measure, Measurement, every, key_of
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.trial import TrialRunner, TrialSpec
+from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 
 REFINED = 6
 REFINING_ROUNDS = 8
@@ -55,7 +55,6 @@ class Case(NamedTuple):
 
     setup: TrainSetup
     task: TrialSpec
-    options: TuneOptions
     axes: list[SearchAxis]
     limit: int
 
@@ -63,27 +62,23 @@ class Case(NamedTuple):
 def open_case(workload: Workload, *, target_batch: int, memory_budget: str, seconds: float) -> Case:
     """Probe a workload, and open what trials run on."""
     workload = dataclasses.replace(workload, train_data=InMemory(workload.train_data, 4 * target_batch))
-    options = options_from(
-        TuneOptions, {"target_batch": target_batch, "memory_budget": memory_budget, "device": "cpu"}
-    )
+    settings = SetupSettings(target_batch=target_batch, memory_budget=memory_budget, device="cpu")
     # On a machine that others use, a process's own time is the one to read; on a quiet one, with one thread,
     # it is the same.
-    setup = dataclasses.replace(open_setup(workload, options), clock=time.process_time)
-    facts = describe_setup(setup)
+    setup = dataclasses.replace(open_setup(workload, settings), clock=time.process_time)
+    limits = ProbeLimits(target_batch=target_batch)
     with tempfile.TemporaryDirectory() as home:
-        probe, _ = run_probe(LocalProber(setup, facts), options, home=Path(home))
-    plan = plan_from(facts, probe.micro_batch, options)
-    cap = min(caps_of(facts, options).values())
-    task = TrialSpec(probe.micro_batch, cap, sum(plan.micro_batches), planned_steps=1000, seconds=seconds)
-    axes, _ = applicable(TrialRunner(setup, options, task).context())
-    return Case(setup, task, options, axes, probe.micro_batch)
+        probe = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Progress()).probe
+    task = TrialSpec(
+        limit=probe.micro_batch, cap=target_batch, samples=target_batch, planned_steps=1000, seconds=seconds
+    )
+    axes, _ = applicable(look_at_workload(Session(setup), task))
+    return Case(setup, dataclasses.replace(task, defaults=defaults(axes)), axes, probe.micro_batch)
 
 
 def open_lab(case: Case, seconds: float) -> TrialRunner:
     """A lab that remembers nothing."""
-    runner = TrialRunner(case.setup, case.options, case.task._replace(seconds=seconds))
-    runner.begin(defaults(case.axes))
-    return runner
+    return TrialRunner(case.setup, dataclasses.replace(case.task, seconds=seconds))
 
 
 class Grid(NamedTuple):

@@ -25,9 +25,9 @@ from autobatch.tuning import sampler as samplers
 from autobatch.tuning import storage as storages
 from autobatch.tuning.compare import MINIMUM_GAIN, compare
 from autobatch.tuning.configuration import LOSS, MEMORY, Measurement, every, infeasible, key_of, size_of
-from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
-from autobatch.tuning.storage import this_worker
-from autobatch.tuning.study import Study, check_storage
+from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, _open_study, find_fastest
+from autobatch.tuning.study import check_storage
+from autobatch.tuning.worker import this_worker
 
 AXES = [
     SearchAxis("micro_batch_shift", (0, 1, 2, 3)),
@@ -133,7 +133,7 @@ def test_the_default_stays_where_nothing_is_faster() -> None:
 
     found = search(slower).tuning
     assert found.best == defaults(AXES)
-    assert found.notes == ["nothing was faster than the default by more than 2% and the noise"]
+    assert found.notes == ["kept the default configuration: none was faster by 2 % and the noise"]
     assert found.best_samples_per_s == found.baseline_samples_per_s
 
 
@@ -165,12 +165,12 @@ def test_what_does_not_run_is_complete_and_infeasible_and_never_chosen(tmp_path:
 
 
 def test_without_a_feasible_trial_the_plan_stays_and_it_says_why() -> None:
-    answered = search(lambda _: infeasible(MEMORY, "the card is full"), SMALL)
+    answered = search(lambda _: infeasible(MEMORY, "the GPU is full"), SMALL)
     assert answered.winner is None
     assert answered.tuning.best == defaults(SMALL)
     assert (answered.tuning.best_samples_per_s, answered.tuning.baseline_samples_per_s) == (0.0, 0.0)
     assert answered.tuning.notes == [
-        "none of 8 configurations could be run, so the plan stays as it is; the first: the card is full"
+        "kept the plan: none of 8 configurations ran. The first one: the GPU is full"
     ]
 
 
@@ -180,14 +180,14 @@ def test_a_default_that_does_not_run_stays_all_the_same() -> None:
 
     found = search(measure, SMALL).tuning
     assert found.best == defaults(SMALL)
-    assert found.notes == ["the default itself could not be measured (full), so the plan stays as it is"]
+    assert found.notes == ["kept the plan: the default configuration could not be measured (full)"]
 
 
 def test_a_winner_that_does_not_fit_leaves_the_place_to_the_next() -> None:
     best = {"micro_batch_shift": 1, "precision": "bf16"}
     found = search(axes=SMALL, confirm_fits=lambda values: "too big" if values == best else None)
     assert found.tuning.best == {"micro_batch_shift": 0, "precision": "bf16"}
-    assert found.tuning.notes == ["a faster configuration does not fit, and is left out: too big"]
+    assert found.tuning.notes == ["left out a faster configuration, because it does not fit: too big"]
     none = search(axes=SMALL, confirm_fits=lambda _: "too big").tuning
     assert none.best == defaults(SMALL)
 
@@ -198,7 +198,7 @@ def test_no_trial_starts_when_the_time_is_over() -> None:
     assert found.trials == 5
     nothing = search(expired=lambda: True)
     assert (nothing.tuning.trials, nothing.winner) == (0, None)
-    assert nothing.tuning.notes == ["no trial was run: the plan stays as it is"]
+    assert nothing.tuning.notes == ["kept the plan: no trial was run"]
 
 
 def test_nothing_to_choose_is_the_default_measured_once() -> None:
@@ -290,7 +290,7 @@ def test_a_study_of_something_else_is_refused_with_what_differs(tmp_path: Path) 
         f"the study 'study' in {storage} was made for something else: model is 'b' here and 'a' there"
         in str(found.value)
     )
-    with pytest.raises(InputError, match=r"checkpointing is missing here and .* choose another --study"):
+    with pytest.raises(InputError, match=r"checkpointing is missing here and .* Choose another --study"):
         search(axes=SMALL, trials=1, storage=storage, made_for={"model": "a", "target_batch": 64})
     assert "\n" not in str(found.value)
 
@@ -330,7 +330,7 @@ def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path: Path, storage: st
 
 def test_a_host_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver would wait for minutes: Linux drops what a full queue of a listening socket cannot take."""
-    monkeypatch.setattr(storages, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(storages, "TIMEOUT_S", 0.2)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.socket())
         listening.bind(("127.0.0.1", 0))
@@ -359,9 +359,9 @@ def test_the_lock_of_a_journal_leads_to_it_from_anywhere(
 
 def test_where_nothing_runs_in_a_large_space_the_model_has_nothing_to_say() -> None:
     """Figures that are all alike are no reason for a warning, nor for an end."""
-    found = search(lambda _: infeasible(MEMORY, "the card is full"), trials=12).tuning
+    found = search(lambda _: infeasible(MEMORY, "the GPU is full"), trials=12).tuning
     assert (found.trials, found.best) == (12, defaults(AXES))
-    assert found.notes[0].startswith("none of 12 configurations could be run")
+    assert found.notes[0].startswith("kept the plan: none of 12 configurations ran")
 
 
 @pytest.mark.slow
@@ -373,7 +373,7 @@ def test_a_database_serves_and_one_that_is_locked_is_one_line(tmp_path: Path) ->
     lock.execute("BEGIN EXCLUSIVE")
     try:
         with pytest.raises(
-            InputError, match=r"cannot be .*: OperationalError: database is locked; another process"
+            InputError, match=r"cannot be .*: OperationalError: database is locked. Another process"
         ):
             search(axes=SMALL, trials=5, storage=url)
     finally:
@@ -397,12 +397,12 @@ def test_without_scipy_another_sampler_serves_and_it_says_so(monkeypatch: pytest
     monkeypatch.setattr(samplers.importlib.util, "find_spec", lambda name: None)
     found = search(trials=10).tuning
     assert found.sampler == "tree-structured Parzen estimators"
-    assert "scipy is not there" in found.notes[-1]
+    assert "scipy is not installed" in found.notes[-1]
 
 
 def test_no_two_workers_draw_the_same() -> None:
     def first_draws(numbers: list[int]) -> list[dict[str, Any]]:
-        study = Study(AXES, name="s", storage=None, made_for={}, seed=7, trials=12)
+        study = _open_study(AXES, Budget(12), 7, StudyLocation("s", None, {}))
         drawn = []
         for number in range(max(numbers) + 1):
             asked = study.ask()

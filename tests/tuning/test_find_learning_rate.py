@@ -26,7 +26,7 @@ from autobatch.api import RunContext
 from autobatch.cli.failures import Terminated
 from autobatch.core.errors import InputError
 from autobatch.core.options import TuneOptions, options_from
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.core.records import LrComparison, LrTuning
 from autobatch.device.cpu import CpuDevice
 from autobatch.planning import make_plan
@@ -213,7 +213,7 @@ def test_a_default_that_diverges_makes_room_for_one_that_trains() -> None:
 def test_losses_that_are_not_finite_are_told() -> None:
     found = tuned(runs=Curves(lambda rate, seed, step: math.inf if rate > 0.01 else 1.0))
     notes = {one.note for one in found.history if one.learning_rate > 0.01}
-    assert notes == {"none of its losses is finite"}
+    assert notes == {"no loss was finite"}
     assert found.best == 0.01
 
 
@@ -231,7 +231,7 @@ def test_none_that_trains_leaves_the_default() -> None:
     found = tuned(runs=Curves(lambda *_: math.nan), trials=4)
     assert (found.best, found.best_loss, found.trials) == (0.01, None, 4)
     assert found.notes == [
-        "none of 4 learning rates trained, so the default stays; it: none of its losses is finite"
+        "kept learning rate 0.01: none of 4 learning rates trained. The default one: no loss was finite"
     ]
 
 
@@ -296,7 +296,7 @@ def test_what_the_pruner_ends_is_never_the_best(tmp_path: Path) -> None:
 
     curves = Curves(loss)
     found = tuned(runs=curves, trials=14, storage=str(tmp_path / "s.log"))
-    ended = [one for one in found.history if (one.note or "").startswith("ended after")]
+    ended = [one for one in found.history if (one.note or "").startswith("stopped after")]
     assert ended
     assert not any(one.feasible for one in ended)
     assert found.best not in {one.learning_rate for one in ended}
@@ -308,7 +308,7 @@ def test_the_best_is_held_against_the_default_on_other_data() -> None:
     curves = Curves(lambda rate, seed, step: 2.0 - step / STEPS * (1 + (seed == 0) * (rate > 0.02)))
     found = tuned(runs=curves)
     assert found.best == 0.01
-    assert "not beyond the noise" in found.notes[0]
+    assert "within noise" in found.notes[0]
     assert [pair.seed for pair in found.pairs] == [0, 1, 2]
     others = [(rate == 0.01, seed) for rate, seed in curves.begun if seed]
     assert others == [(True, 1), (False, 1), (False, 2), (True, 2)]
@@ -372,13 +372,13 @@ def test_a_learning_rate_that_comes_again_is_not_run_again(tmp_path: Path) -> No
 def test_the_best_at_the_end_of_what_was_tried_is_said() -> None:
     found = tuned(runs=Curves(lambda rate, seed, step: 5.0 - step / STEPS * math.log(rate / 1e-4)), trials=16)
     assert found.best > 0.01 * REACH / 2
-    assert "at the end of what was tried" in found.notes[0]
+    assert "at the edge of the tried range" in found.notes[0]
 
 
 def test_no_trial_starts_when_the_time_is_over() -> None:
     found = tuned(expired=lambda: True)
     assert (found.trials, found.best) == (0, 0.01)
-    assert found.notes == ["no trial of the default learning rate was run, so it stays"]
+    assert found.notes == ["kept learning rate 0.01: its own trial was not run"]
 
 
 KILLED = """
@@ -486,7 +486,7 @@ def test_an_interrupt_keeps_the_default_and_what_was_found_before(
         yield
 
     notes: list[str] = []
-    progress = Silent()
+    progress = Progress()
     monkeypatch.setattr(progress, "note", notes.append, raising=False)
     monkeypatch.setattr(LocalRuns, "losses", interrupted)
     storage = str(tmp_path / "s.log")

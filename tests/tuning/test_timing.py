@@ -218,7 +218,7 @@ def test_expandable_segments_have_a_limit_of_their_own_that_really_runs(
 def test_where_segments_can_be_expandable() -> None:
     home = Path()
     assert (
-        CpuDevice(memory_budget="1GiB").why_not_expandable() == "only the allocator of a card keeps segments"
+        CpuDevice(memory_budget="1GiB").why_not_expandable() == "only the allocator of a GPU keeps segments"
     )
     assert gpu(home, "1GiB").why_not_expandable() is None
     assert gpu(home, "1GiB").expandable().why_not_expandable() == "segments are expandable already"

@@ -272,7 +272,8 @@ def test_running_out_of_memory_while_it_is_timed_is_infeasible(monkeypatch: pyte
 
 def test_what_applies_is_read_off_the_workload() -> None:
     here = runner(setup()).context()
-    assert (here.device_kind, here.blocks, here.images, here.micro_batch) == ("cpu", 6, False, 8)
+    assert (here.blocks, here.images, here.micro_batch) == (6, False, 8)
+    assert (here.gains_from_compile, here.reads_pinned_memory) == (False, False)
     assert here.optimizers == ("default", "foreach", "fused")
     assert here.precisions[0] == "fp32"
     made = setup(
@@ -331,7 +332,7 @@ def test_tuning_puts_the_choice_into_the_plan(monkeypatch: pytest.MonkeyPatch) -
     assert (sum(first.plan.micro_batches), first.plan.effective_batch) == (48, 48)
     assert first.tuning.trials == 3
     started: list[int] = []
-    progress = stages.Silent()
+    progress = stages.Progress()
     monkeypatch.setattr(progress, "measured", lambda *given: started.append(given[0]), raising=False)
     options = options_from(
         TuneOptions, {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
