@@ -112,7 +112,7 @@ class MedianStop(NamedTuple):
     startup_trials: int
     """Trials that run to their end before any is ended."""
     warmup_steps: int
-    """Steps of each trial during which it is not ended."""
+    """First step at which a trial may be ended."""
 
 
 class StoredResult(NamedTuple):

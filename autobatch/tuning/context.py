@@ -1,4 +1,4 @@
-"""What of a device and a workload decides which knobs apply."""
+"""Facts about a device and a workload that decide which knobs apply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autobatch.workload.loader import why_not_sent
 from autobatch.workload.nested import tensors_of
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers with a fused step on cards and on the CPU."""
+"""Optimizers with a fused step on GPUs and on the CPU."""
 
 
 def describe_context(
@@ -29,17 +29,17 @@ def describe_context(
     planned_steps: int,
     workers_are_open: bool = True,
 ) -> TuningContext:
-    """Look at what is there.
+    """Return the facts that decide which knobs apply.
 
     Args:
         setup: the device and the workload.
-        precision_is_open: no precision was asked for.
+        precision_is_open: True if the user chose no precision.
         micro_batch: the largest that the plan may use, in samples.
-        planned_steps: optimizer steps of the run that is tuned for.
-        workers_are_open: no number of loader workers was asked for.
+        planned_steps: optimizer steps of the run to tune for.
+        workers_are_open: True if the user chose no number of loader workers.
     """
     cores = usable_cores()
-    loader = why_not_workers(setup) if workers_are_open else "a number of workers was asked for"
+    loader = why_not_workers(setup) if workers_are_open else "the number of workers is given"
     precisions = setup.device.native_precisions() if precision_is_open else ()
     others = [one for one in precisions if one != setup.precision]
     return TuningContext(
@@ -61,15 +61,15 @@ def describe_context(
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def why_not_workers(setup: TrainSetup) -> str | None:
-    """Why loader workers cannot feed a workload; ``None``: they can."""
+    """Return why loader workers cannot feed the workload, or None if they can."""
     workload = setup.workload
-    join = SeededCollate(data=workload.train_data, collate=workload.collate, seed=0)
-    return why_not_sent(join, setup.worst_case.batch(1))
+    collate = SeededCollate(data=workload.train_data, collate=workload.collate, seed=0)
+    return why_not_sent(collate, setup.worst_case.batch(1))
 
 
 def implementations(workload: Workload, device: Device) -> tuple[str, ...]:

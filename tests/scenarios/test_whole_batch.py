@@ -28,14 +28,11 @@ from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck
 from autobatch.tuning.loss_check import SAMPLES as COMPARED
 from autobatch.tuning.timing import Timing, time_steps
 from autobatch.workload.nested import feed
-from tests.footprint.test_trace_step import setting, setup
-from tests.step.test_apply_knobs import convolutional, images
 from tests.support.probes import WIDTH, probed, vectors, work
-from tests.support.step_workloads import WORKLOADS
+from tests.support.step_workloads import WORKLOADS, convolutional, images, setting, setup
 from tests.support.steps import split
 from tests.support.training import make_workload
-from tests.tuning.test_trial import Time
-from tests.tuning.test_trial import setup as trial_bench
+from tests.support.trials import Time, trial_setup
 
 CPU = torch.device("cpu")
 WIDE = 512
@@ -77,7 +74,7 @@ def counted(seen: list[int]) -> WholeBatchLoss:
 )
 def test_the_loss_of_an_attempt_sees_as_many_rows_as_that_of_the_training(window, micro_batch, expected):
     seen: list[int] = []
-    made = replace(trial_bench(loss=counted(seen)), whole_batch=window)
+    made = replace(trial_setup(loss=counted(seen)), whole_batch=window)
     assert attempt(made, micro_batch).attempt.fits
     assert seen == expected
 
@@ -179,14 +176,14 @@ def test_a_loss_over_the_whole_batch_is_timed_once_a_window() -> None:
         "loss": WholeBatchLoss(represent=slow_rows, loss=slow_loss),
         "optimizer": lambda params, lr: Slow(params, lr=lr),
     }
-    made = replace(trial_bench(clock=time, **fields), whole_batch=64)
+    made = replace(trial_setup(clock=time, **fields), whole_batch=64)
     # Two passes over eight samples each; the loss over all 64.
     assert time_steps(made, [8] * 8, 0.0) == Timing(micro=16.0, step=37.0, setup=0.0)
 
 
 def test_losses_of_a_configuration_are_compared_over_whole_windows() -> None:
     seen: list[int] = []
-    made = trial_bench(loss=counted(seen))
+    made = trial_setup(loss=counted(seen))
     assert LossCheck(made, 64).over(replace(made, precision="bf16")) <= 0
     assert set(seen) == {MICRO_BATCHES * COMPARED}
 

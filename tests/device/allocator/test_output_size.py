@@ -14,7 +14,7 @@ from autobatch.device.allocator.trace import replay
 from autobatch.footprint.predict import footprint
 from autobatch.probing.attempt import attempt
 from autobatch.workload.contract import Workload
-from tests.footprint.test_trace_step import setting, setup
+from tests.support.step_workloads import setting, setup
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
