@@ -24,7 +24,7 @@ from autobatch.api import unpack
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import EstimateOptions, FitOptions, PlanOptions, ProbeOptions, TuneOptions
-from autobatch.core.progress import Progress, Silent
+from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Tuning
 from autobatch.core.version import versions
 from autobatch.device.profiles import data_home
@@ -66,7 +66,7 @@ PLANNED_STEPS = 1000
 class RunContext:
     """Surroundings of a call: who hears of it, and where things are kept."""
 
-    progress: Progress = field(default_factory=Silent)
+    progress: Progress = field(default_factory=Progress)
     isolated: bool = False
     """Try the workload in a child process; one that is no reference is tried here."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)

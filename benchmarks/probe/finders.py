@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
@@ -44,7 +44,7 @@ def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
     setup = limit.setup()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Silent()).probe
+            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Progress()).probe
         except DoesNotFitError:
             return Answer(0, 1, 1, time.perf_counter() - start), {"limited_by": "nothing fits"}
     answer = Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)

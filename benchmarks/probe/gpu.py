@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit
@@ -134,7 +134,7 @@ def measure(name: str, budget: int) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Silent()).probe
+            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Progress()).probe
         except DoesNotFitError as error:
             return row | {"found": 0, "error": str(error), "true": truth(setup, {})}
     row |= {

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 from autobatch import Workload
 from autobatch.core.knobs import applicable, defaults, parse_knobs
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session, ThisProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit
@@ -143,7 +143,7 @@ def limit_of(setup: TrainSetup) -> int:
     """Return the largest micro-batch that fits."""
     limits = ProbeLimits(target_batch=TARGET)
     with tempfile.TemporaryDirectory() as home:
-        found = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Silent())
+        found = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Progress())
     return found.probe.micro_batch
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from autobatch import Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session, ThisProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit
@@ -68,7 +68,7 @@ def open_case(workload: Workload, *, target_batch: int, memory_budget: str, seco
     setup = dataclasses.replace(open_setup(workload, settings), clock=time.process_time)
     limits = ProbeLimits(target_batch=target_batch)
     with tempfile.TemporaryDirectory() as home:
-        probe = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Silent()).probe
+        probe = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Progress()).probe
     task = TrialSpec(
         limit=probe.micro_batch, cap=target_batch, samples=target_batch, planned_steps=1000, seconds=seconds
     )

@@ -13,7 +13,7 @@ from autobatch import Workload
 from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import PlanOptions
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.probing import attempt as attempts
 from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.child import open_process
@@ -186,7 +186,7 @@ def test_the_other_order_is_predicted_once_it_made_a_difference(isolated, tmp_pa
     file = tmp_path / "train.py"
     file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['resnet-bn']\n")
     with open_process(f"{file}:train", options, isolated=isolated) as process:
-        found = find_limit(process, ProbeLimits(), home=tmp_path, progress=Silent()).probe
+        found = find_limit(process, ProbeLimits(), home=tmp_path, progress=Progress()).probe
     assert [one.fits for one in found.attempts] == [False, True]
     assert found.upper_bound_by == "replay"
     above = range(found.micro_batch + 1, found.attempts[0].micro_batch + 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import attempt_at
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit, find_limits_by_size
@@ -44,8 +44,8 @@ def probe(lengths: list[int], home: Path):
     options = SetupSettings(device="cpu", memory_budget="100KiB")
     setup = open_setup(make(lengths * 30), options)
     process, limits = ThisProcess(setup), ProbeLimits()
-    found = find_limit(process, limits, home=home, progress=Silent()).probe
-    return setup, find_limits_by_size(process, limits, found, progress=Silent())
+    found = find_limit(process, limits, home=home, progress=Progress()).probe
+    return setup, find_limits_by_size(process, limits, found, progress=Progress())
 
 
 def test_every_length_has_the_largest_micro_batch_of_its_own(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import clean_leftovers, load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import RunSettings, train
@@ -33,7 +33,7 @@ from tests.support.training import fingerprint, make_loop
 STEPS = 40
 
 
-class Acknowledging(Silent):
+class Acknowledging(Progress):
     """Writes down which checkpoint the run has got behind it."""
 
     def __init__(self, path: Path) -> None:

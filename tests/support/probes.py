@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from autobatch import Workload
 from autobatch.api.pipeline import RunContext, run_probe
 from autobatch.core.options import ProbeOptions, options_from
-from autobatch.core.progress import Progress, Silent
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.find_limit import Limit, ProbeLimits, find_limit
@@ -48,7 +48,7 @@ def work(model: Callable[[], nn.Module] = mlp, **fields) -> Workload:
     return Workload(model=model, **(defaults | fields))
 
 
-class Listener(Silent):
+class Listener(Progress):
     """Keeps the notes, and counts the attempts."""
 
     def __init__(self) -> None:
@@ -70,4 +70,4 @@ def probed(workload: Workload, **options) -> tuple[Result, Listener]:
 
 def limit_of(setup: TrainSetup, home: Path, progress: Progress | None = None, **limits) -> Limit:
     """Find the largest micro-batch on a setup that is open here."""
-    return find_limit(ThisProcess(setup), ProbeLimits(**limits), home=home, progress=progress or Silent())
+    return find_limit(ThisProcess(setup), ProbeLimits(**limits), home=home, progress=progress or Progress())

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.core.errors import CheckpointError
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import is_valid, list_checkpoints
 from autobatch.training.run import train
 from tests.support.training import fingerprint, make_workload, mean_loss, points
@@ -33,9 +33,9 @@ def noisy_workload():
 def test_validation_at_intervals_changes_no_bit_of_the_training(tmp_path: Path) -> None:
     plain, watched = open_loop(noisy_workload()), open_loop(noisy_workload())
     torch.manual_seed(0)
-    train(plain, settings(tmp_path / "plain"), Silent(), None)
+    train(plain, settings(tmp_path / "plain"), Progress(), None)
     torch.manual_seed(0)
-    done = train(watched, settings(tmp_path / "watched", validate_every=2), Silent(), None)
+    done = train(watched, settings(tmp_path / "watched", validate_every=2), Progress(), None)
     assert fingerprint(watched.train_state.model) == fingerprint(plain.train_state.model)
     found = {row["step"]: row["validation"] for row in rows(tmp_path / "watched")}
     assert [step for step, figures in found.items() if figures] == [2, 4], "the end has its own"
@@ -48,7 +48,7 @@ def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
     loop = open_loop()
     ticks = count(step=10.0)
     loop.clock = lambda: next(ticks)
-    train(loop, settings(tmp_path, checkpoint_minutes=1.0, keep_last=STEPS), Silent(), None)
+    train(loop, settings(tmp_path, checkpoint_minutes=1.0, keep_last=STEPS), Progress(), None)
     steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "checkpoints")]
     assert steps[-1] == STEPS
     assert 1 < len(steps) < STEPS, "some steps are under a minute after the last checkpoint"
@@ -63,11 +63,11 @@ def test_validation_takes_the_micro_batch_that_was_asked_for(tmp_path: Path) -> 
         return mean_loss(model, batch)
 
     workload = make_workload(loss=loss, validation_data=points(30))
-    free = train(open_loop(workload), settings(tmp_path / "free"), Silent(), None)
+    free = train(open_loop(workload), settings(tmp_path / "free"), Progress(), None)
     assert seen == [3] * 10, "the training's, where nothing tells how much memory there is"
     seen.clear()
     changed = settings(tmp_path / "fixed", validation_micro_batch=12)
-    assert train(open_loop(workload), changed, Silent(), None).validation == pytest.approx(
+    assert train(open_loop(workload), changed, Progress(), None).validation == pytest.approx(
         free.validation, rel=1e-12
     )
     assert seen == [12, 12, 6]
@@ -83,9 +83,9 @@ def test_the_averaged_weights_are_validated_and_exported_and_the_training_does_n
     data = points(30, seed=1)
     workload = make_workload(model=normalised, validation_data=data)
     plain = open_loop(workload)
-    untouched = train(plain, settings(tmp_path / "plain"), Silent(), None)
+    untouched = train(plain, settings(tmp_path / "plain"), Progress(), None)
     loop = open_loop(workload, ema=0.5)
-    done = train(loop, settings(tmp_path / "run", validate_every=2), Silent(), None)
+    done = train(loop, settings(tmp_path / "run", validate_every=2), Progress(), None)
     assert fingerprint(loop.train_state.model) == fingerprint(plain.train_state.model)
     assert (done.ema, untouched.ema) == (0.5, None)
 
@@ -118,7 +118,7 @@ class Large(nn.Module):
         return self.body(inputs)
 
 
-class FullDisk(Silent):
+class FullDisk(Progress):
     """Lets the system refuse files over 100 kB after some of the steps."""
 
     def __init__(self, steps: range) -> None:

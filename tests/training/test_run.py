@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from autobatch.core.errors import CheckpointError, Interrupted, NonFiniteError, RestartSmallerError
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import RunSettings, train
@@ -25,7 +25,7 @@ STEPS = 6
 HINT = "autobatch fit --resume"
 
 
-class Telling(Silent):
+class Telling(Progress):
     """Calls back after a step."""
 
     def __init__(self, at: int, action) -> None:
@@ -51,7 +51,7 @@ def go_on(out: Path, workload=None, **options):
     loop = open_loop(workload, **options)
     resumed = load_newest(out / "checkpoints")
     restore_loop(loop, resumed.state, same_hardware=True)
-    return loop, train(loop, settings(out), Silent(), resumed)
+    return loop, train(loop, settings(out), Progress(), resumed)
 
 
 def rows(out: Path) -> list[dict]:
@@ -60,7 +60,7 @@ def rows(out: Path) -> list[dict]:
 
 def test_a_run_writes_its_metrics_its_checkpoint_and_its_weights(tmp_path: Path) -> None:
     loop = open_loop()
-    done = train(loop, settings(tmp_path, checkpoint_every=2, keep_last=2), Silent(), None)
+    done = train(loop, settings(tmp_path, checkpoint_every=2, keep_last=2), Progress(), None)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
     assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004", "step-00000006"]
     assert done.checkpoint == str(tmp_path / "checkpoints" / "step-00000006")
@@ -80,7 +80,7 @@ def untimed(row: dict) -> dict:
 @pytest.mark.parametrize("at", [1, STEPS])
 def test_a_signal_stops_at_the_end_of_the_window_with_a_checkpoint(tmp_path, number, exit_code, at) -> None:
     straight = open_loop()
-    train(straight, settings(tmp_path / "straight"), Silent(), None)
+    train(straight, settings(tmp_path / "straight"), Progress(), None)
     out = tmp_path / "stopped"
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as caught:
@@ -139,7 +139,7 @@ def test_a_signal_is_obeyed_during_validation(tmp_path: Path) -> None:
 
     loop = open_loop(make_workload(validation_data=points(30), metrics=metrics))
     with pytest.raises(Interrupted) as caught:
-        train(loop, settings(tmp_path), Silent(), None)
+        train(loop, settings(tmp_path), Progress(), None)
     assert caught.value.exit_code == 143
     assert seen == [3, 3]
     assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000006"]
@@ -170,10 +170,10 @@ def test_a_signal_during_a_validation_in_between_does_not_change_the_rest(tmp_pa
         )
 
     straight = open_loop(workload())
-    train(straight, settings(tmp_path / "straight", validate_every=2), Silent(), None)
+    train(straight, settings(tmp_path / "straight", validate_every=2), Progress(), None)
     out = tmp_path / "stopped"
     with pytest.raises(Interrupted, match="after step 2 of 6"):
-        train(open_loop(workload(strike_at=4)), settings(out, validate_every=2), Silent(), None)
+        train(open_loop(workload(strike_at=4)), settings(out, validate_every=2), Progress(), None)
     assert [row["step"] for row in rows(out)] == [1, 2]
     loop, _ = go_on(out, workload())
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
@@ -183,7 +183,7 @@ def test_off_the_main_thread_no_signal_is_touched(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     done = []
     thread = threading.Thread(
-        target=lambda: done.append(train(open_loop(), settings(tmp_path), Silent(), None))
+        target=lambda: done.append(train(open_loop(), settings(tmp_path), Progress(), None))
     )
     thread.start()
     thread.join()
@@ -215,7 +215,7 @@ def test_a_loss_that_is_not_finite_leaves_the_checkpoint_and_says_how_to_go_on(t
 
     loop = open_loop(make_workload(loss=loss))
     with pytest.raises(NonFiniteError) as caught:
-        train(loop, settings(tmp_path, checkpoint_every=2), Silent(), None)
+        train(loop, settings(tmp_path, checkpoint_every=2), Progress(), None)
     assert HINT in caught.value.__notes__[0]
     found = load_newest(tmp_path / "checkpoints")
     assert found.state["counters"]["batches_seen"] == 4
@@ -231,7 +231,7 @@ def test_a_disk_that_fails_ends_the_run_with_the_earlier_checkpoint(tmp_path: Pa
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        train(open_loop(), settings(tmp_path, checkpoint_every=1), Silent(), None)
+        train(open_loop(), settings(tmp_path, checkpoint_every=1), Progress(), None)
     assert HINT in caught.value.__notes__[0]
     monkeypatch.undo()
     loop, _ = go_on(tmp_path)
@@ -270,10 +270,10 @@ def test_out_of_memory_before_the_first_checkpoint_says_what_to_start_with(tmp_p
     loop.train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
     fault.armed = True
     with fault, pytest.raises(RestartSmallerError) as caught:
-        train(loop, settings(tmp_path), Silent(), None)
+        train(loop, settings(tmp_path), Progress(), None)
     assert "start again with --max-micro-batch 2" in caught.value.__notes__[0]
 
 
 def test_a_new_run_does_not_take_over_what_an_old_one_shrank_to(tmp_path: Path) -> None:
     (tmp_path / "oom.json").write_text('{"micro_batch": 1}')
-    assert train(open_loop(), settings(tmp_path), Silent(), None).micro_batch == 3
+    assert train(open_loop(), settings(tmp_path), Progress(), None).micro_batch == 3

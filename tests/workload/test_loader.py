@@ -22,7 +22,7 @@ import torch
 from autobatch import fit
 from autobatch.cli.failures import describe_failure
 from autobatch.core.errors import DoesNotFitError, InputError, UserCodeError
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.core.signals import stop_on_signals
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.training.checkpoint import load_newest
@@ -263,7 +263,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, first: int, then:
         expected = fingerprint(loop.train_state.model)
     settings = RunSettings(out=tmp_path, checkpoint_every=2, keep_last=3, facts={}, resume_hint="")
 
-    class Stop(Silent):
+    class Stop(Progress):
         def stepped(self, step, of) -> None:
             if step.step == 5:
                 raise KeyError
@@ -274,7 +274,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, first: int, then:
     assert resumed.state["counters"]["batches_seen"] == 4
     with looping(augmented(), workers=then, sample_seeds=True) as loop:
         restore_loop(loop, resumed.state, same_hardware=True)
-        train(loop, settings, Silent(), resumed)
+        train(loop, settings, Progress(), resumed)
         assert fingerprint(loop.train_state.model) == expected
 
 
