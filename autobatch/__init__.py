@@ -1,4 +1,4 @@
-"""autobatch: the largest micro-batch that fits, and the batch you asked for, exactly."""
+"""The largest micro-batch that fits, and exactly the batch you ask for."""
 
 from __future__ import annotations
 
@@ -52,13 +52,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used (PEP 562): ``autobatch --help`` must not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker must refuse names that do not exist
 
-    return getattr(import_module(f"autobatch.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use (PEP 562), so that ``autobatch --help`` does not import torch."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f"autobatch.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import shutil
+import sys
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import msgspec
 
@@ -19,6 +20,9 @@ from autobatch.cli.config_files import OptionValue, configured, layered
 from autobatch.core.errors import InputError
 from autobatch.core.option_types import Group, choices_of, expected, help_of, plain_type
 from autobatch.core.options import COMMANDS, Options, options_from
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 SUMMARIES = {
     "fit": "Probe, plan, tune and train. Save the limit, the weights and a report.",
@@ -33,6 +37,14 @@ HELP_WORDS = ("-h", "--help", "--help-all")
 
 
 HELP_COLUMN = 27
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose help raises if it cannot be written; argparse hides that."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Print the help."""
+        (sys.stdout if file is None else file).write(self.format_help())
 
 
 def parse(
@@ -81,13 +93,14 @@ def _read(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> 
     try:
         found, extra = _parser(name, known, shows_all="--help-all" in words).parse_known_args(words)
     except argparse.ArgumentError as error:
-        asked = (error.argument_name or "").split("/")
-        if asked[0] in valued:
-            raise InputError(f"{asked[0]} has no value: give {expected(types[asked[0]])}") from None
-        word = next((word for word in words if word.partition("=")[0] in asked and "=" in word), asked[0])
-        raise InputError(
-            f"{word.partition('=')[0]} takes no value, found {word.partition('=')[2]!r}"
-        ) from None
+        names = (error.argument_name or "").split("/")
+        if names[0] in valued:
+            raise InputError(f"{names[0]} has no value: give {expected(types[names[0]])}") from None
+        option, _, value = next(
+            (pair for pair in (word.partition("=") for word in words) if pair[0] in names and pair[1]),
+            (names[0], "", ""),
+        )
+        raise InputError(f"{option} takes no value, found {value!r}") from None
     for word in extra:
         if word.startswith("-"):
             raise InputError(_unknown(name, word.partition("=")[0], spellings))
@@ -119,12 +132,12 @@ def _joined(arguments: list[str], valued: Container[str], known: Container[str])
     return words + arguments[end:]
 
 
-def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> argparse.ArgumentParser:
+def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> _Parser:
     """Build the parser of a command; its help shows the common options, or all of them."""
     kind = COMMANDS[name]
     fields = msgspec.structs.fields(kind)
     needs = "".join(f" {_spelled(field.name)} {help_of(field).metavar}" for field in fields if field.required)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         usage=f"autobatch {name} [WORKLOAD]{needs} [options]",
         description=SUMMARIES[name],
         formatter_class=_formatter,

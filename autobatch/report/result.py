@@ -21,7 +21,7 @@ class Result(RunRecord, frozen=True, kw_only=True):
     """The records of a run. A part that did not run is ``None``."""
 
     profile: Path | None = None
-    """The file that saves the limit that was found."""
+    """The file in which the limit is saved."""
     report: Path | None = None
     out: Path | None = None
     """The folder of the run."""

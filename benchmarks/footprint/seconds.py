@@ -1,8 +1,8 @@
-"""What an estimate costs, in a process of its own: seconds, processor time and peak memory.
+"""The cost of an estimate in a process of its own: wall time, CPU time and peak memory.
 
     python -m benchmarks.footprint.seconds gpt2 h100-80gb
 
-The process is told nothing but the shapes; it prints one line of JSON.
+The process gets only the shapes, and prints one line of JSON.
 """
 
 from __future__ import annotations

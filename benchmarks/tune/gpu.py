@@ -1,9 +1,9 @@
-"""What tuning gains on a card: a transformer and a convolutional network, over the largest micro-batch.
+"""The gain of tuning on a GPU over the largest micro-batch: a transformer and a convolutional network.
 
     python -m benchmarks.tune.gpu [--trials 20] [--timeout 240] [--knobs …]
 
-The gain is over the largest micro-batch with every knob at its default, measured in turn; and over the same
-in fp32, for on recent cards the default is bf16 already.
+The gain is over the largest micro-batch with every knob at its default, measured in turn. A second gain is
+over the same in fp32, because the default on recent GPUs is bf16.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
 
 def convolutional(channels: int = 128, blocks: int = 8) -> nn.Module:
-    """Residual blocks at 56 by 56 pixels."""
+    """Build residual blocks at 56 by 56 pixels."""
     stem = nn.Conv2d(3, channels, 7, stride=4, padding=3)
     body = nn.Sequential(*(Residual(channels) for _ in range(blocks)))
     return nn.Sequential(stem, body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
@@ -99,7 +99,7 @@ CASES = {"transformer": transformer, "conv-net": conv_net}
 
 
 def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[str, Any]:
-    """Probe, tune, and measure the answer beside the default."""
+    """Probe, tune, and measure the result next to the default."""
     settings = SetupSettings(target_batch=TARGET, device="cuda", memory_budget=chosen.memory_budget)
     setup = open_setup(make(), settings)
     limit = limit_of(setup)
@@ -151,12 +151,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="transformer,conv-net")
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a case")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds per case")
     parser.add_argument("--knobs", default=None)
     parser.add_argument("--memory-budget", default="24GiB")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks.tune.gpu needs a CUDA card, and there is none here: nothing was measured")
+        print("benchmarks.tune.gpu needs a CUDA GPU and found none: nothing was measured")
         sys.exit(0)
     content = surroundings("optuna", "scipy", "triton")
     content["hardware"]["cpu"] = torch.cuda.get_device_name(0)
@@ -166,7 +166,7 @@ def main() -> None:
         "cases": {},
     }
     lines = [f"# Tuning on {torch.cuda.get_device_name(0)}, {content['date']}", ""]
-    lines += ["| case | answer | over the default | over fp32 |", "|---|---|---|---|"]
+    lines += ["| case | result | over the default | over fp32 |", "|---|---|---|---|"]
     for name in chosen.cases.split(","):
         one = examine(CASES[name], chosen)
         content["cases"][name] = one

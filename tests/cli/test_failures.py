@@ -108,11 +108,15 @@ def test_every_ending_has_its_code(tmp_path: Path) -> None:
         (KeyboardInterrupt(), 130, "interrupted; nothing was trained"),
         (Terminated(), 143, "terminated; nothing was trained"),
         (SystemExit("done"), 2, "the workload called sys.exit('done')"),
-        (OSError(28, "No space left on device"), 1, "the system refuses: [Errno 28] No space left on device"),
+        (
+            OSError(28, "No space left on device"),
+            1,
+            "operating system error: [Errno 28] No space left on device",
+        ),
         (
             ZeroDivisionError("odd\nly"),
             1,
-            "unexpected ZeroDivisionError: odd ly; this is a fault of autobatch",
+            "unexpected ZeroDivisionError: odd ly; this is a bug in autobatch",
         ),
     ):
         complaint = describe_failure(error)
@@ -120,7 +124,7 @@ def test_every_ending_has_its_code(tmp_path: Path) -> None:
         assert complaint.line.startswith(said)
         assert complaint.logged == (code in (1, 2))
     kept = describe_failure(KeyboardInterrupt(), folder=tmp_path)
-    assert kept.line == f"interrupted; what was saved before is whole: {tmp_path / 'checkpoints'}"
+    assert kept.line == f"interrupted; earlier checkpoints are intact: {tmp_path / 'checkpoints'}"
 
 
 def test_the_log_stands_in_the_folder_of_the_run_or_at_home(tmp_path: Path) -> None:

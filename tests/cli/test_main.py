@@ -50,9 +50,9 @@ REFUSED = [
     ((*FIT, "--timeout", "-1"), "--timeout must be a number over 0, found '-1'"),
     ((*FIT, "--seed", "-1"), "--seed must be a whole number from 0 to 2147483647, found '-1'"),
     (("probe", "--steps", "3"), "there is no option --steps"),
-    (("profiles", "shwo"), "profiles shwo: write profiles list, show NAME or save NAME"),
+    (("profiles", "shwo"), "there is no action 'shwo' of profiles: use list, show NAME or save NAME"),
     (("doctor", "now"), "doctor takes no arguments, found now"),
-    (("report",), "report takes one folder of a run"),
+    (("report",), "report takes the folder of one run, found 0: write report runs/NAME/DATE"),
 ]
 
 

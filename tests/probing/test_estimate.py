@@ -34,7 +34,7 @@ def test_one_gpu_is_explained(found):
     assert all(remedy.micro_batch >= one.micro_batch for remedy in one.remedies)
     text = StringIO()
     Terminal(text).estimated(found)
-    for words in (f"in the {one.phase}", "optimizer state", "blocks.0", "bytes", "share"):
+    for words in (f"phase {one.phase}", "optimizer state", "blocks.0", "bytes", "share"):
         assert words in text.getvalue()
     for remedy in one.remedies:
         assert remedy.advice in text.getvalue()

@@ -7,7 +7,8 @@ import io
 import msgspec
 import pytest
 
-from autobatch.cli.terminal import Terminal, describe_probe, describe_training
+from autobatch.cli.summary import describe_probe, describe_training
+from autobatch.cli.terminal import Terminal
 from autobatch.core.records import RunRecord
 from autobatch.report.sentences import headline, training_in_words
 from tests.support.sample_run import a_device, a_probe, a_run
@@ -16,8 +17,8 @@ from tests.support.sample_run import a_device, a_probe, a_run
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({}, ("largest", "micro-batch 93, by memory")),
-        ({"limited_by": "max_micro_batch"}, ("largest", "micro-batch 93, by --max-micro-batch")),
+        ({}, ("largest", "micro-batch 93, limited by memory")),
+        ({"limited_by": "max_micro_batch"}, ("largest", "micro-batch 93, limited by --max-micro-batch")),
         (
             {"upper_bound_by": None, "stopped_by": "time limit"},
             ("fits", "micro-batch 93; more may: the search was ended by the time limit"),
