@@ -133,7 +133,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class StudySpec(Generic[ResultT]):
-    """What a study searches, and how it stores results."""
+    """The search space of a study, and the form of its stored results."""
 
     space: Sequence[SearchAxis] | LogRange
     direction: Literal["maximize", "minimize"]

@@ -418,7 +418,7 @@ def test_an_interrupt_while_learning_rates_are_tried_keeps_the_default(tmp_path:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "interrupted: the learning rate stays as it was" in err
+    assert "interrupted: kept the learning rate" in err
     found = json.loads(out)
     assert (found["plan"]["learning_rate"], found["tuning"]["trials"]) == (0.01, 1)
     assert found["tuning"]["learning_rate"] is None
