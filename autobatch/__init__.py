@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch.api import estimate, fit, plan, probe, tune
+    from autobatch.api.library import estimate, fit, plan, probe, tune
     from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
     from autobatch.core.records import Plan, Probe
     from autobatch.integrations.custom_loop import batches
@@ -24,11 +24,11 @@ _HOMES = {
     "Result": "report.result",
     "WholeBatchLoss": "workload.contract",
     "Workload": "workload.contract",
-    "estimate": "api",
-    "fit": "api",
-    "plan": "api",
-    "probe": "api",
-    "tune": "api",
+    "estimate": "api.library",
+    "fit": "api.library",
+    "plan": "api.library",
+    "probe": "api.library",
+    "tune": "api.library",
     "batches": "integrations.custom_loop",
 }
 

@@ -1,4 +1,4 @@
-"""Whole processes: the help, and the demo from an empty directory, first and second time.
+"""Time of whole processes: the help, and the first and second run of the demo in an empty directory.
 
 python -m benchmarks.startup
 """

@@ -158,21 +158,14 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
 def _result_of(
     name: str, workload: str | None, options: Options, stream: SafeStream, log: RunLog
 ) -> Result | Estimates:
-    from autobatch.api import (
-        RunContext,
-        run_fit_command,
-        run_plan_command,
-        run_probe_command,
-        run_tune_command,
-    )
+    from autobatch.api.pipeline import RunContext, run_estimate, run_fit, run_plan, run_probe, run_tune
     from autobatch.cli.terminal import Terminal
-    from autobatch.probing.estimate import run_estimate
 
     run_it: dict[str, Callable[[Any, Any, RunContext], Result]] = {
-        "fit": run_fit_command,
-        "plan": run_plan_command,
-        "probe": run_probe_command,
-        "tune": run_tune_command,
+        "fit": run_fit,
+        "plan": run_plan,
+        "probe": run_probe,
+        "tune": run_tune,
     }
     with Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal:
         terminal.begin(workload, predicts=name == "estimate")
@@ -180,10 +173,10 @@ def _result_of(
             estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
             terminal.estimated(estimates)
             return estimates
-        environment = RunContext(
+        context = RunContext(
             progress=terminal, isolated=True, environ=os.environ, command=log.command, entered=log.enter
         )
-        result = run_it[name](workload, options, environment)
+        result = run_it[name](workload, options, context)
         terminal.finish(result)
     return result
 

@@ -68,8 +68,6 @@ WORTH_COMPILING = 500
 class TuningContext(NamedTuple):
     """Facts that decide which knobs apply: the device, the workload and the options."""
 
-    device_kind: str
-    """``cuda``, ``cpu`` or ``sim``."""
     precisions: tuple[Precision, ...]
     """Precisions that the device computes in natively, the default first; only one if the user chose it."""
     optimizers: tuple[str, ...]
@@ -90,6 +88,10 @@ class TuningContext(NamedTuple):
     """Reason why loader workers cannot be tuned; None if they can."""
     fetch_share: float = 0.0
     """Share of a micro-batch's time that fetching and collating it takes."""
+    gains_from_compile: bool = False
+    """True if ``torch.compile`` is worth trying unasked on the device."""
+    reads_pinned_memory: bool = False
+    """True if the device copies from pinned host memory while it computes."""
     segments: str | None = "the device keeps no segments"
     """Reason why the allocator cannot use expandable segments; None if it can."""
 
@@ -158,7 +160,7 @@ KNOBS = (
         lambda here: str(here.compiler),
         changes_memory=True,
         changes_numbers=True,
-        is_default=lambda here: here.device_kind == "cuda" and here.planned_steps >= WORTH_COMPILING,
+        is_default=lambda here: here.gains_from_compile and here.planned_steps >= WORTH_COMPILING,
     ),
     Knob(
         CHANNELS_LAST,
@@ -199,7 +201,7 @@ KNOBS = (
     Knob(
         PIN_MEMORY,
         "copies collated micro-batches to pinned memory, which the GPU reads while it computes",
-        lambda here: (True, False) if here.device_kind == "cuda" and len(_loader_counts(here)) > 1 else (),
+        lambda here: (True, False) if here.reads_pinned_memory and len(_loader_counts(here)) > 1 else (),
         lambda here: here.loader or "it needs a GPU and loader workers",
         changes_memory=False,
         changes_numbers=False,

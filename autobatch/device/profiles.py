@@ -171,6 +171,8 @@ __all__ = [
 ]
 
 
+PROFILE = "profile.toml"
+"""File of a saved profile, in the folder that is named after it."""
 SAME_GPU = 0.05
 """How far two totals of the same card may lie apart: driver, ECC and system take up to that share."""
 
@@ -195,7 +197,7 @@ def load_profile(name_or_path: str, *, user_dir: Path, package: str = "autobatch
 
     Args:
         name_or_path: a path to a TOML file, or a name such as ``rtx-4090``.
-        user_dir: the data directory (:func:`data_home`); its ``profiles/NAME.toml`` are the user's own.
+        user_dir: the data directory; its ``profiles/NAME/profile.toml`` are the user's own.
         package: the package that carries the shipped profiles.
 
     Raises:
@@ -206,11 +208,10 @@ def load_profile(name_or_path: str, *, user_dir: Path, package: str = "autobatch
         return read_profile(path)
     if path.suffix == ".toml" or len(path.parts) > 1:
         raise InputError(f"no profile file at {name_or_path}")
-    for folder in (user_dir / "profiles", shipped_profiles(package)):
-        file = folder / f"{name_or_path}.toml"
-        if file.is_file():
-            return read_profile(file)
-    raise InputError(_unknown(name_or_path, sorted({**_files(user_dir / "profiles"), **_shipped(package)})))
+    known = {**_shipped(package), **_saved(user_dir)}
+    if name_or_path in known:
+        return read_profile(known[name_or_path])
+    raise InputError(_unknown(name_or_path, sorted(known)))
 
 
 def list_profiles(*, user_dir: Path, package: str = "autobatch") -> Listing:
@@ -221,7 +222,7 @@ def list_profiles(*, user_dir: Path, package: str = "autobatch") -> Listing:
     """
     found = {name: read_profile(file) for name, file in _shipped(package).items()}
     problems = []
-    for name, file in _files(user_dir / "profiles").items():
+    for name, file in _saved(user_dir).items():
         try:
             found[name] = read_profile(file)
         except InputError as error:
@@ -269,8 +270,28 @@ def save_profile(profile: HardwareProfile, *, user_dir: Path) -> Path:
     Raises:
         InputError: the directory cannot be written.
     """
-    path = user_dir / "profiles" / f"{profile.name}.toml"
+    path = user_dir / "profiles" / profile.name / PROFILE
     return save_or_explain(path, format_profile(profile).encode(), what="profile")
+
+
+def profile_folder(device: str, *, user_dir: Path) -> Path:
+    """Return the folder of the data directory that keeps what is known of a device.
+
+    Args:
+        device: its name, as the driver gives it.
+        user_dir: the data directory.
+
+    Returns:
+        The folder of the saved profile that lists this name; without one, a folder named after the device.
+    """
+    for folder in sorted((user_dir / "profiles").glob(f"*/{PROFILE}")):
+        try:
+            profile = read_profile(folder)
+        except InputError:
+            continue
+        if _plain(device) in {_plain(known) for known in (profile.title, *profile.device_names)}:
+            return folder.parent
+    return user_dir / "profiles" / (re.sub(r"[^a-z0-9]+", "-", device.casefold()).strip("-") or "device")
 
 
 def save_or_explain(path: Path, content: bytes, *, what: str) -> Path:
@@ -301,6 +322,10 @@ def shipped_profiles(package: str = "autobatch") -> Traversable:
 
 def _plain(name: str) -> str:
     return " ".join(word for word in name.casefold().split() if word not in {"nvidia", "tesla"})
+
+
+def _saved(user_dir: Path) -> dict[str, Path]:
+    return {file.parent.name: file for file in (user_dir / "profiles").glob(f"*/{PROFILE}")}
 
 
 def _shipped(package: str) -> dict[str, Traversable]:

@@ -121,7 +121,7 @@ class Setting:
     steps: Sequence[int] = (1, 2, 2)
     """Micro-batches a window: as in an attempt on a device (`autobatch.probing.attempt.ATTEMPT_STEPS`)."""
     samples: int | None = None
-    """Of an optimizer step, where the loss sees all of them (`TrainSetup.window`)."""
+    """Of an optimizer step, where the loss sees all of them (`TrainSetup.whole_batch`)."""
     max_grad_norm: float | None = None
     ema: float | None = None
     """Decay of the weights' average; ``None``: none is kept."""

@@ -10,6 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from torch.utils.data import default_collate
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.nested import tensors_of
+from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
 
 FIRST_LOOK = 64
@@ -85,14 +87,33 @@ class WorstCaseSampler:
 
     Args:
         workload: what the user handed over.
+        seed: of what the data draw at random while it is scanned.
         clock: seconds; bounds the scan.
     """
 
-    def __init__(self, workload: Workload, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, workload: Workload, *, seed: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._workload = workload
-        self.notes: list[str] = []
-        self._costs = self._read(clock)
-        self._order = sorted(self._costs, key=lambda index: (-self._costs[index], index))
+        self._seed = seed
+        self._clock = clock
+        self._notes: list[str] = []
+
+    @cached_property
+    def _costs(self) -> dict[int, float]:
+        """Cost of each sample by its index, read once when first needed. The caller's generators stay."""
+        with preserved_random_state():
+            seed_everything(self._seed)
+            return self._read(self._clock)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return sorted(self._costs, key=lambda index: (-self._costs[index], index))
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on the scan, one per line."""
+        return self._notes if self._costs else []
 
     def check_collate(self) -> None:
         """Join the worst_case to the cheapest, as training will, before minutes are spent on a probe.
@@ -105,8 +126,9 @@ class WorstCaseSampler:
 
     def limited_to(self, cost: float) -> Self:
         """The worst_case of the samples that cost no more than this; their sizes are not read again."""
+        costs = self._costs
         limited = copy.copy(self)
-        limited._order = [index for index in self._order if self._costs[index] <= cost]
+        limited._order = [index for index in self._order if costs[index] <= cost]
         return limited
 
     def size_quartiles(self) -> list[float]:
@@ -141,7 +163,7 @@ class WorstCaseSampler:
         differ = len(set(costs.values())) > 1 or self._workload.size_of is not None
         seconds = LONG_SCAN_SECONDS if differ else SCAN_SECONDS
         if not read(range(count), seconds):
-            self.notes.append(
+            self._notes.append(
                 f"the sizes of {len(costs):,} of {count:,} samples were read in {seconds:.0f} s: "
                 "give Workload(size_of=…) for a quicker and complete answer"
             )

@@ -342,8 +342,8 @@ def _crash_message(pid: int | None, code: int) -> str:
 
 
 def gpu_of(device: Device, knobs: Configuration) -> torch.device | None:
-    """The card that `open_feed` is to copy for; ``None`` where the device is none, or the knobs say no."""
-    return device.torch_device if device.kind == "cuda" and knobs.get(PIN_MEMORY, True) else None
+    """Return the GPU that `open_feed` pins memory for; None if the device or the knobs ask for none."""
+    return device.torch_device if device.reads_pinned_memory and knobs.get(PIN_MEMORY, True) else None
 
 
 @contextmanager

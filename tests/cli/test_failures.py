@@ -29,10 +29,13 @@ WRONG: list[tuple[str, str]] = [
     ("optimizer=lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr)", "was given no parameter that"),
     (
         "schedule=lambda *_: None",
-        "Workload(schedule=…) returned nothing (None), not a schedule of torch.optim",
+        "Workload(schedule=…) must return a schedule of torch.optim, found nothing (None)",
     ),
-    ("metrics=lambda *_: 3, validation_data=data(4)", "Workload(metrics=…) must return names and figures"),
-    ("metrics=lambda *_: {'a': torch.zeros(2)}, validation_data=data(4)", "the figure 'a' of validation"),
+    (
+        "metrics=lambda *_: 3, validation_data=data(4)",
+        "Workload(metrics=…) must return a mapping of names to values",
+    ),
+    ("metrics=lambda *_: {'a': torch.zeros(2)}, validation_data=data(4)", "the validation metric 'a'"),
     ("loss=lambda model, batch: loss(model, batch) * float('nan')", "the workload's loss is nan"),
     ("loss=lambda model, batch: model(batch[0])", "must return a 0-d tensor or a Loss, found a tensor of"),
     ("loss=lambda model, batch: 3.0", "must return a 0-d tensor or a Loss, found a float"),

@@ -153,7 +153,7 @@ def test_enforced_raises_and_recovers():
             torch.ones(1024, 64).exp()
         except torch.OutOfMemoryError as error:
             message = str(error)
-        assert "256 KiB asked for" in message
+        assert "256 KiB requested" in message
         assert "60.0 KiB free" in message
         assert "tensors hold 4.00 KiB of the memory budget of 64.0 KiB" in message
         stats = meter.stats()

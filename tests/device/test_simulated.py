@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 
@@ -11,36 +9,43 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
+from autobatch.device.profiles import Figure, HardwareProfile
 from autobatch.device.simulated import SimulatedDevice
 
 
-class Gpu(NamedTuple):
-    """What is needed of a profile."""
+def gpu(*, total_bytes: int = 24 * GiB, context_bytes: int | None = 256 * MiB) -> HardwareProfile:
+    def figure(value: int) -> Figure:
+        return Figure(value=value, unit="B", source="made up", date="2026-01-01", measured=False)
 
-    name: str = "made-up"
-    title: str = "Made-up 9000"
-    total_bytes: int = 24 * GiB
-    context_bytes: int | None = 256 * MiB
+    return HardwareProfile(
+        schema=1,
+        name="made-up",
+        title="Made-up 9000",
+        vendor="Nobody",
+        capability="8.0",
+        total=figure(total_bytes),
+        context=None if context_bytes is None else figure(context_bytes),
+    )
 
 
 def test_budget_is_what_the_context_and_a_headroom_leave():
-    assert SimulatedDevice(Gpu()).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
-    assert SimulatedDevice(Gpu(total_bytes=4 * GiB)).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
-    unknown = SimulatedDevice(Gpu(total_bytes=4 * GiB, context_bytes=None))
+    assert SimulatedDevice(gpu()).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
+    assert SimulatedDevice(gpu(total_bytes=4 * GiB)).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
+    unknown = SimulatedDevice(gpu(total_bytes=4 * GiB, context_bytes=None))
     assert unknown.budget_bytes == 4 * GiB - 512 * MiB - 512 * MiB
 
 
 def test_budget_asked_for_is_taken_at_its_word():
-    assert SimulatedDevice(Gpu(), "1GiB").budget_bytes == GiB
-    assert SimulatedDevice(Gpu(), "50%").budget_bytes == 12 * GiB
+    assert SimulatedDevice(gpu(), "1GiB").budget_bytes == GiB
+    assert SimulatedDevice(gpu(), "50%").budget_bytes == 12 * GiB
     with pytest.raises(InputError, match=r"25\.0 GiB.*24\.0 GiB"):
-        SimulatedDevice(Gpu(), "25GiB")
+        SimulatedDevice(gpu(), "25GiB")
     with pytest.raises(DoesNotFitError, match="768 MiB"):
-        SimulatedDevice(Gpu(total_bytes=768 * MiB))
+        SimulatedDevice(gpu(total_bytes=768 * MiB))
 
 
 def test_segments_are_what_is_held_against_the_budget():
-    device: Device = SimulatedDevice(Gpu(), 64 * MiB)
+    device: Device = SimulatedDevice(gpu(), 64 * MiB)
     with device.enforced() as meter:
         small = torch.zeros(1)
         large = torch.zeros(2 * MiB // 4)
@@ -60,7 +65,7 @@ def test_segments_are_what_is_held_against_the_budget():
 
 
 def test_cached_segments_are_used_again_given_back_and_released():
-    device = SimulatedDevice(Gpu(), 64 * MiB)
+    device = SimulatedDevice(gpu(), 64 * MiB)
     with device.training() as meter:
         for _ in range(3):
             torch.zeros(40 * MiB // 4)
@@ -78,7 +83,7 @@ def test_cached_segments_are_used_again_given_back_and_released():
 
 
 def test_the_limit_is_on_in_training():
-    device = SimulatedDevice(Gpu(), 64 * MiB)
+    device = SimulatedDevice(gpu(), 64 * MiB)
     with device.training(), pytest.raises(torch.OutOfMemoryError):
         torch.zeros(65 * MiB, dtype=torch.uint8)
 
@@ -86,7 +91,7 @@ def test_the_limit_is_on_in_training():
 def test_expandable_segments():
     reserved = []
     for expandable in (False, True):
-        device = SimulatedDevice(Gpu(), 128 * MiB, expandable_segments=expandable)
+        device = SimulatedDevice(gpu(), 128 * MiB, expandable_segments=expandable)
         with device.enforced() as meter:
             torch.zeros(40 * MiB, dtype=torch.uint8)
             torch.zeros(42 * MiB, dtype=torch.uint8)
@@ -95,7 +100,7 @@ def test_expandable_segments():
 
 
 def test_describes_itself():
-    device = SimulatedDevice(Gpu(), "1GiB")
+    device = SimulatedDevice(gpu(), "1GiB")
     record = device.describe()
     assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")
     assert (record.total_bytes, record.budget_bytes) == (24 * GiB, GiB)

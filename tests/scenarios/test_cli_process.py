@@ -174,7 +174,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_goes_on(
     _, err = process.communicate(timeout=60)
     line = one_line(Ran(process.returncode, "", err), code)
     assert "with checkpoint out/checkpoints/step-" in line
-    again = line.partition("go on with: autobatch ")[2].split()
+    again = line.partition("Resume with: autobatch ")[2].split()
     assert again[-1] == "--resume"
     resumed = autobatch(tmp_path, *again, "--json", "--quiet")
     assert resumed.code == 0
@@ -381,7 +381,7 @@ def test_where_every_trial_crashes_the_plan_stays_and_it_says_why(tmp_path: Path
     assert ran.code == 0, ran.err
     tuning = ran.json["tuning"]
     assert [one["feasible"] for one in tuning["history"]] == [False, False]
-    assert tuning["notes"][0].startswith("none of 2 configurations could be run, so the plan stays as it is")
+    assert tuning["notes"][0].startswith("kept the plan: none of 2 configurations ran")
     assert "(SIGSEGV)" in tuning["notes"][0]
     assert ran.json["plan"]["micro_batches"] == [8]
     assert "kept the default: it could not be measured" in ran.err

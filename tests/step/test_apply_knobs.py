@@ -32,7 +32,6 @@ from autobatch.workload.rng import seed_everything
 from tests.support.training import Rows, make_workload, mean_loss
 
 GPU = TuningContext(
-    device_kind="cuda",
     precisions=("bf16", "fp32"),
     optimizers=("default", "fused"),
     blocks=12,
@@ -42,10 +41,11 @@ GPU = TuningContext(
     planned_steps=1000,
     cores=6,
     fetch_share=0.4,
+    gains_from_compile=True,
+    reads_pinned_memory=True,
     segments=None,
 )
 BARE = TuningContext(
-    device_kind="cpu",
     precisions=("fp32",),
     optimizers=("default",),
     blocks=0,
@@ -145,7 +145,7 @@ def test_nothing_applies_where_nothing_can_be_chosen() -> None:
 
 
 def test_the_compiler_has_to_be_asked_for_on_the_processor_and_for_short_runs() -> None:
-    for here in (GPU._replace(device_kind="cpu"), GPU._replace(planned_steps=60)):
+    for here in (GPU._replace(gains_from_compile=False), GPU._replace(planned_steps=60)):
         assert "compile" not in [axis.name for axis in applicable(here)[0]]
         assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
 
@@ -189,21 +189,23 @@ def test_how_workers_feed_is_tuned_where_there_are_workers_and_only_by_name() ->
     assert not set(names) & {axis.name for axis in applicable(GPU)[0]}
     axes, _ = applicable(GPU, names)
     assert {axis.name: axis.choices for axis in axes} == {"prefetch": (2, 4, 8), "pin_memory": (True, False)}
-    assert [axis.name for axis in applicable(GPU._replace(device_kind="cpu"), names)[0]] == ["prefetch"]
+    assert [axis.name for axis in applicable(GPU._replace(reads_pinned_memory=False), names)[0]] == [
+        "prefetch"
+    ]
     assert applicable(BARE, names)[0] == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "knobs", "is_gpu"),
+    ("reads", "knobs", "is_gpu"),
     [
-        ("cuda", {}, True),
-        ("cuda", {"pin_memory": True}, True),
-        ("cuda", {"pin_memory": False}, False),
-        ("cpu", {}, False),
+        (True, {}, True),
+        (True, {"pin_memory": True}, True),
+        (True, {"pin_memory": False}, False),
+        (False, {}, False),
     ],
 )
-def test_what_workers_joined_is_copied_for_a_gpu_unless_the_knob_says_no(kind, knobs, is_gpu) -> None:
-    device = SimpleNamespace(kind=kind, torch_device=torch.device("cuda", 1))
+def test_what_workers_joined_is_copied_for_a_gpu_unless_the_knob_says_no(reads, knobs, is_gpu) -> None:
+    device = SimpleNamespace(reads_pinned_memory=reads, torch_device=torch.device("cuda", 1))
     assert gpu_of(device, knobs) == (device.torch_device if is_gpu else None)
 
 

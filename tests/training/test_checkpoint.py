@@ -96,8 +96,8 @@ def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
 def test_a_future_format_is_said_to_be_one(tmp_path: Path) -> None:
     path = save(tmp_path, 2)
     content = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(content.replace('"schema": 1', '"schema": 2'))
-    with pytest.raises(CheckpointError, match="written in format 2, this version reads 1"):
+    (path / MANIFEST).write_text(content.replace('"schema": 2', '"schema": 3'))
+    with pytest.raises(CheckpointError, match="has format 3, and this version reads 2"):
         verify(path)
 
 

@@ -153,7 +153,7 @@ def test_a_run_may_go_on_over_a_full_disk(tmp_path: Path) -> None:
     assert len(disk.notes) == 2
     assert "the checkpoint of step 2 could not be written" in disk.notes[0]
     assert "File too large" in disk.notes[0]
-    assert disk.notes[0].endswith("the run goes on without it (--on-failed-save continue)")
+    assert disk.notes[0].endswith(". The run continues without it (--on-failed-save continue)")
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert names == [f"step-0000000{step}" for step in (1, 4, 5, 6)]
     assert all(is_valid(path) for path in list_checkpoints(tmp_path / "checkpoints"))

@@ -55,11 +55,12 @@ KINDS = {
 }
 
 
-def figures(workload, reach: int | ValidationBatchSize, **options) -> dict[str, float]:
+def figures(workload, batch_size: int | ValidationBatchSize, **options) -> dict[str, float]:
     loop = make_loop(workload)
-    reach = reach if isinstance(reach, ValidationBatchSize) else ValidationBatchSize(reach)
-    settings = {"device": loop.device, "meter": SilentMeter(), "window": 24, **options}
-    return evaluate(workload, loop.train_state, reach=reach, **settings)
+    if isinstance(batch_size, int):
+        batch_size = ValidationBatchSize(batch_size)
+    settings = {"device": loop.device, "meter": SilentMeter(), "target_batch": 24, **options}
+    return evaluate(workload, loop.train_state, batch_size=batch_size, **settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,11 +83,13 @@ def test_a_loss_over_a_whole_batch_is_that_of_batches_as_large_as_in_training(mi
     parts.append(torch.utils.data.default_collate([held_out[i] for i in range(20, 23)]))
     with torch.no_grad():
         losses = [float(INFO_NCE(loop.train_state.model, part)) * len(part[0]) for part in parts]
-    found = figures(workload, micro_batch, window=10)
+    found = figures(workload, micro_batch, target_batch=10)
     assert found["loss"] == pytest.approx(sum(losses) / 23, rel=1e-12)
     assert found["accuracy"] == pytest.approx(figures(workload, 23)["accuracy"], rel=1e-12)
     if micro_batch == 10:
-        assert found["loss"] != pytest.approx(figures(workload, micro_batch, window=23)["loss"], rel=1e-2)
+        assert found["loss"] != pytest.approx(
+            figures(workload, micro_batch, target_batch=23)["loss"], rel=1e-2
+        )
 
 
 def test_out_of_memory_within_a_whole_batch_keeps_its_rows() -> None:
@@ -102,8 +105,8 @@ def test_out_of_memory_within_a_whole_batch_keeps_its_rows() -> None:
     workload = make_workload(
         validation_data=data, loss=WholeBatchLoss(represent=represent, loss=INFO_NCE.loss)
     )
-    expected = figures(make_workload(validation_data=data, loss=INFO_NCE), 23, window=12)
-    assert figures(workload, 8, window=12) == pytest.approx(expected, rel=1e-12)
+    expected = figures(make_workload(validation_data=data, loss=INFO_NCE), 23, target_batch=12)
+    assert figures(workload, 8, target_batch=12) == pytest.approx(expected, rel=1e-12)
     assert seen == [8, 4, 4, 4, 4, 4, 3]
 
 
@@ -144,8 +147,8 @@ def test_modes_come_back_one_by_one_and_weights_are_untouched() -> None:
         loop.train_state,
         device=loop.device,
         meter=SilentMeter(),
-        reach=ValidationBatchSize(4),
-        window=24,
+        batch_size=ValidationBatchSize(4),
+        target_batch=24,
     )
     assert [module.training for module in (model, *model)] == [True, False, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -177,12 +180,12 @@ def test_figures_are_those_of_every_sample_by_itself(kind: str, start: int, grow
 def test_the_micro_batch_doubles_while_it_fits_and_what_failed_is_not_tried_again() -> None:
     seen: list[int] = []
     workload = make_workload(validation_data=points(60, seed=1), loss=limited(9, seen))
-    reach = ValidationBatchSize(2, grows=True)
-    assert figures(workload, reach)["loss"] > 0
+    batch_size = ValidationBatchSize(2, grows=True)
+    assert figures(workload, batch_size)["loss"] > 0
     assert seen == [2, 4, 8, 16, 8, 8, 8, 8, 8, 6]
     assert sum(seen) - 16 == 60
     seen.clear()
-    figures(workload, reach)
+    figures(workload, batch_size)
     assert seen == [8] * 7 + [4], "what was learnt holds for the next validation"
 
 
@@ -217,20 +220,22 @@ def test_on_a_simulated_gpu_validation_takes_more_than_training_could(tmp_path: 
         loop.train_state,
         device=loop.device,
         meter=SilentMeter(),
-        reach=ValidationBatchSize(512),
-        window=24,
+        batch_size=ValidationBatchSize(512),
+        target_batch=24,
     )
     with device.training() as meter:
         meter.count(tensor.data for tensor in loop.train_state.model.parameters())
-        reach = ValidationBatchSize(512, grows=True)
-        found = evaluate(workload, loop.train_state, device=device, meter=meter, reach=reach, window=24)
+        batch_size = ValidationBatchSize(512, grows=True)
+        found = evaluate(
+            workload, loop.train_state, device=device, meter=meter, batch_size=batch_size, target_batch=24
+        )
         assert meter.stats().peak_reserved_bytes <= device.budget_bytes
-        assert reach.micro_batch >= 2048
-        loop.meter, loop.micro_batch = meter, reach.micro_batch
-        loop.sampler = replace(loop.sampler, target_batch=reach.micro_batch)
+        assert batch_size.micro_batch >= 2048
+        loop.meter, loop.micro_batch = meter, batch_size.micro_batch
+        loop.sampler = replace(loop.sampler, target_batch=batch_size.micro_batch)
         with suppress(RestartSmallerError):
             next(loop.run())
-        assert loop.micro_batch < reach.micro_batch, "training does not take as many"
+        assert loop.micro_batch < batch_size.micro_batch, "training does not take as many"
     assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -264,10 +269,14 @@ def no_figure(model, batch):
     ("metrics", "error", "said"),
     [
         (wrong_key, TypeError, "raised by the workload: metrics"),
-        (no_figure, InputError, "the figure 'accuracy' of validation must be a 0-d tensor"),
-        (lambda model, batch: 3.0, InputError, "must return names and figures, found a float"),
-        (lambda model, batch: {1: 3.0}, InputError, "must give each figure a name, found 1"),
-        (lambda model, batch: {"loss": 3.0}, InputError, "found 'loss', which is that of the held-out loss"),
+        (no_figure, InputError, "the validation metric 'accuracy' must be a 0-d tensor"),
+        (lambda model, batch: 3.0, InputError, "must return a mapping of names to values, found a float"),
+        (lambda model, batch: {1: 3.0}, InputError, "must name each value with text, found the name 1"),
+        (
+            lambda model, batch: {"loss": 3.0},
+            InputError,
+            "returned a metric named 'loss', which is the name of the validation loss",
+        ),
     ],
 )
 def test_a_mistake_in_the_metrics_costs_no_training(metrics, error, said: str, tmp_path: Path) -> None:

@@ -128,7 +128,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(va
     next(run)
     before = weights(loop.train_state.model)
     random_state = torch.get_rng_state()
-    with pytest.raises(NonFiniteError, match=rf"loss \(nan\) of step 3 .* sample {bad} does it alone"):
+    with pytest.raises(
+        NonFiniteError, match=rf"loss \(nan\) of step 3 .* sample {bad} alone gives a non-finite loss"
+    ):
         next(run)
     assert torch.equal(weights(loop.train_state.model), before)
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -147,7 +149,9 @@ def test_of_a_loss_over_the_whole_batch_the_sample_is_named_whose_row_is_not_fin
         loss=replace(INFO_NCE, loss=undefined_alone),
     )
     loop = make_loop(workload, target_batch=24, micro_batch=5, steps=1)
-    with pytest.raises(NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 does it alone"):
+    with pytest.raises(
+        NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 alone gives a non-finite row"
+    ):
         next(loop.run())
 
 
@@ -158,7 +162,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss(
     loop = make_loop(make_workload(loss=loss), target_batch=6, steps=4)
     before = weights(loop.train_state.model)
     with pytest.raises(
-        NonFiniteError, match="the gradient of step 1 is not finite: no step was taken; samples"
+        NonFiniteError, match="the gradient of step 1 is not finite, so the step was not applied: samples"
     ):
         next(loop.run())
     assert torch.equal(weights(loop.train_state.model), before)

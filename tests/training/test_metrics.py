@@ -11,11 +11,11 @@ import pytest
 from autobatch.core.errors import CheckpointError
 from autobatch.core.records import StepRecord, Training
 from autobatch.training.metrics import (
-    TENSORBOARD_SECONDS,
+    TENSORBOARD_INTERVAL_S,
     JsonLines,
     MetricsWriter,
-    figures,
     open_tensorboard,
+    scalars,
 )
 from tests.support.sample_run import a_run, a_step
 
@@ -85,18 +85,18 @@ def test_a_full_disk_is_named() -> None:
 
 
 def test_figures_of_a_record() -> None:
-    found = dict(figures(a_step(2, samples_per_s=30.0, items_per_s=80.0, loss=None)))
+    found = dict(scalars(a_step(2, samples_per_s=30.0, items_per_s=80.0, loss=None)))
     assert found["speed/samples_per_s"] == 30.0
     assert found["speed/items_per_s"] == 80.0
     assert found["training/gradient_norm"] == 1.5
     assert found["memory/oom_recoveries"] == 0
     assert "training/loss" not in found
-    assert not [name for name in dict(figures(a_step(7))) if name.startswith("speed/")], "an old row has none"
-    assert dict(figures(a_step(3, validation={"loss": 0.25})))["validation/loss"] == 0.25
+    assert not [name for name in dict(scalars(a_step(7))) if name.startswith("speed/")], "an old row has none"
+    assert dict(scalars(a_step(3, validation={"loss": 0.25})))["validation/loss"] == 0.25
 
 
 def test_curves(installed, tmp_path) -> None:
-    sink = open_tensorboard(tmp_path, clock=ticking(TENSORBOARD_SECONDS))
+    sink = open_tensorboard(tmp_path, clock=ticking(TENSORBOARD_INTERVAL_S))
     for step in (1, 2):
         sink.step(a_step(step))
     sink.end(a_run().training)
@@ -104,13 +104,13 @@ def test_curves(installed, tmp_path) -> None:
     writer = sink._writer
     assert writer.folder == str(tmp_path)
     assert [step for step, _ in writer.events] == [1, 2, 2]
-    assert writer.events[1][1] == dict(figures(a_step(2)))
+    assert writer.events[1][1] == dict(scalars(a_step(2)))
     assert writer.events[2][1] == {"validation/accuracy": 0.9312}
     assert writer.closed
 
 
 def test_quick_windows_are_thinned_out_but_not_those_in_which_something_happened(installed, tmp_path) -> None:
-    sink = open_tensorboard(tmp_path, clock=ticking(0.15 * TENSORBOARD_SECONDS))
+    sink = open_tensorboard(tmp_path, clock=ticking(0.15 * TENSORBOARD_INTERVAL_S))
     changes = {
         10: {"recovered": "out of memory"},
         12: {"validation": {"loss": 0.5}},
@@ -140,7 +140,7 @@ def test_trouble_ends_the_curves_and_not_the_run(installed, tmp_path) -> None:
     sink.step(a_step(2))
     sink._writer.close = fail
     sink.close()
-    assert sink.trouble == "TensorBoard stopped at step 1: OSError: [Errno 28] No space left on device"
+    assert sink.error == "TensorBoard stopped at step 1: OSError: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize("missing", ["tensorboard", "torch.utils.tensorboard"])
@@ -174,7 +174,7 @@ def test_the_real_one_reads_what_was_written(tmp_path) -> None:
             oom_recoveries=0, resumed_from=None, checkpoint=None, validation={"accuracy": 0.5},
         ))  # fmt: skip
         sink.close()
-        assert sink.trouble is None
+        assert sink.error is None
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("training/loss")] == [

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from autobatch.training.noise_scale import KEPT_BATCHES, LEAST_BATCHES, NoiseEstimate, NoiseScale
+from autobatch.training.noise_scale import KEPT_BATCHES, MIN_BATCHES, NoiseEstimate, NoiseScale
 
 
 def of_norms(rows) -> NoiseEstimate:
@@ -31,7 +31,7 @@ def drawn(generator, *, truth: torch.Tensor, spread: float, first: int, window: 
 
 def test_expected_norms_give_the_noise_scale_itself() -> None:
     """E|G_B|² = |G|² + tr(Σ)/B, with |G|² = 3 and tr(Σ) = 600."""
-    found = of_norms([(3 + 600 / 8, 8, 3 + 600 / 64, 64)] * LEAST_BATCHES)
+    found = of_norms([(3 + 600 / 8, 8, 3 + 600 / 64, 64)] * MIN_BATCHES)
     assert found.gradient_norm_sq == pytest.approx(3)
     assert found.trace == pytest.approx(600)
     assert [found.noise_scale, found.low, found.high] == pytest.approx([200] * 3)
@@ -46,7 +46,7 @@ def test_it_is_unbiased_over_all_windows_that_there_are() -> None:
     for ids in itertools.product(range(3), repeat=4):
         window = samples[list(ids)]
         rows.append((window[0].square().sum().item(), 1, window.mean(0).square().sum().item(), 4))
-    assert len(rows) >= LEAST_BATCHES
+    assert len(rows) >= MIN_BATCHES
     found = of_norms(rows)
     assert found.gradient_norm_sq == pytest.approx(truth.square().sum().item(), rel=1e-12)
     assert found.trace == pytest.approx(trace, rel=1e-12)
@@ -113,12 +113,13 @@ def test_no_noise_at_all() -> None:
 
 
 def test_too_few_windows_say_nothing() -> None:
-    rows = [(78.0, 8, 12.375, 64)] * (LEAST_BATCHES - 1)
+    rows = [(78.0, 8, 12.375, 64)] * (MIN_BATCHES - 1)
     found = of_norms(rows)
-    assert found == NoiseEstimate(batches=LEAST_BATCHES - 1)
+    assert found == NoiseEstimate(batches=MIN_BATCHES - 1)
     assert found.verdict(64) == "unknown"
     assert found.sentence(64).startswith(
-        "The gradient noise scale is unknown: 49 windows were measured, and 50"
+        "The gradient noise scale is unknown: it needs 50 measured batches of at least two micro-batches, "
+        "and 49 were measured"
     )
 
 
@@ -133,8 +134,8 @@ def test_what_tells_nothing_is_passed_over(row) -> None:
     ("batch", "verdict", "words"),
     [
         (40, "below", "is much smaller: a larger one"),
-        (100, "near", "about 1.5 times the samples that tiny batches need, and 3 times the steps of huge"),
-        (200, "near", "about 2 times the samples that tiny batches need, and 2 times the steps of"),
+        (100, "near", "about 1.5 times the samples of a tiny batch and 3 times the steps of a huge"),
+        (200, "near", "about 2 times the samples of a tiny batch and 2 times the steps of"),
         (1200, "above", "is much larger: a smaller one"),
     ],
 )  # fmt: skip
@@ -143,7 +144,7 @@ def test_the_advice(batch: int, verdict: str, words: str) -> None:
     assert found.verdict(batch) == verdict
     sentence = found.sentence(batch)
     assert sentence.startswith(
-        "The gradient noise scale is about 200 (95 %: 180 to 230; 80 windows); the target"
+        "The gradient noise scale is about 200 (95 %: 180 to 230, from 80 batches). The target"
     )
     assert words in sentence
 
@@ -151,7 +152,7 @@ def test_the_advice(batch: int, verdict: str, words: str) -> None:
 def test_a_wide_band_gives_no_advice() -> None:
     found = NoiseEstimate(batches=80, noise_scale=200.0, low=10.0, high=4000.0)
     assert found.verdict(200) == "unclear"
-    assert "too wide to say" in found.sentence(200)
+    assert "the interval is too wide" in found.sentence(200)
 
 
 def test_a_resumed_run_goes_on_from_where_it_was() -> None:
@@ -163,7 +164,7 @@ def test_a_resumed_run_goes_on_from_where_it_was() -> None:
     for row in rows[:350]:
         noise.observe(*row)
     other.load_state_dict(noise.state_dict())
-    assert [index for index in range(5) if other.due(index)] == [0, 2, 4]
+    assert [index for index in range(5) if other.is_due(index)] == [0, 2, 4]
     for one in (noise, other):
         for row in rows[350:]:
             one.observe(*row)

@@ -127,11 +127,11 @@ def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget:
     dropping = make_workload(model=lambda: nn.Sequential(network(), nn.Dropout(0.5)).double(), loss=INFO_NCE)
     assert check(dropping, budget=budget) == []
     seeing = WholeBatchLoss(represent=standardised, loss=INFO_NCE.loss)
-    with pytest.raises(InputError, match="each row of its own sample alone") as caught:
+    with pytest.raises(InputError, match="each row from its own sample alone") as caught:
         check(make_workload(loss=seeing), budget=budget)
     assert "\n" not in str(caught.value)
     (note,) = check(make_workload(loss=seeing), micro_batch=24, budget=budget)
-    assert "stays exact while memory lasts" in note
+    assert "exact as long as memory does not run out" in note
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget:
     [
         (
             {"loss": contrastive},
-            r"samples of a batch see each other .* hand over WholeBatchLoss\(represent=…",
+            r"depends on several samples at once .* Use WholeBatchLoss\(represent=…",
         ),
-        ({"loss": batch_penalty}, "samples of a batch see each other"),
-        ({"loss": batch_gradient_penalty}, "samples of a batch see each other"),
+        ({"loss": batch_penalty}, "depends on several samples at once"),
+        ({"loss": batch_gradient_penalty}, "depends on several samples at once"),
         ({**TOKENS, "loss": bare_tokens}, r"a mean over something else than samples .* Loss\(total, count\)"),
         ({"loss": bare_class_weights}, "a mean over something else than samples"),
         ({"loss": lambda m, b: cross_entropy(m(b[0]), b[1], reduction="sum")}, "a sum over the batch"),
-        ({"loss": lambda m, b: Loss(mean_loss(m, b), len(b[0]))}, "must be a sum over the items"),
+        ({"loss": lambda m, b: Loss(mean_loss(m, b), len(b[0]))}, "must be the sum over the items"),
         (
             {"loss": lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1)},
             "count of the workload's Loss is 1 for 6",
@@ -163,8 +163,8 @@ def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, sai
 def test_where_no_window_is_split_it_is_a_note() -> None:
     notes = check(make_workload(loss=contrastive), micro_batch=24)
     assert len(notes) == 1
-    assert "see each other" in notes[0]
-    assert "stays exact while memory lasts" in notes[0]
+    assert "depends on several samples at once" in notes[0]
+    assert "exact as long as memory does not run out" in notes[0]
 
 
 def test_what_cannot_be_checked_is_not_held_against_the_loss() -> None:
@@ -178,7 +178,7 @@ def test_what_cannot_be_checked_is_not_held_against_the_loss() -> None:
 
     assert check(make_workload(loss=noisy)) == []
     assert check(make_workload(model=lambda: TrainingOnly(network()))) == []
-    with pytest.raises(InputError, match="see each other"):
+    with pytest.raises(InputError, match="depends on several samples at once"):
         check(
             make_workload(
                 model=lambda: TrainingOnly(network(torch.float32)),
@@ -200,7 +200,7 @@ def test_fit_asks_before_it_trains(tmp_path: Path) -> None:
         "memory_budget": "64MiB",
         "out": str(tmp_path / "run"),
     }
-    with pytest.raises(InputError, match="see each other"):
+    with pytest.raises(InputError, match="depends on several samples at once"):
         autobatch.fit(make_workload(loss=contrastive), **options)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert autobatch.fit(make_workload(), **options).training.optimizer_steps == 1
@@ -210,12 +210,12 @@ def test_a_loss_that_cannot_be_split_may_be_trained_all_the_same(tmp_path: Path)
     options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 1, "trials": 0}
     options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
     workload = make_workload(loss=contrastive)
-    with pytest.raises(InputError, match=r"see each other .* with --split-check note"):
+    with pytest.raises(InputError, match=r"depends on several samples at once .* use --split-check note"):
         autobatch.fit(workload, **options)
     for choice in ("note", "off"):
         assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 1
     (note,) = noted(workload, "note")
-    assert "see each other" in note
+    assert "depends on several samples at once" in note
     assert "--split-check" not in note
     assert noted(workload, "off") == []
 
@@ -228,7 +228,7 @@ def noted(workload, choice: str) -> list[str]:
 def test_off_still_refuses_a_batch_norm_of_one_sample() -> None:
     workload = make_workload(model=normalised, loss=contrastive)
     sampler = GlobalBatchSampler(samples=24, target_batch=23, seed=0, epochs=1)
-    with pytest.raises(InputError, match="a micro-batch of 1 comes up"):
+    with pytest.raises(InputError, match="this run has a micro-batch of 1"):
         check_loss_splits(bench_of(workload), micro_batch=8, sampler=sampler, check="off")
 
 
@@ -250,9 +250,12 @@ def normalised(features: int = 5) -> nn.Module:
 
 def test_batch_norm_is_a_note_with_the_numbers() -> None:
     (note,) = check(make_workload(model=normalised), micro_batch=7)
-    assert "1 BatchNorm layers take their statistics over 6 to 6 samples, not over the 24" in note
-    assert "move 4 times a step, where a momentum of 0.026 instead of 0.1" in note
-    assert note.endswith("(--bn-momentum auto sets it)")
+    assert "1 BatchNorm layers compute their statistics over micro-batches of 6 to 6 samples" in note
+    assert "not over the batch of 24" in note
+    assert (
+        "move 4 times per step: to match the whole batch, set their momentum to 0.026 instead of 0.1" in note
+    )
+    assert note.endswith("(--bn-momentum auto does this)")
     assert check(make_workload(model=normalised), micro_batch=24) == []
 
 
@@ -266,7 +269,7 @@ def test_batch_norm_is_a_note_with_the_numbers() -> None:
     ],
 )
 def test_a_batch_norm_of_one_sample_is_refused_before_training(options, micro_batch: int) -> None:
-    with pytest.raises(InputError, match="a micro-batch of 1 comes up"):
+    with pytest.raises(InputError, match="this run has a micro-batch of 1"):
         check(make_workload(model=normalised), micro_batch=micro_batch, **options)
 
 

@@ -88,7 +88,7 @@ def test_a_signal_stops_at_the_end_of_the_window_with_a_checkpoint(tmp_path, num
     assert caught.value.exit_code == exit_code
     assert f"after step {at} of {STEPS}" in str(caught.value)
     assert f"checkpoint {out / 'checkpoints' / f'step-{at:08d}'}" in str(caught.value)
-    assert str(caught.value).endswith(f"go on with: {HINT}")
+    assert str(caught.value).endswith(f"Resume with: {HINT}")
     assert signal.getsignal(number) is before
     loop, done = go_on(out)
     assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)

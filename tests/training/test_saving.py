@@ -29,7 +29,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_so(tmp_path: Path) -
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(
-            CheckpointError, match=r"step 2 could not be written to .*File too large.*make room"
+            CheckpointError, match=r"step 2 could not be written to .*File too large.*free some space"
         ):
             save(tmp_path, 2, size=100_000)
     finally:
@@ -160,7 +160,7 @@ def test_killed_between_any_two_calls_the_newest_is_whole(tmp_path: Path, monkey
     for step in (1, 2, 3):
         save(base, step)
     boundary.count = 0
-    spare = None if resumed is None else base / f"step-{resumed:08d}"
+    resumed_from = None if resumed is None else base / f"step-{resumed:08d}"
     shutil.copytree(base, tmp_path / "dry")
     boundary.count = 0
     save(tmp_path / "dry", 4, keep_last=2)
@@ -177,7 +177,7 @@ def test_killed_between_any_two_calls_the_newest_is_whole(tmp_path: Path, monkey
         shutil.copytree(base, folder)
         boundary.left = at
         with pytest.raises(Killed):
-            save(folder, 4, keep_last=2, spare=None if spare is None else folder / spare.name)
+            save(folder, 4, keep_last=2, protected=resumed_from and folder / resumed_from.name)
         boundary.left = 10_000
         assert newest(folder) in (3, 4)
         clean_leftovers(folder)
@@ -196,9 +196,9 @@ class _Gone:
 
 
 def test_the_one_that_was_resumed_from_is_not_dropped(tmp_path: Path) -> None:
-    spare = save(tmp_path, 1)
+    resumed_from = save(tmp_path, 1)
     for step in range(2, 7):
-        save(tmp_path, step, keep_last=2, spare=spare)
+        save(tmp_path, step, keep_last=2, protected=resumed_from)
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "5", "6"]
 
 

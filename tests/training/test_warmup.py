@@ -66,7 +66,7 @@ def test_a_resumed_run_warms_up_on_and_not_otherwise(tmp_path: Path) -> None:
 
     whole = fit("whole", 6, warmup_samples=40)
     fit("parts", 2, warmup_samples=40)
-    with pytest.raises(InputError, match=r"--warmup-samples None does not match .* which has 40"):
+    with pytest.raises(InputError, match=r"no --warmup-samples does not match .* which has 40"):
         fit("parts", 6, resume=True)
     parts = fit("parts", 6, resume=True, warmup_samples=40)
     assert weights(parts.model).equal(weights(whole.model))

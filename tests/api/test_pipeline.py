@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import autobatch
 from autobatch.core.errors import InputError, NonFiniteError
@@ -62,7 +62,7 @@ def test_windows_that_are_not_finite_are_skipped_where_they_may_be(tmp_path: Pat
     # The probe runs the worst_case samples, which are the others.
     workload = make_workload(train_data=data, size_of=lambda sample: float(sample[0].isfinite().all()))
     options = {"target_batch": 200, "steps": None, "epochs": 1, "split_check": "off"}
-    with pytest.raises(NonFiniteError, match="sample 300 does it alone"):
+    with pytest.raises(NonFiniteError, match="sample 300 alone gives a non-finite loss"):
         fit(workload, tmp_path / "raised", **options)
     done = fit(workload, tmp_path / "skipped", on_nonfinite="skip", **options)
     assert (done.training.skipped_steps, done.training.optimizer_steps) == (1, 2)
@@ -84,10 +84,10 @@ SHORT: dict[str, Any] = {"target_batch": 32, "max_micro_batch": 16}
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"steps": None}, r"has taken 4 optimizer steps already, and this is for 3"),
-        ({"last_batch": "flush"}, r"--last-window flush does not match .* which has carry"),
-        ({"train_data": points(80)}, r"training data have 80 samples, .* has 96"),
-        ({"target_batch": 16}, r"--target-batch 16 does not match .* target batch of 32"),
+        ({"steps": None}, r"this run has 3 optimizer steps, but the checkpoint .* has taken 4 already"),
+        ({"last_batch": "flush"}, r"--last-batch flush does not match .* which has carry"),
+        ({"train_data": points(80)}, r"training data have 80 samples, but had 96"),
+        ({"target_batch": 16}, r"--target-batch 16 does not match .* which has 32"),
     ],
 )
 def test_a_resume_that_would_take_other_windows_is_refused(
@@ -104,7 +104,7 @@ def test_a_run_that_ended_with_a_short_window_cannot_run_on(tmp_path: Path) -> N
     epochs: dict[str, Any] = {**SHORT, "steps": None, "epochs": 1}
     assert fit(workload, tmp_path, **epochs).training.samples == 80
     assert fit(workload, tmp_path, **epochs, resume=True).training.samples == 80
-    with pytest.raises(InputError, match="ended with a short window"):
+    with pytest.raises(InputError, match="whose last batch was smaller than 32"):
         fit(workload, tmp_path, **{**epochs, "epochs": 2}, resume=True)
 
 
@@ -125,15 +125,15 @@ def test_a_schedule_that_follows_a_figure_is_refused_before_training(tmp_path: P
     workload = make_workload(
         schedule=lambda optimizer, _: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     )
-    with pytest.raises(InputError, match="ReduceLROnPlateau, which follows a figure"):
+    with pytest.raises(InputError, match="ReduceLROnPlateau, which needs a metric"):
         fit(workload, tmp_path / "run", **SHORT)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_a_window_is_refused_before_it_is_probed(tmp_path: Path) -> None:
-    def unbuildable() -> nn.Module:
+    def loss(model: nn.Module, batch: object) -> Tensor:
         raise AssertionError
 
-    workload = make_workload(model=unbuildable)
-    with pytest.raises(InputError, match="--last-window drop leaves no window"):
+    workload = make_workload(loss=loss)
+    with pytest.raises(InputError, match="--last-batch drop leaves no batch"):
         fit(workload, tmp_path, target_batch=512, steps=None, last_batch="drop")
