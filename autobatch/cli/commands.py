@@ -14,15 +14,8 @@ from autobatch.cli.doctor import doctor_lines, examine
 from autobatch.core.errors import InputError
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.device.profiles import (
-    Figure,
-    HardwareProfile,
-    data_home,
-    format_profile,
-    list_profiles,
-    load_profile,
-    save_profile,
-)
+from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile
+from autobatch.device.profiles import data_home, list_profiles, load_profile, save_profile
 
 Say = Callable[[str], None]
 

@@ -166,6 +166,8 @@ class CudaDevice:
     @contextlib.contextmanager
     def enforced(self) -> Iterator[CudaMeter]:
         """Cap the allocator at the budget within the block, which starts with an empty cache."""
+        # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
+        cuda_settings.free_workspaces()
         self.release()
         with self._session(), recorded(self._index) as history:
             yield CudaMeter(self._index, history)

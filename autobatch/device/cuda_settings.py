@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator: its memory cap, and expandable segments."""
+"""Settings of torch's CUDA allocator: its memory cap, expandable segments and cuBLAS workspaces."""
 
 from __future__ import annotations
 
@@ -67,6 +67,13 @@ def expandable_segments(release: Callable[[], None]) -> Iterator[None]:
     finally:
         configure("expandable_segments:False")
         release()
+
+
+def free_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps, so that the next product takes new ones."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 def asks_for_expandable(environ: Mapping[str, str]) -> bool:

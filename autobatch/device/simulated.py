@@ -21,7 +21,7 @@ from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
 from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.cpu_operators import CpuOperators
-from autobatch.device.profiles import HardwareProfile
+from autobatch.device.hardware_profile import HardwareProfile
 
 USUAL_CONTEXT_BYTES = 512 * MiB
 """CUDA context of a GPU without a figure: CUDA's out-of-memory texts show between 0.1 and 0.7 GiB."""

@@ -1,9 +1,9 @@
-"""Which kernel ``scaled_dot_product_attention`` takes on a card, and the scratch of its backward.
+"""The kernel of ``scaled_dot_product_attention`` on a GPU, and the scratch memory of its backward.
 
-The rule is ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.13): flash where it can, else
+The rule is that of ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.13): flash if possible, else
 memory-efficient, else the plain formula with its matrix over all pairs. cuDNN's kernel, which newer releases
-prefer on capability 9.0 and 10.0, keeps the same tensors as flash. What a user chose with
-``torch.nn.attention.sdpa_kernel`` is heeded.
+prefer on capability 9.0 and 10.0, keeps the same tensors as flash. The user's choice by
+``torch.nn.attention.sdpa_kernel`` counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
-    """The operator as it runs on a card of that compute capability."""
+    """Return the operator that a GPU of this compute capability runs."""
 
     def attend(  # noqa: PLR0917 - the operator's own signature
         query: Tensor,
@@ -37,11 +37,11 @@ def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
     ) -> Tensor:
         head = query.shape[-1]
         scale = head**-0.5 if scale is None else scale
-        if _flash_can(capability, query, key, value, attn_mask):
+        if _can_run_flash(capability, query, key, value, attn_mask):
             q, k, v = (_padded(x, 8) for x in (query, key, value))
             out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
             return out[..., :head]  # type: ignore[no-any-return]
-        if _efficient_can(capability, query, key, value, enable_gqa):
+        if _can_run_efficient(capability, query, key, value, enable_gqa):
             keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
             bias = _bias(attn_mask, query, key)
             return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
@@ -55,10 +55,10 @@ def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
 
 
 def backward_scratch_bytes(operator: Any, args: tuple[Any, ...]) -> int:
-    """What a flash backward holds besides its results, in bytes; 0 for any other operator.
+    """Return the bytes that a flash backward holds beside its results, 0 for any other operator.
 
-    The sum of the output's gradients (``softmax_d``) and the fp32 accumulator of the query's (``dq_accum``),
-    lengths rounded up to 128 and the head to 32: flash_api.cpp, ``mha_bwd``.
+    They are the row sums of output times gradient (``softmax_d``) and the fp32 accumulator of the query's
+    gradient (``dq_accum``), with lengths rounded up to 128 and heads to 32 (flash_api.cpp, ``mha_bwd``).
     """
     if operator is not aten._scaled_dot_product_flash_attention_backward.default:
         return 0
@@ -67,7 +67,7 @@ def backward_scratch_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     return int(4 * batch * heads * rows + 4 * batch * rows * heads * (-(-head // 32) * 32))
 
 
-def _flash_can(
+def _can_run_flash(
     capability: tuple[int, int], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> bool:
     return (
@@ -82,10 +82,10 @@ def _flash_can(
     )
 
 
-def _efficient_can(
+def _can_run_efficient(
     capability: tuple[int, int], query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> bool:
-    # Tensor cores want a head of whole 16 bytes; bf16 came with capability 8.0.
+    # Tensor cores need heads of a multiple of 16 bytes. bf16 needs capability 8.0.
     aligned = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value))
     known = query.dtype in (torch.float32, torch.float16) or capability >= (8, 0)
     same_heads = query.dim() == 4 and query.shape[1] == key.shape[1] == value.shape[1]
@@ -106,11 +106,11 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask as the kernel wants it: floating, rows of a multiple of 16, over all of batch and heads."""
+    """Return the mask as the kernel reads it: floating, in rows of a multiple of 16, over batch and heads."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
     length = key.shape[-2]
-    wide = _padded(mask, 16)[..., :length] if mask.shape[-1] % 16 else mask
-    return wide.expand(query.shape[0], query.shape[1], query.shape[-2], length)
+    aligned = _padded(mask, 16)[..., :length] if mask.shape[-1] % 16 else mask
+    return aligned.expand(query.shape[0], query.shape[1], query.shape[-2], length)

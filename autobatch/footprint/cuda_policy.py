@@ -1,12 +1,10 @@
-"""CUDA's operator policy on tensors of the CPU, so that a step traced without a card allocates what a card
-would.
+"""CUDA's operator policy for CPU tensors, so that a step traced without a GPU allocates what a GPU would.
 
-What differs between the two, beyond speed: the lists of autocast (CUDA keeps layer norms, softmax and losses
-in fp32, the CPU does not), fused attention, fused dropout, and optimizers that go over all parameters at
-once. The lists are those of ATen/autocast_mode.h (torch 2.13); which operators have a kernel on either side
-is asked of the dispatcher. Kernels are exchanged for the whole process while a personality is worn, so it is
-worn for a short time and by one thread. A ``TorchFunctionMode`` would not do: it is off inside ``backward``,
-where checkpoints recompute.
+The two differ in the lists of autocast (CUDA keeps layer norms, softmax and losses in fp32, the CPU does
+not), in fused attention and dropout, and in optimizers that update all parameters at once. The lists are
+those of ATen/autocast_mode.h (torch 2.13). The dispatcher tells which operators have a kernel on either side.
+Kernels are replaced for the whole process, so the policy is for short use by one thread. A
+``TorchFunctionMode`` is no alternative: it is off inside ``backward``, where checkpoints recompute.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ from autobatch.footprint.attention import attention_kernel
 
 aten = torch.ops.aten
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -40,7 +40,7 @@ _FP32 = _names(
     _upsample_bicubic2d_aa
     """
 )
-"""``AT_FORALL_FP32``, without those that the CPU casts the same way."""
+"""``AT_FORALL_FP32``, except operators that the CPU casts in the same way."""
 
 
 _FP32_RESULT = _names(
@@ -49,7 +49,7 @@ _FP32_RESULT = _names(
     linalg_matrix_norm.str_ord sum sum.dim_IntList
     """
 )
-"""``AT_FORALL_FP32_SET_OPT_DTYPE``: the result is fp32, the argument stays as it is."""
+"""``AT_FORALL_FP32_SET_OPT_DTYPE``: the result is fp32, the argument is not cast."""
 
 
 _LOWER = _names(
@@ -59,7 +59,7 @@ _LOWER = _names(
     rnn_tanh_cell rnn_relu_cell
     """
 )
-"""``AT_FORALL_LOWER_PRECISION_FP``, without those that the CPU casts the same way."""
+"""``AT_FORALL_LOWER_PRECISION_FP``, except operators that the CPU casts in the same way."""
 
 
 _WIDEST = _names(
@@ -74,24 +74,25 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 _FUSED = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_softmax.default}
-"""On CUDA these make fp32 of fp16 without a copy in between, of bf16 with one (ATen/native/SoftMax.cpp)."""
+"""CUDA kernels that turn fp16 into fp32 without an intermediate copy; bf16 needs one
+(ATen/native/SoftMax.cpp)."""
 
 
 @contextmanager
 def cuda_policy(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, the operators of CPU tensors follow CUDA's policy.
+    """Apply CUDA's policy to operators on CPU tensors within the block.
 
     Args:
-        capability: the card's compute capability, which decides on the attention kernels.
+        capability: the GPU's compute capability, which decides on the attention kernels.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    # oneDNN keeps the gates of a recurrent layer where no trace sees them. Without it they are tensors, about
-    # as much as cuDNN keeps.
+    # oneDNN hides the gates of a recurrent layer from traces. Without it they are tensors, about as large as
+    # what cuDNN keeps.
     onednn = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
         with warnings.catch_warnings():
-            # torch says once that kernels are being replaced, which is what this is for.
+            # torch warns about replaced kernels once, but here that is the purpose.
             warnings.simplefilter("ignore", UserWarning)
             _exchange_autocast(library)
             _replace(library, "dropout", _dropout, "AutogradCPU")
@@ -103,10 +104,10 @@ def cuda_policy(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer go over all parameters at once, as it does by default on CUDA.
+    """Make an optimizer update all parameters at once, as it does by default on CUDA.
 
-    torch/optim/optimizer.py, ``_default_to_fused_or_foreach``: the choice is by exact type and device, and a
-    fake CPU parameter has neither.
+    torch decides by exact type and device (torch/optim/optimizer.py, ``_default_to_fused_or_foreach``), and
+    fake CPU parameters match neither.
     """
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -114,7 +115,7 @@ def prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 
 def missing_parts() -> list[str]:
-    """Private parts of torch that a personality needs and that this torch does not have."""
+    """Return the private parts of torch that the policy needs and this torch lacks."""
     needed = {
         "torch._C._dispatch_has_kernel_for_dispatch_key": torch._C,
         "torch._C._dispatch_get_all_op_names": torch._C,
@@ -134,7 +135,7 @@ def missing_parts() -> list[str]:
 
 
 def _exchange_autocast(library: Any) -> None:
-    """Give the CPU's autocast key CUDA's kernels; the CPU's own where both cast alike."""
+    """Give the CPU's autocast key CUDA's policy. The CPU keeps its kernel if both cast an operator."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
@@ -143,19 +144,16 @@ def _exchange_autocast(library: Any) -> None:
         if cpu and not cuda:
             _replace(library, name[6:], torch.library.fallthrough_kernel, "AutocastCPU")
         elif cuda and not cpu:
-            cast = _policy(name[6:])
+            cast = _policy_of(name[6:])
             if cast is not None:
-                _replace(library, name[6:], _casting(name[6:], cast), "AutocastCPU")
+                _replace(library, name[6:], _autocast_kernel(name[6:], cast), "AutocastCPU")
 
 
 def _replace(library: Any, name: str, kernel: Callable[..., Any], key: str) -> None:
     library.impl(name, kernel, key, allow_override=True)
 
 
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _policy(name: str) -> Callable[[Any, _Arguments], _Arguments] | None:
+def _policy_of(name: str) -> Callable[[Any, _Arguments], _Arguments] | None:
     if name in _FP32:
         return lambda _, arguments: _cast(arguments, torch.float32)
     if name in _FP32_RESULT:
@@ -165,7 +163,7 @@ def _policy(name: str) -> Callable[[Any, _Arguments], _Arguments] | None:
     return _to_widest if name in _WIDEST else None
 
 
-def _casting(name: str, cast: Callable[[Any, _Arguments], _Arguments]) -> Callable[..., Any]:
+def _autocast_kernel(name: str, cast: Callable[[Any, _Arguments], _Arguments]) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(aten, packet), overload or "default")
     autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -197,7 +195,7 @@ def _to_widest(_: Any, arguments: _Arguments) -> _Arguments:
 
 
 def _with_fp32_result(operator: Any, arguments: _Arguments) -> _Arguments:
-    """Ask for an fp32 result, unless the caller asks for a type or the argument is not a low one."""
+    """Request an fp32 result, unless the caller requests a type or the argument has no 16-bit type."""
     args, kwargs = arguments
     names = [argument.name for argument in operator._schema.arguments]
     given = args[names.index("dtype")] if "dtype" in names[: len(args)] else kwargs.get("dtype")
@@ -207,7 +205,7 @@ def _with_fp32_result(operator: Any, arguments: _Arguments) -> _Arguments:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """ATen/native/Dropout.cpp: on CUDA the fused kernel keeps a mask of a byte an element."""
+    """Run CUDA's fused kernel, whose mask takes one byte per element (ATen/native/Dropout.cpp)."""
     if train and 0 < p < 1 and x.numel() > 0:
         return aten.native_dropout(x, p, train)[0]  # type: ignore[no-any-return]
     return x * torch.zeros_like(x) if train and p == 1 else x

@@ -1,4 +1,4 @@
-"""Where the memory of a step goes at its peak: by what it is for, and by module."""
+"""Explanations of a footprint: its peak by purpose and module, its course over a step, and its growth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,31 @@ from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Polynomial, Untraceable
 
 MODULES = 3
-"""How many modules a line for people names."""
+"""Modules that an explanation names."""
+
+
+POINTS = 24
+"""Micro-batches whose peaks are predicted for a chart."""
+
+
+MOST_POSITIONS = 500
+"""Events of a step that a chart keeps."""
+
+
+KINDS = (
+    "parameters",
+    "averaged weights",
+    "optimizer state",
+    "gradients",
+    "batch",
+    "activations",
+    "temporaries",
+)
+"""Kinds of memory from the bottom of a chart upwards, in the order of how long they stay."""
+
+
+CACHED = "cached"
+"""Memory that the allocator holds without any tensor in it."""
 
 
 class Explanation(NamedTuple):
@@ -22,36 +46,36 @@ class Explanation(NamedTuple):
 
     micro_batch: int
     peak_bytes: int
-    """The most that live tensors hold, without rounding and fragmentation."""
+    """Peak of live tensors, without rounding and fragmentation."""
     phase: str
-    """The phase that the peak lies in."""
+    """Phase of the peak."""
     by_kind: dict[str, int]
     """Bytes of parameters, gradients and so on, the largest first."""
     by_module: dict[str, int]
     """Bytes of activations by the module that made them, the largest first."""
     per_sample_bytes: int
-    """What one sample more adds to what is alive at this peak."""
+    """Bytes that one more sample adds to this peak."""
 
     def text(self) -> str:
-        """Write it in one line for people."""
+        """Write the explanation in one line."""
         parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in self.by_kind.items() if size)
         top = [
             f"{name} {format_bytes(size)}" for name, size in list(self.by_module.items())[:MODULES] if size
         ]
-        modules = f"; most activations are of {', '.join(top)}" if len(self.by_module) > 1 else ""
-        return f"{format_bytes(self.peak_bytes)} at the peak, in the {self.phase}: {parts}{modules}"
+        modules = f" (most activations in {', '.join(top)})" if len(self.by_module) > 1 else ""
+        return f"{format_bytes(self.peak_bytes)} at the peak in the {self.phase}: {parts}{modules}"
 
 
 def explain(step: Footprint, micro_batch: int, *, depth: int = 2) -> Explanation:
-    """Say where the memory goes at the peak.
+    """Explain the peak of a step.
 
     Args:
-        step: what it allocates.
-        micro_batch: at which size.
-        depth: how many parts of a module's name count.
+        step: the footprint.
+        micro_batch: the size to explain.
+        depth: parts of a module's name that count.
 
     Raises:
-        Untraceable: the step follows no rule at that size.
+        Untraceable: the footprint is invalid at that size.
     """
     trace = step.program.at(micro_batch)
     outcome = replay(trace, CountingAllocator())
@@ -77,49 +101,21 @@ def explain(step: Footprint, micro_batch: int, *, depth: int = 2) -> Explanation
         peak_bytes=outcome.peak_allocated_bytes,
         phase=outcome.peak_phase or "setup",
         by_kind=group(list(live), lambda block: step.labels[block].kind),
-        by_module=group(activations, lambda block: _cut(step.labels[block].module, depth)),
+        by_module=group(activations, lambda block: _shorten(step.labels[block].module, depth)),
         per_sample_bytes=sum(rule.at(micro_batch + 1) - rule.at(micro_batch) for rule in live.values()),
     )
 
 
-def _cut(module: str, depth: int) -> str:
-    return ".".join(module.split(".")[:depth]) or "(the model itself)"
-
-
-POINTS = 24
-"""Micro-batches whose peaks are predicted for a picture."""
-
-
-MOST_POSITIONS = 500
-"""Events of a step that a picture keeps."""
-
-
-KINDS = (
-    "parameters",
-    "averaged weights",
-    "optimizer state",
-    "gradients",
-    "batch",
-    "activations",
-    "temporaries",
-)
-"""From the bottom: what stays longest first."""
-
-
-CACHED = "cached"
-"""Held by the allocator, and by no tensor."""
-
-
 def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> MemoryCurve:
-    """Live memory over the events of the last window: steady state, the optimizer's step included.
+    """Return live memory over the events of the last step, in the steady state.
 
     Args:
-        step: what it allocates.
-        micro_batch: at which size.
-        allocator: empty, without a limit. Where it caches, what it holds besides is a category of its own.
+        step: the footprint.
+        micro_batch: the size to show.
+        allocator: empty, without a limit. If it caches, its cached memory is a category of its own.
 
     Raises:
-        Untraceable: the step follows no rule at that size.
+        Untraceable: the footprint is invalid at that size.
     """
     trace = step.program.at(micro_batch)
     first = _last_step(trace)
@@ -137,7 +133,7 @@ def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> Mem
             live[kind] += size
         if index >= first:
             rows.append((index - first, live | _cached(allocator, sum(live.values()))))
-    rows = _thinned(rows)
+    rows = _downsample(rows)
     names = [name for name in rows[-1][1] if any(row[name] for _, row in rows)] if rows else []
     return MemoryCurve(
         positions=[float(position) for position, _ in rows],
@@ -149,13 +145,13 @@ def memory_curve(step: Footprint, micro_batch: int, allocator: Allocator) -> Mem
 def predicted_points(
     step: Footprint, micro_batch: int, new_allocator: Callable[[], Allocator], cap: int
 ) -> list[PredictedPoint]:
-    """Predicted peaks at micro-batches around an answer, the answer and its successor among them.
+    """Return predicted peaks at micro-batches around an answer, which is among them with its successor.
 
     Args:
-        step: what it allocates.
+        step: the footprint.
         micro_batch: the answer.
-        new_allocator: an empty allocator without a limit, for every replay.
-        cap: the largest micro-batch to ask for.
+        new_allocator: returns an empty allocator without a limit.
+        cap: the largest micro-batch to predict.
     """
     last = min(cap, max(micro_batch + 1, micro_batch * 5 // 4))
     spread = {1 + (last - 1) * number // (POINTS - 1) for number in range(POINTS)}
@@ -171,8 +167,12 @@ def predicted_points(
     return points
 
 
+def _shorten(module: str, depth: int) -> str:
+    return ".".join(module.split(".")[:depth]) or "(the model itself)"
+
+
 def _last_step(trace: Trace) -> int:
-    """Index of the first event of the last window: behind the optimizer's step of the one before."""
+    """Return the index of the first event of the last step, which follows the optimizer of the one before."""
     starts = [
         position
         for (_, before), (position, phase) in pairwise(trace.marks)
@@ -182,7 +182,7 @@ def _last_step(trace: Trace) -> int:
 
 
 def _phases(trace: Trace, first: int) -> dict[str, float]:
-    """Where the phases of the last window begin; those that come more than once are numbered."""
+    """Return the positions where the phases of the last step begin, numbered if a phase repeats."""
     marks = [(position - first, phase) for position, phase in trace.marks if position >= first]
     names = [phase for _, phase in marks]
     found: dict[str, float] = {}
@@ -197,8 +197,8 @@ def _cached(allocator: Allocator, live: int) -> dict[str, int]:
     return {} if reserved is None else {CACHED: max(0, reserved - live)}
 
 
-def _thinned(rows: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[str, int]]]:
-    """Of each stretch of events, the one at which most is held; the first and the last stay."""
+def _downsample(rows: list[tuple[int, dict[str, int]]]) -> list[tuple[int, dict[str, int]]]:
+    """Keep the first row, the last one, and the row with the most live memory of each stretch between."""
     if len(rows) <= MOST_POSITIONS:
         return rows
     inner = rows[1:-1]

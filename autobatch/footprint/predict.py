@@ -1,13 +1,13 @@
-"""What a step takes on a card, and the largest micro-batch that fits there, without running it.
+"""Prediction of a step's memory on a GPU, and of the largest micro-batch that fits, without running it.
 
     Setting ──record at 2, 3 and 5──► Footprint ──replay, search──► Prediction
 
-Tracing costs seconds and no memory, whatever the batch and the card; a prediction for a further card costs
-milliseconds. Where a step cannot be traced, `Unpredictable` says why in one line.
+Tracing takes seconds and no memory, for any batch and GPU. A prediction for another GPU takes milliseconds.
+`Unpredictable` gives the reason in one line if a step cannot be traced.
 
-Known limitations: eager PyTorch only (a compiled model is traced as its module), one stream. Not counted are
-cuDNN's scratch for convolutions, what its recurrent layers keep past their gates, temporaries inside sorting
-kernels, and custom CUDA extensions; the interval of a prediction allows for the first.
+Known limitations: eager PyTorch only (a compiled model is traced as its module) and one stream. Not counted
+are cuDNN's scratch memory for convolutions, memory of its recurrent layers beyond their gates, temporaries
+inside sorting kernels, and custom CUDA extensions. The interval of a prediction allows for the first.
 """
 
 from __future__ import annotations
@@ -31,80 +31,81 @@ from autobatch.footprint.trace_mode import Label, Recording
 from autobatch.footprint.trace_step import Setting, record
 
 SIZES = (2, 3, 5, 8)
-"""Micro-batches that are traced: 1 is special to many operators; two tell a line, the third checks it.
-Where it does not hold, three tell a parabola and the fourth checks that."""
+"""Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it. If
+the line is wrong, three give a parabola and the fourth checks that."""
 
 
 MARGIN = 0.03
+"""Share of a budget by which a prediction may be too high."""
 
 
 CONVOLUTION_MARGIN = 0.1
-"""Shares of a budget by which a prediction may be too high; cuDNN's scratch for convolutions is unseen."""
+"""The same with convolutions, because no trace shows cuDNN's scratch memory."""
 
 
-class Unpredictable(AutobatchError, RuntimeError):  # noqa: N818 - says what a step is, not what went wrong
-    """The footprint of this step cannot be predicted; the message says why, in one line."""
+class Unpredictable(AutobatchError, RuntimeError):  # noqa: N818 - describes the step, not a fault
+    """A step whose footprint cannot be predicted, with the reason in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a step allocates at any micro-batch."""
+    """The allocations of a step at any micro-batch."""
 
     program: Program
     labels: tuple[Label, ...]
     """By block number."""
     first_products: tuple[int, ...]
-    """Where libraries take their workspaces; see `autobatch.footprint.trace_mode.Recording`."""
+    """Events at which libraries take their workspaces; see `autobatch.footprint.trace_mode.Recording`."""
     margin: float
-    """Share of a budget by which its prediction may be too high."""
+    """Share of a budget by which a prediction may be too high."""
     notes: tuple[str, ...]
-    """What a person should know of it, a line each."""
+    """Remarks for the user, one line each."""
     seconds: float
-    """What tracing took."""
+    """Duration of tracing."""
 
 
 class Prediction(NamedTuple):
-    """What fits on a card."""
+    """The largest micro-batch that fits on a GPU."""
 
     micro_batch: int
-    """The largest that is predicted to fit, 0 if none is; or the one that was asked about."""
+    """The largest that is predicted to fit, 0 if none does; or the requested one."""
     micro_batch_low: int
-    """The largest with the margin taken off the budget."""
+    """The largest within the budget less the margin."""
     micro_batch_high: int
-    """The largest if fragmentation cost nothing."""
+    """The largest without fragmentation."""
     fits: bool
-    """Whether ``micro_batch`` fits."""
+    """True if ``micro_batch`` fits."""
     outcome: Replay
-    """The replay at ``micro_batch`` (at 1, if that is 0); without the budget, if it does not fit in it."""
+    """Replay at ``micro_batch`` (at 1 if that is 0), without a limit if it does not fit."""
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The most that live blocks hold."""
+        """Peak of the bytes in live blocks."""
         return self.outcome.peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int | None:
-        """The most that the allocator holds."""
+        """Peak of the bytes that the allocator holds."""
         return self.outcome.peak_reserved_bytes
 
 
 def footprint(
     setting: Setting, *, tested: bool = False, clock: Callable[[], float] = time.perf_counter
 ) -> Footprint:
-    """Trace a step at a few small micro-batches, and fit a program to what it allocates.
+    """Trace a step at a few small micro-batches, and fit a program to its allocations.
 
     Args:
         setting: what to trace.
-        tested: this torch has passed the self-test already.
-        clock: seconds.
+        tested: skip the self-test, because this torch has passed it.
+        clock: returns seconds.
 
     Raises:
-        Unpredictable: it cannot be traced, or follows no rule in the micro-batch; says why.
+        Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
     start = clock()
-    trouble = None if tested else _trouble()
-    if trouble:
-        raise Unpredictable(f"cannot predict: {trouble}")
+    reason = None if tested else _why_untrusted()
+    if reason:
+        raise Unpredictable(f"cannot predict: {reason}")
     first = _record(setting, SIZES[0])
     try:
         program = _fit(setting, first.trace)
@@ -129,18 +130,18 @@ def predict(
     workspaces: tuple[int, int] | None = None,
     config: AllocatorConfig | None = None,
 ) -> Prediction:
-    """Say what fits in a budget.
+    """Predict the largest micro-batch that fits in a budget.
 
     Args:
-        step: what it allocates.
-        budget_bytes: what the allocator may hold.
-        cap: the largest micro-batch asked for.
-        micro_batch: ask about this one in place of the largest.
-        workspaces: bytes of one cuBLAS workspace and how many of them a process holds; ``None``: none.
-        config: how the allocator grows.
+        step: the footprint.
+        budget_bytes: bytes that the allocator may hold.
+        cap: the largest micro-batch to try.
+        micro_batch: predict this size in place of the largest.
+        workspaces: bytes of one cuBLAS workspace and their number per process, None for no workspaces.
+        config: how the allocator grows, None for torch's default.
 
     Raises:
-        Unpredictable: the step follows no rule at a size that was tried.
+        Unpredictable: the footprint is invalid at a size that was tried.
     """
     program = with_workspaces(step, workspaces)
 
@@ -148,7 +149,7 @@ def predict(
         return CachingAllocator(int(budget_bytes * share), config)
 
     try:
-        # Each is a cap for the next: what live bytes alone outgrow fits in no allocator.
+        # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
         high = largest(program, lambda: CountingAllocator(budget_bytes), cap, neighbours=0) or 0
         best = largest(program, allocator, high) or 0
         low = largest(program, lambda: allocator(1 - step.margin), best, neighbours=0) or 0
@@ -163,10 +164,10 @@ def predict(
 
 
 def with_workspaces(step: Footprint, workspaces: tuple[int, int] | None) -> Program:
-    """The program with the workspaces of cuBLAS: one at the first product of the forward, one of the
-    backward.
+    """Return the program with cuBLAS workspaces at the first products of the forward and of the backward.
 
-    A handle a thread, and the backward has a thread of its own (ATen/cuda/CublasHandlePool.cpp); they stay.
+    Each thread has one handle, and the backward has its own thread (ATen/cuda/CublasHandlePool.cpp). The
+    workspaces are never freed.
     """
     if workspaces is None:
         return step.program
@@ -174,23 +175,23 @@ def with_workspaces(step: Footprint, workspaces: tuple[int, int] | None) -> Prog
     return step.program.with_blocks([(index, size) for index in step.first_products[:count]])
 
 
-def _trouble() -> str | None:
-    """Why nothing can be predicted with this torch."""
+def _why_untrusted() -> str | None:
+    """Return the reason why this torch allows no predictions, None if it does."""
     missing = missing_parts()
     return f"this torch has no {', '.join(missing)}" if missing else self_test()
 
 
 def _fit(setting: Setting, first: Trace) -> Program:
-    """The program behind traces at the first sizes, that a trace at the size after them begins like."""
+    """Fit a program to traces at the first sizes, and check it by the start of a trace at the next one."""
     points = [(SIZES[0], first)]
-    # Sizes follow the micro-batch in the first window as in all; only the first ends without later ones.
+    # All steps follow the same rule, so the first step is enough for the check.
     short = replace(setting, steps=setting.steps[:1])
     for size, check in pairwise(SIZES[1:]):
         points.append((size, _record(setting, size).trace))
         program = Program.fit(points)
         if program.begins_with(check, _record(short, check).trace):
             return program
-    raise Untraceable("its allocations follow no polynomial in the micro-batch")
+    raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
 
 
 def _record(setting: Setting, size: int) -> Recording:
@@ -203,26 +204,30 @@ def _record(setting: Setting, size: int) -> Recording:
 
 
 def _reason(error: Exception) -> str:
-    """Why a step cannot run on fakes, in one line."""
+    """Return the reason why a step does not run on fake tensors, in one line."""
     kind = type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0]
     if kind in {"DynamicOutputShapeException", "DataDependentOutputException"}:
         return f"the result of {getattr(error, 'func', first)} depends on the values of the data"
     if kind == "UnsupportedOperatorException":
-        return f"{getattr(error, 'func', first)} cannot be run without values"
+        return f"{getattr(error, 'func', first)} needs the values of the data"
     return f"the step does not run without values ({kind}: {first[:200]})"
 
 
 def _notes(setting: Setting, recording: Recording) -> list[str]:
     notes = []
     if recording.has_convolutions:
-        notes.append("convolutions: cuDNN's scratch space is not predicted, the interval allows 10 % for it")
-    if recording.keeps_everything:
-        notes.append("a selection by a mask: predicted as if it kept everything, which is the most it can be")
+        notes.append(
+            "convolutions: no trace shows the scratch memory of cuDNN, so the interval allows 10 % for it"
+        )
+    if recording.has_selections:
+        notes.append(
+            "selections by values: predicted as if they kept everything, which is their largest result"
+        )
     if any(isinstance(module, nn.RNNBase) for module in setting.model.modules()):
         notes.append(
-            "recurrent layers: what cuDNN keeps is not told by a trace, but as much as their gates is counted"
+            "recurrent layers: no trace shows what cuDNN keeps, so the size of their gates is counted instead"
         )
     if hasattr(setting.model, "_orig_mod"):
-        notes.append("a compiled model: predicted as its module runs without the compiler, which needs more")
+        notes.append("a compiled model: predicted as if it were not compiled, which needs more memory")
     return notes

@@ -1,12 +1,12 @@
-"""A step as a program of allocations: recorded, fitted over the micro-batch, replayed, searched.
+"""A step as a program of allocations, fitted over the micro-batch, replayed and searched.
 
     Trace ──fit──► Program ──at(m)──► Trace ──replay──► Replay
                       └────────── largest ────────────► m
 
-The events of a training step are the same at every micro-batch; only their sizes differ, and each size is
-affine in the micro-batch (quadratic for losses over all pairs). So two small traces tell every larger one
-exactly. A line through the two *peaks* does not: the peak is a maximum over phases, and what is reserved
-depends on fragmentation.
+A training step has the same events at every micro-batch. Only their sizes differ, and each size is affine in
+the micro-batch (quadratic for losses over all pairs). So two small traces give every larger one exactly. A
+line through their two *peaks* does not: a peak is a maximum over phases, and reserved memory depends on
+fragmentation.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from typing import NamedTuple, Self
 
 from autobatch.core.errors import AutobatchError
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.trace import FREE, Replay, Trace, replay
+from autobatch.device.allocator.trace import FREE, Trace, replay
 
-__all__ = ["FREE", "Polynomial", "Program", "Replay", "Trace", "Untraceable", "largest", "replay"]
+_NEIGHBOURS = 16
+"""Default number of sizes above the answer that `largest` tries: near the limit, a larger size may still fit
+when a smaller one does not."""
 
 
 _ROUNDS = 8
-"""How often `largest` goes on from such a size: near the limit what is reserved can be all jumps."""
+"""How often `largest` continues from such a larger size, because reserved memory can jump up and down."""
 
 
-_NEIGHBOURS = 16
-"""How far behind the answer `largest` looks for a micro-batch that fits all the same, by default."""
-
-
-class Untraceable(AutobatchError, ValueError):  # noqa: N818 - says what a step is, not what went wrong
-    """The step has no footprint that can be told from traces; the message says why."""
+class Untraceable(AutobatchError, ValueError):  # noqa: N818 - describes the step, not a fault
+    """A step whose traces give no footprint, with the reason."""
 
 
 class Polynomial(NamedTuple):
@@ -44,10 +42,10 @@ class Polynomial(NamedTuple):
     denominator: int = 1
 
     def at(self, m: int) -> int:
-        """The size in bytes.
+        """Return the size in bytes.
 
         Raises:
-            Untraceable: the size would be negative, so the rule does not hold there.
+            Untraceable: the size would be negative, so the rule is invalid there.
         """
         size = (self.constant + (self.slope + self.square * m) * m) // self.denominator
         if size < 0:
@@ -57,7 +55,7 @@ class Polynomial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A trace whose sizes are polynomials in the micro-batch. Made by `fit`."""
+    """A trace whose sizes are polynomials in the micro-batch, made by `fit`."""
 
     events: tuple[tuple[int, Polynomial | None], ...]
     """``(block, size)`` for an allocation, ``(block, None)`` for a free."""
@@ -65,12 +63,11 @@ class Program:
 
     @classmethod
     def fit(cls, points: Sequence[tuple[int, Trace]]) -> Self:
-        """The program behind traces at different micro-batches.
+        """Fit a program to traces at different micro-batches.
 
         Args:
-            points: ``(micro-batch, trace)``; two give affine sizes, three or more quadratic ones. What is
-            over
-                the number that a polynomial needs is a check.
+            points: ``(micro-batch, trace)``. Two give affine sizes, three or more quadratic ones. Any more
+                points check the polynomial.
 
         Raises:
             Untraceable: the traces differ in more than sizes, or the sizes follow no such polynomial.
@@ -96,10 +93,10 @@ class Program:
 
     @classmethod
     def near(cls, points: Sequence[tuple[int, Trace]]) -> Self:
-        """Lines that stay above sizes which a library rounds up, for traces that `fit` cannot take.
+        """Fit lines that bound sizes from above, for traces that `fit` refuses because a library rounds up.
 
-        A size that lies on the line through its first and last point keeps it. Another one grows in
-        proportion from its last point: more than what has a fixed part, or is rounded up, ever takes.
+        A size on the line through its first and last point keeps that line. Any other size grows in
+        proportion from its last point, which exceeds every size with a fixed part or rounded up.
 
         Args:
             points: ``(micro-batch, trace)``, by micro-batch; three or more.
@@ -124,14 +121,14 @@ class Program:
         return cls(tuple(events), traces[0].marks)
 
     def bends(self) -> bool:
-        """Whether some size would be negative at 0: the mark of a line laid through a parabola."""
+        """Return True if a size would be negative at 0, the mark of a line through a parabola."""
         return any(size is not None and size.constant < 0 for _, size in self.events)
 
     def with_blocks(self, blocks: Sequence[tuple[int, int]]) -> Self:
-        """The program with blocks that are taken once and never given back: the workspaces of libraries.
+        """Return the program with blocks that are never freed: the workspaces of libraries.
 
         Args:
-            blocks: ``(index of the event before which it is taken, size in bytes)``.
+            blocks: ``(index of the event before the allocation, size in bytes)``.
         """
         number = 1 + max((block for block, _ in self.events), default=-1)
         parts = list(self.events)
@@ -142,12 +139,12 @@ class Program:
         return type(self)(tuple(parts), tuple(marks))
 
     def at(self, m: int) -> Trace:
-        """The trace at micro-batch ``m``.
+        """Return the trace at micro-batch ``m``.
 
         Raises:
             Untraceable: a size would be negative there.
         """
-        # Most allocations share their rule with others: each is worked out once.
+        # Most allocations share their rule with others, so each rule is evaluated once.
         sizes: dict[Polynomial | None, int] = {None: FREE}
         for rule in {size for _, size in self.events}:
             if rule is not None:
@@ -155,7 +152,7 @@ class Program:
         return Trace(tuple((block, sizes[size]) for block, size in self.events), self.marks)
 
     def begins_with(self, m: int, trace: Trace) -> bool:
-        """Whether the program begins with ``trace`` for micro-batch ``m``, down to its last allocation."""
+        """Return True if the program at micro-batch ``m`` begins with ``trace`` up to its last event."""
         events = trace.canonical().events
         try:
             return self.at(m).events[: len(events)] == events
@@ -163,7 +160,7 @@ class Program:
             return False
 
     def agrees_with(self, m: int, trace: Trace) -> bool:
-        """Whether ``trace`` is what the program says for micro-batch ``m``."""
+        """Return True if ``trace`` equals the program at micro-batch ``m``."""
         try:
             return self.at(m) == trace.canonical()
         except Untraceable:
@@ -182,26 +179,26 @@ def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> No
             at = next((i for i, pair in enumerate(zip(*shapes, strict=False)) if pair[0] != pair[1]), None)
             where = min(map(len, shapes)) if at is None else at
             raise Untraceable(
-                f"the step allocates in another order at micro-batch {m} ({len(trace.events)} events) than"
-                f" at {micro_batches[0]} ({len(first.events)}): they part at event {where}, in "
+                f"the order of allocations at micro-batch {m} ({len(trace.events)} events) is not that at "
+                f"{micro_batches[0]} ({len(first.events)} events): they differ first at event {where}, in "
                 f"{trace.phase_at(where) or 'no phase'}"
             )
 
 
 def _interpolate(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
-    """The polynomial through the first points (at most three); the others must lie on it."""
+    """Return the polynomial through the first points (at most three), on which the others must lie."""
     x, y = points[:3], sizes[:3]
     first = Fraction(y[1] - y[0], x[1] - x[0])
     second = Fraction(0)
     if len(x) == 3:
         second = (Fraction(y[2] - y[1], x[2] - x[1]) - first) / (x[2] - x[0])
     parts = (y[0] - first * x[0] + second * x[0] * x[1], first - second * (x[0] + x[1]), second)
-    # A polynomial of degree d takes whole values everywhere only over a divisor of d!.
+    # A polynomial of degree d has integer values everywhere only over a divisor of d!.
     denominator = 2 if second else 1
     if any((part * denominator).denominator != 1 for part in parts) or (
         second and (parts[1] + parts[2]).denominator != 1
     ):
-        raise Untraceable(f"an allocation has {[*sizes]} bytes at micro-batches {[*points]}: no whole rule")
+        raise Untraceable(f"an allocation has {[*sizes]} bytes at micro-batches {[*points]}: no integer rule")
     constant, slope, square = (int(part * denominator) for part in parts)
     rule = Polynomial(constant, slope, square, denominator)
     if any(rule.at(m) != size for m, size in zip(points, sizes, strict=True)):
@@ -217,22 +214,22 @@ def largest(
     other: Program | None = None,
     neighbours: int = _NEIGHBOURS,
 ) -> int | None:
-    """The largest micro-batch whose replay fits; ``None`` if none is found.
+    """Return the largest micro-batch whose replay fits, None if none is found.
 
-    What is reserved is not monotone in the micro-batch, so "largest" has a limit: the answer m fits, and none
-    of the next 16 sizes up to ``cap`` does, unless larger ones were found eight times over; m+1 never does.
-    Where fitting is monotone, as for a `CountingAllocator` over a program whose sizes grow, m is the largest
-    of all.
+    Reserved memory is not monotone in the micro-batch, so the search is limited. The answer m fits and m + 1
+    does not. None of the next 16 sizes up to ``cap`` fits either, unless the search has continued from a
+    larger size eight times. If fitting is monotone, as for a `CountingAllocator` and sizes that grow, m is
+    the largest of all.
 
     Args:
         program: the step.
-        make_allocator: a new allocator with the budget as its limit, for every replay.
-        cap: the largest micro-batch asked for, at least 1.
-        other: a second order of the same step, which must fit as well.
-        neighbours: how far behind the answer to look for a micro-batch that fits all the same.
+        make_allocator: returns an empty allocator with the budget as its limit.
+        cap: the largest micro-batch to try, at least 1.
+        other: a second order of the same step, which must fit as well; None for no second order.
+        neighbours: number of sizes above the answer to try.
 
     Raises:
-        Untraceable: the program gives no trace at a size that was tried.
+        Untraceable: the program is invalid at a size that was tried.
     """
     known: dict[int, bool] = {}
 
@@ -252,7 +249,7 @@ def largest(
 
 
 def _last_fitting(fits: Callable[[int], bool], low: int, cap: int) -> int:
-    """Some m >= ``low`` that fits (or is 0) while m + 1 does not or is past ``cap``; ``low`` fits or is 0."""
+    """Return an m >= ``low`` that fits while m + 1 does not or exceeds ``cap``; ``low`` fits or is 0."""
     stride = 1
     high = low + 1
     while high <= cap and fits(high):

@@ -1,7 +1,7 @@
-"""What would let a larger micro-batch fit, and how large: every change is traced, none is a rule of thumb.
+"""Remedies: changes that let a larger micro-batch fit, each traced, none by a rule of thumb.
 
-The change is made to the twin of the model that is traced, the way that training would make it
-(`autobatch.step.apply_knobs`), and the new program is searched under the same budget.
+A change is applied to the fake copy of the model as training would apply it (`autobatch.step.apply_knobs`),
+and the new program is searched under the same budget.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from autobatch.footprint.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
 
 NATIVE_BF16 = (8, 0)
-"""Compute capability from which cards have matrix units for bf16 (NVIDIA Ampere)."""
+"""First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
 
 
 TRACING_SECONDS = 20.0
-"""No further change is traced that would take longer than this in all, by what the last one took."""
+"""Limit of the time for tracing changes. One that would exceed it, judged by the last one, is left out."""
 
 
 LEAST_CHANGE = 0.01
-"""Where no larger micro-batch is gained, a peak must fall by this share to be worth a line."""
+"""Share by which the peak must fall if the micro-batch does not grow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """What there is to spend, and on how much."""
+    """A budget, and the sizes to spend it on."""
 
     allocator: Callable[[bool], Allocator | None]
-    """An empty allocator with the budget, which grows in expandable segments or not; ``None``: cannot."""
+    """Returns an empty allocator with the budget, with expandable segments or not; None if impossible."""
     unlimited: Callable[[bool], Allocator]
-    """The same without the budget."""
+    """Returns the same without a limit."""
     cap: int
-    """The largest micro-batch asked for."""
+    """The largest micro-batch to try."""
     workspaces: tuple[int, int] | None = None
     """See `autobatch.footprint.predict.predict`."""
     expandable: bool = False
-    """Whether segments are expandable as it is."""
+    """True if segments are expandable already."""
 
 
 def find_remedies(
@@ -56,16 +56,16 @@ def find_remedies(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Remedy]:
-    """Say what each change would give, those that give most first.
+    """Find the changes that help, those that gain most first.
 
     Args:
-        setting: what the step was traced with.
-        step: what it allocates as it is.
+        setting: the setting that the step was traced with.
+        step: the footprint without any change.
         spending: the budget.
-        clock: seconds.
+        clock: returns seconds.
 
     Returns:
-        Those that change something; one that cannot be traced, or not in time, is left out.
+        The changes that help. One that cannot be traced, or not in time, is left out.
     """
     found: list[Remedy] = []
     try:
@@ -85,7 +85,7 @@ def find_remedies(
 
 
 def in_words(remedies: Sequence[Remedy] | None) -> str:
-    """The end of a sentence that names what would help; empty where nothing was found."""
+    """Write remedies as the end of a sentence, empty without any."""
     effects = (
         f"{one.advice} (a micro-batch of 1 is predicted to take {format_bytes(one.peak_bytes)} with it)"
         if one.micro_batch == 0
@@ -98,7 +98,7 @@ def in_words(remedies: Sequence[Remedy] | None) -> str:
 def _changes(
     setting: Setting, step: Footprint, spending: Spending, clock: Callable[[], float]
 ) -> Iterator[tuple[str, str, Footprint, bool]]:
-    """Name, advice, the step as it would be, and whether segments are expandable then."""
+    """Yield name, advice, changed footprint, and True if its segments are expandable."""
     if not spending.expandable:
         yield "expandable_segments", "PYTORCH_ALLOC_CONF=expandable_segments:True", step, True
     left = TRACING_SECONDS
@@ -118,7 +118,7 @@ def _changes(
 
 
 def _settings(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
-    """The changes that need a trace of their own, the likeliest to help first."""
+    """Yield the changes that need a trace of their own, the most promising first."""
     knobs = setting.knobs
     if knobs.get(CHECKPOINTING) != "full" and find_blocks(setting.model):
         advice = "activation checkpointing of the repeated blocks"
@@ -126,13 +126,13 @@ def _settings(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
     can_bf16 = setting.capability is None or setting.capability >= NATIVE_BF16
     if setting.precision == "fp32" and can_bf16:
         yield "bf16", "--precision bf16", replace(setting, precision="bf16")
-    # On the CPU an optimizer goes parameter by parameter, and a fused one takes no less.
+    # On the CPU an optimizer updates one parameter at a time, and a fused one saves nothing.
     if setting.capability is not None and knobs.get(OPTIMIZER) != "fused":
         yield "fused", "a fused optimizer (fused=True)", replace(setting, knobs={**knobs, OPTIMIZER: "fused"})
 
 
 def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[int, int] | None:
-    """The largest micro-batch, or 0, and the peak that is held against the budget there (at 1, if 0)."""
+    """Return the largest micro-batch, 0 if none fits, and its peak (that of 1 if 0)."""
     if spending.allocator(expandable) is None:
         return None
 
@@ -143,7 +143,7 @@ def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[
 
     program: Program = with_workspaces(step, spending.workspaces)
     size = largest(program, allocator, spending.cap, neighbours=0) or 0
-    # At a size that fits only after cached memory was given back, the peak is that inside the budget.
+    # If a size fits only after the cache is emptied, the peak is the one within the budget.
     peaks = replay(program.at(max(1, size)), allocator() if size else spending.unlimited(expandable))
     reserved = peaks.peak_reserved_bytes
     return size, peaks.peak_allocated_bytes if reserved is None else reserved

@@ -1,7 +1,7 @@
-"""The mode that records a step on fake tensors: what a meter would see, labelled, and the answers of values.
+"""A dispatch mode that records a training step on fake tensors: its allocations, with a label per block.
 
-What only values could tell is answered so that a step goes well and is no smaller than it could be: nothing
-overflowed, and a selection by a mask keeps everything.
+Some operators need values that fakes do not have. They get values with which the step succeeds and is not
+smaller than any real one: nothing overflows, and a selection by values keeps everything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.output_size import Workspaces
+from autobatch.device.allocator.onednn_workspace import Workspaces
 from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.footprint.attention import backward_scratch_bytes
@@ -29,16 +29,16 @@ _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, at
 
 
 _DEVICE = torch.ops.prim.device.default
-"""Asked more often than all other operators together, for autograd asks it of every fake."""
+"""Called more often than all other operators together, because autograd calls it for every fake."""
 
 
-_QUESTIONS = frozenset({_DEVICE, aten._local_scalar_dense.default})
+_QUERIES = frozenset({_DEVICE, aten._local_scalar_dense.default})
 
 
 _RECURRENT = aten.mkldnn_rnn_layer.default
 
 
-_CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
+_OVERFLOW_CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 _REDUCED = {
@@ -47,104 +47,108 @@ _REDUCED = {
     aten.soft_margin_loss.default: 2,
     aten.binary_cross_entropy.default: 3,
 }
-"""Losses that put a value for every element into their result before they shrink it to one number, and the
-place of the reduction among their arguments: the storage stays as it was (ATen/native/Loss.cpp), which their
-meta kernels do not tell."""
+"""Losses that write one value per element into their result and then shrink it to one number, with the index
+of their reduction argument. The storage keeps its size (ATen/native/Loss.cpp), which meta kernels do not
+show."""
 
 
 _SELECTIONS = frozenset({aten.nonzero.default, aten.masked_select.default, aten.index.Tensor})
-"""Operators whose results are as large as their data says."""
+"""Operators whose result has a size that depends on values."""
 
 
 _MASKS = (torch.bool, torch.uint8)
 
 
 class Label(NamedTuple):
-    """What a block is for."""
+    """The purpose and the origin of a block."""
 
     kind: str
     """``parameters``, ``averaged weights``, ``gradients``, ``optimizer state``, ``batch``, ``activations`` or
     ``temporaries``."""
     module: str
-    """Name of the module whose forward made it; empty outside of any."""
+    """Name of the module whose forward made the block; empty outside of any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """One traced step."""
+    """The trace of an attempt, with labels."""
 
     trace: Trace
-    """Canonical: its blocks are numbered as they were taken."""
+    """Canonical: blocks are numbered in the order of their allocation."""
     labels: tuple[Label, ...]
     """By block number."""
     first_products: tuple[int, ...]
-    """Indices of the events before which the first product ran: in the forward, and in the backward."""
+    """Indices of the events that begin the first matrix products of the forward and of the backward."""
     has_convolutions: bool
-    keeps_everything: bool
-    """Whether a selection by values was met, and taken to keep everything."""
+    has_selections: bool
+    """True if a selection by values was recorded as if it kept everything."""
 
 
 class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
-    """A storage mode for fakes that answers what only values could tell."""
+    """A storage tracker for fakes that labels blocks and supplies missing values.
+
+    Args:
+        on_gpu: record the operators of a GPU, with the scratch memory of its attention.
+    """
 
     def __init__(self, *, on_gpu: bool) -> None:
         super().__init__(CountingAllocator(), storage_device="meta", on_new=self._label_new)
         self._on_gpu = on_gpu
         self.modules: list[str] = []
+        """Names of the modules whose forward runs, the innermost last."""
         self._labels: list[Label] = []
         self._phase = "setup"
         self._first: dict[bool, int] = {}
         self._has_convolutions = False
+        self._has_selections = False
         self._found_inf: set[int] = set()
         self._workspaces = Workspaces()
-        self.keeps_everything = False
-        """Whether a selection by values was met, and taken to keep everything."""
-        self._again: Trace | None = None
+        self._repeated: Trace | None = None
 
-    def place(self) -> tuple[int, int]:
-        """The number of events and of marks so far."""
+    def bookmark(self) -> tuple[int, int]:
+        """Return the number of events and of marks so far."""
         return self.position, len(self._marks)
 
     def repeat(self, since: tuple[int, int]) -> bool:
-        """Record once more all that came after a `place`, without running it.
+        """Record everything since a `bookmark` once more without running it.
 
         Returns:
-            Whether it can be: in a steady state, what is alive here is what was alive there.
+            False if that is wrong, because the blocks alive now differ from those alive at the bookmark.
         """
         trace = self.trace()
         again = None if trace is None else repetition(trace, *since)
         if trace is None or again is None:
             return False
-        self._again = trace.followed_by(again)
+        self._repeated = trace.followed_by(again)
         self._labels += self._labels[len(self._labels) - again.blocks :]
         return True
 
     def recording(self) -> Recording:
-        """What was recorded; call it outside of the mode."""
-        # What is freed after a repetition is its end, which no peak depends on.
-        trace = self._again or self.trace()
+        """Return the recording, outside of the mode."""
+        # Frees after a repetition belong to the end of the run, where no peak depends on them.
+        trace = self._repeated or self.trace()
         assert trace is not None
         return Recording(
             trace=trace.canonical(),
             labels=tuple(self._labels),
             first_products=tuple(sorted(self._first.values())),
             has_convolutions=self._has_convolutions,
-            keeps_everything=self.keeps_everything,
+            has_selections=self._has_selections,
         )
 
     def mark(self, phase: str) -> None:
-        """Say what comes next."""
+        """Begin a phase."""
         super().mark(phase)
         self._phase = phase
 
-    def adopt_as(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made elsewhere, and say what they are for."""
-        adopted = list(tensors)
-        self.count(adopted)
-        self.label(kind, adopted)
+    def count_as(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were made elsewhere, and label them."""
+        counted = list(tensors)
+        self.count(counted)
+        self.label(kind, counted)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Say what the blocks of tensors are for."""
+        """Label the blocks of tensors."""
         for tensor in tensors:
             block = self.block_of(tensor)
             if block is not None:
@@ -154,24 +158,24 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on fakes; see the class."""
-        if func in _QUESTIONS:
-            return args[0].fake_device if func is _DEVICE else self._answer(args[0])
+        if func in _QUERIES:
+            return args[0].fake_device if func is _DEVICE else self._value_of(args[0])
         if func.name().startswith("aten::_foreach_") and func._schema.name.endswith("_"):
-            # In place over hundreds of tensors: nothing comes of it but time.
+            # In place over hundreds of tensors: it allocates nothing and takes long.
             return None
         if self._on_gpu and func is aten.lift_fresh.default:
-            # ``torch.tensor(1.0)``: where no device is named, it stands on the host, also with a card.
+            # ``torch.tensor(1.0)`` without a device is on the host, with a GPU too.
             return func(*args, **(kwargs or {}))
         if func in _PRODUCTS:
             self._first.setdefault(torch._C._current_graph_task_id() >= 0, self.position)
         elif func is aten.convolution.default:
             self._has_convolutions = True
-        elif func is _CHECK:
+        elif func is _OVERFLOW_CHECK:
             self._found_inf.add(args[1].untyped_storage()._cdata)
         elif func in _SELECTIONS:
-            func, args, kwargs = self._keep_everything(func, args, kwargs)
+            func, args, kwargs = self._select_all(func, args, kwargs)
         if func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
-            return self._one_of(args[0], args[1])
+            return self._reduced(args[0], args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _RECURRENT:
             out = (*out[:3], self._empty([self._workspaces.bytes_of(args)], torch.uint8))
@@ -180,43 +184,43 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             self.transient(scratch)
         return out
 
-    def _answer(self, tensor: Tensor) -> float | int | bool:
-        """A value for ``.item()``: a step that goes well. Nothing overflowed, counts and losses are 1."""
+    def _value_of(self, tensor: Tensor) -> float | int | bool:
+        """Return a value for ``.item()`` with which a step succeeds: no overflow, counts of 1."""
         if tensor.untyped_storage()._cdata in self._found_inf:
             return 0.0
         if tensor.dtype is torch.bool:
             return False
-        # Neither 0 nor 1: optimizers divide by a value, and by what is left to 1.
+        # Neither 0 nor 1, because optimizers divide by a value and by its difference from 1.
         return 0.5 if tensor.is_floating_point() else 1
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that an operator makes without telling torch."""
-        made: Tensor = super().__torch_dispatch__(aten.empty.memory_format, (), (shape,), _typed(dtype))
+        """Count a tensor that an operator allocates unseen."""
+        made: Tensor = super().__torch_dispatch__(aten.empty.memory_format, (), (shape,), _on_cpu(dtype))
         return made
 
-    def _one_of(self, x: Tensor, y: Tensor) -> Tensor:
-        """One number in a storage for as many as two tensors have elements together."""
+    def _reduced(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return one number in a storage with one element per pair of broadcast elements."""
         shape = torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
         dtype = torch.promote_types(x.dtype, y.dtype)
         one: Tensor = aten.as_strided.default(self._empty(shape, dtype), [], [])
         return one
 
-    def _keep_everything(
+    def _select_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
-        """In place of a selection by values, one that selects everything: operator and arguments."""
+        """Return operator and arguments of a selection that keeps everything."""
         x = args[0]
         if func is aten.nonzero.default:
-            self.keeps_everything = True
-            return aten.empty.memory_format, ([x.numel(), x.dim()],), _typed(torch.int64)
+            self._has_selections = True
+            return aten.empty.memory_format, ([x.numel(), x.dim()],), _on_cpu(torch.int64)
         if func is aten.masked_select.default:
-            self.keeps_everything = True
+            self._has_selections = True
             size = prod(map(max, zip_longest(x.shape[::-1], args[1].shape[::-1], fillvalue=1)))
-            return aten.empty.memory_format, ([size],), _typed(x.dtype)
+            return aten.empty.memory_format, ([size],), _on_cpu(x.dtype)
         indices: list[Tensor | None] = []
         for index in args[1]:
             if index is not None and index.dtype in _MASKS:
-                self.keeps_everything = True
+                self._has_selections = True
                 size = index.numel()
                 for _ in range(index.dim()):
                     indices.append(self._empty([size], torch.int64))
@@ -230,5 +234,5 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._labels.append(Label(kind, self.modules[-1] if self.modules else ""))
 
 
-def _typed(dtype: torch.dtype) -> dict[str, Any]:
+def _on_cpu(dtype: torch.dtype) -> dict[str, Any]:
     return {"dtype": dtype, "device": torch.device("cpu")}

@@ -1,21 +1,22 @@
-"""Records the allocations of a training step without running it.
+"""The allocations of a training step, recorded without running it.
 
-The step is the very one that trains (`autobatch.step.train_step.train_step`), on fake tensors that have
-shapes and no memory, under CUDA's operator policy. What comes out is the `Trace` that a meter on a device
-would record, with a label for every block: what it is for, and which module made it.
+The recorded code is the code that trains (`autobatch.step.train_step.train_step`), on fake tensors that have
+shapes and no memory, under CUDA's operator policy. The result is the `Trace` that a meter on a device would
+record, with a label for every block: its purpose, and the module that made it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.hooks import RemovableHandle
 
 from autobatch.core.knobs import Configuration
 from autobatch.core.records import Precision
@@ -29,13 +30,54 @@ from autobatch.workload.nested import Twice, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Everything that a trace of a step depends on."""
+
+    workload: Workload
+    model: nn.Module
+    batch_of: Callable[[int], Collated]
+    """Returns a real micro-batch of that many samples, the worst case."""
+    precision: Precision
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU; None for the CPU with its own operators."""
+    steps: Sequence[int] = (1, 2, 2)
+    """Micro-batches of each step; the default is `autobatch.probing.attempt.ATTEMPT_STEPS`."""
+    samples: int | None = None
+    """Samples of a batch if the loss sees all of them; None otherwise."""
+    max_grad_norm: float | None = None
+    """2-norm to clip gradients to; None for no clipping."""
+    ema: float | None = None
+    """Decay of the weight average; None for no average."""
+    knobs: Configuration = field(default_factory=dict)
+    """The tuner's choices; see `autobatch.core.knobs`."""
+
+
+def record(setting: Setting, micro_batch: int) -> Recording:
+    """Trace the steps of an attempt at a micro-batch.
+
+    Raises:
+        Exception: the user's code or torch cannot run the step without the values of its tensors.
+    """
+    mode = new_mode()
+    batch = setting.batch_of(micro_batch)
+    policy = nullcontext() if setting.capability is None else cuda_policy(setting.capability)
+    with preserved_random_state():
+        model = fake_model(setting.model, mode)
+        recorder = Recorder(on_gpu=setting.capability is not None)
+        with mode, policy, recorder, _tracked_modules(model, recorder):
+            train_state = _build(setting, model, recorder)
+            _run_steps(setting, train_state, _Feed(setting, batch, micro_batch, mode, recorder))
+        return recorder.recording()
+
+
 def new_mode() -> FakeTensorMode:
-    """A mode for fakes; a real tensor in the user's code becomes one when an operator meets it."""
+    """Return a mode for fakes. A real tensor in the user's code becomes a fake in its first operator."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_copy(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake CPU tensor of the same shape, strides and type; a parameter's is a parameter."""
+    """Return a fake CPU tensor with the same shape, strides and type; a parameter if it is one."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
@@ -44,23 +86,23 @@ def fake_copy(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model whose tensors are fakes; tied ones stay tied, whoever else holds on to them.
+    """Return a copy of a model with fake tensors, in which tied tensors stay tied.
 
     Raises:
-        Exception: what copying the user's modules raises.
+        Exception: a module of the user's cannot be copied.
     """
-    model = getattr(model, "_orig_mod", model)  # of a compiled one, the module itself
+    model = getattr(model, "_orig_mod", model)  # the module itself, if the model is compiled
     tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
         tensors += [p.grad for p in module.parameters(recurse=False) if p.grad is not None]
-    # With its answer in the memo, deepcopy never looks inside a tensor.
+    # deepcopy takes copies from its memo, so it never reads a tensor.
     memo: dict[int, Any] = {id(tensor): fake_copy(tensor, mode) for tensor in tensors}
     return copy.deepcopy(model, memo)
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """A batch with fakes in place of its tensors: in tuples, lists, mappings, and attributes of objects."""
+    """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects."""
     if isinstance(batch, Tensor):
         return fake_copy(batch, mode)
     if isinstance(batch, MutableMapping):
@@ -71,8 +113,8 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     if isinstance(batch, Mapping):
         return {key: fake_batch(value, mode) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        twins = [fake_batch(value, mode) for value in batch]
-        return type(batch)(*twins) if hasattr(batch, "_fields") else type(batch)(twins)
+        fakes = [fake_batch(value, mode) for value in batch]
+        return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
     if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
         made = copy.copy(batch)
         for name, value in vars(batch).items():
@@ -82,80 +124,37 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     return batch
 
 
-class named:  # noqa: N801 - a context manager
-    """Inside, the recorder knows which module's forward is running."""
+@contextmanager
+def _tracked_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Keep the recorder's stack of running modules within the block.
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self._model = model
-        self._recorder = recorder
-        self._handles: list[Any] = []
+    ``torch.utils.module_tracker.ModuleTracker`` does not serve. It has a set of names in place of a stack. A
+    submodule that the loss calls directly is named after its class, so two towers share a name. Its hooks on
+    gradients change what a recomputing model frees, and slow down a trace of a transformer by a fifth.
+    """
 
-    def __enter__(self) -> None:
-        for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+    def enter(name: str) -> Callable[..., None]:
+        return lambda *_: recorder.modules.append(name)
 
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
+    def leave(*_: object) -> None:
+        if recorder.modules:
+            recorder.modules.pop()
+
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(name)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._recorder.modules.append(name)
 
-    def _leave(self, *_: object) -> None:
-        if self._recorder.modules:
-            self._recorder.modules.pop()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a step is traced with."""
-
-    workload: Workload
-    model: nn.Module
-    batch_of: Callable[[int], Collated]
-    """A real batch of that many samples, the worst_case."""
-    precision: Precision
-    capability: tuple[int, int] | None
-    """Compute capability of the card; ``None``: the CPU itself, with its own operators."""
-    steps: Sequence[int] = (1, 2, 2)
-    """Micro-batches a window: as in an attempt on a device (`autobatch.probing.attempt.ATTEMPT_STEPS`)."""
-    samples: int | None = None
-    """Of an optimizer step, where the loss sees all of them (`TrainSetup.whole_batch`)."""
-    max_grad_norm: float | None = None
-    ema: float | None = None
-    """Decay of the weights' average; ``None``: none is kept."""
-    knobs: Configuration = field(default_factory=dict)
-    """What the tuner chose; see `autobatch.core.knobs`."""
-
-
-def record(setting: Setting, micro_batch: int) -> Recording:
-    """Trace the windows of an attempt at a micro-batch.
-
-    Raises:
-        Exception: what the user's code or torch raises where a step cannot run without its values.
-    """
-    mode = new_mode()
-    batch = setting.batch_of(micro_batch)
-    with preserved_random_state():
-        model = fake_model(setting.model, mode)
-        recorder = Recorder(on_gpu=setting.capability is not None)
-        with mode, _policy(setting.capability), recorder, named(model, recorder):
-            _train(setting, model, batch, micro_batch, mode, recorder)
-        return recorder.recording()
-
-
-def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
-    setting: Setting,
-    model: nn.Module,
-    batch: Collated,
-    micro_batch: int,
-    mode: FakeTensorMode,
-    recorder: Recorder,
-) -> None:
-    """Do on fakes what an attempt does on a device."""
+def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> TrainState:
+    """Build the train state on a fake model, with labels for its tensors."""
     recorder.mark("setup")
-    recorder.adopt_as("parameters", [*model.parameters(), *model.buffers()])
+    recorder.count_as("parameters", [*model.parameters(), *model.buffers()])
     model.train()
     train_state = build_train_state(
         setting.workload,
@@ -172,30 +171,50 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
     if setting.capability is not None:
         for optimizer in train_state.optimizers:
             prefer_foreach(optimizer)
+    return train_state
 
-    def place(one: Collated) -> Collated:
-        with recorder.uncounted():
-            made = fake_batch(one, mode)
-        recorder.adopt_as("batch", tensors_of(made))
-        return made
 
-    def batches(count: int) -> Iterable[tuple[Collated, int]]:
-        if isinstance(setting.workload.loss, WholeBatchLoss):
-            return Twice([(batch, micro_batch)] * count, place)
-        return once(count)
+@dataclass(frozen=True)
+class _Feed:
+    """Fake micro-batches, in the memory that a device's feed takes."""
 
-    def once(count: int) -> Iterator[tuple[Collated, int]]:
+    setting: Setting
+    batch: Collated
+    micro_batch: int
+    mode: FakeTensorMode
+    recorder: Recorder
+
+    def micro_batches(self, count: int) -> Iterable[tuple[Collated, int]]:
+        """Return the micro-batches of a step, each with its number of samples."""
+        if isinstance(self.setting.workload.loss, WholeBatchLoss):
+            return Twice([(self.batch, self.micro_batch)] * count, self._place)
+        return self._place_once(count)
+
+    def _place(self, batch: Collated) -> Collated:
+        fake = self._fake(batch)
+        self.recorder.count_as("batch", tensors_of(fake))
+        return fake
+
+    def _place_once(self, count: int) -> Iterator[tuple[Collated, int]]:
         held: Collated = None
         for _ in range(count):
-            with recorder.uncounted():
-                coming = fake_batch(batch, mode)
-            if setting.capability is None:
-                # A meter on the CPU counts the next batch when the last one is gone; a card holds both.
+            coming = self._fake(self.batch)
+            if self.setting.capability is None:
+                # On the CPU a meter counts a micro-batch after the one before is freed. A GPU holds both.
                 held = None
-            recorder.adopt_as("batch", tensors_of(coming))
+            self.recorder.count_as("batch", tensors_of(coming))
             held = coming
             del coming
-            yield held, micro_batch
+            yield held, self.micro_batch
+
+    def _fake(self, batch: Collated) -> Collated:
+        with self.recorder.uncounted():
+            return fake_batch(batch, self.mode)
+
+
+def _run_steps(setting: Setting, train_state: TrainState, feed: _Feed) -> None:
+    """Run on fakes the steps that an attempt runs on a device."""
+    recorder = feed.recorder
 
     def mark(phase: str) -> None:
         if phase == "optimizer":
@@ -203,21 +222,18 @@ def _train(  # noqa: PLR0917 - one call, to keep the modes in one place
                 recorder.label("gradients", gradients)
         recorder.mark(phase)
 
-    before: tuple[int, tuple[int, int]] | None = None
+    start = recorder.bookmark()
     for number, count in enumerate(setting.steps):
-        # The first window is never repeated: the optimizer's state appears in it.
-        if number > 1 and before is not None and before[0] == count and number == len(setting.steps) - 1:
+        is_last = number == len(setting.steps) - 1
+        # The first step is never repeated, because the optimizer state appears in it.
+        if is_last and number > 1 and count == setting.steps[number - 1]:
             recorder.settle()
-            if recorder.repeat(before[1]):
+            if recorder.repeat(start):
                 return
-        before = (count, recorder.place())
-        samples = batch_samples(setting.samples, micro_batch, count)
-        train_step(train_state, batches(count), samples, mark=mark)
+        start = recorder.bookmark()
+        samples = batch_samples(setting.samples, feed.micro_batch, count)
+        train_step(train_state, feed.micro_batches(count), samples, mark=mark)
         recorder.label("optimizer state", _state_of(train_state))
-
-
-def _policy(capability: tuple[int, int] | None) -> AbstractContextManager[None]:
-    return nullcontext() if capability is None else cuda_policy(capability)
 
 
 def _state_of(train_state: TrainState) -> Iterator[Tensor]:

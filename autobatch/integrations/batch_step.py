@@ -17,7 +17,7 @@ from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.step.gradients import LOW_PRECISION, Gradients
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepAccumulator, StepResult, backward_scaled, finish, scaled_loss
+from autobatch.step.train_step import StepResult, StepTotals, finish, normalize_loss, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import Loss, kind_of
 from autobatch.workload.nested import form_of
@@ -31,7 +31,7 @@ class MicroBatch(Generic[CollatedT]):
     """The samples of one forward and backward pass."""
 
     data: CollatedT
-    """What the collate function or the loader returned, on the device it was made on."""
+    """The collated samples, on the device where the collate function or the loader put them."""
     samples: int
     """Number of samples in ``data``."""
 
@@ -56,7 +56,7 @@ class Batch(Generic[CollatedT]):
         """The plan's target batch, or fewer if the data ends within this batch."""
         self._train_state = train_state
         self._micro_batches = micro_batches
-        self._accumulator = StepAccumulator(samples=samples)
+        self._totals = StepTotals(samples=samples)
         self._open: int | None = None
         """Samples of the micro-batch that waits for `backward`; None if there is none."""
         self._is_stepped = False
@@ -94,11 +94,11 @@ class Batch(Generic[CollatedT]):
                 f"autobatch.Loss(total, count); found {form_of(loss)}"
             )
         gradients = self._train_state.gradients
-        if not self._accumulator.micro_batches:
+        if not self._totals.sizes:
             gradients.clear()
-        scaled = scaled_loss(self._train_state, self._accumulator, loss, self._open)
-        with gradients.accumulating():
-            backward_scaled(self._train_state, self._accumulator, scaled, self._open)
+        scaled = normalize_loss(self._train_state, self._totals, loss, self._open)
+        with gradients.summed_in_float32():
+            run_backward(self._train_state, self._totals, scaled, self._open)
         self._open = None
 
     def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:
@@ -119,10 +119,10 @@ class Batch(Generic[CollatedT]):
         """
         self._check_complete()
         train_state = self._train_state
-        _set_optimizers(train_state, optimizers, len(self._accumulator.micro_batches))
+        _set_optimizers(train_state, optimizers, len(self._totals.sizes))
         train_state.max_grad_norm = max_grad_norm
         self._is_stepped = True
-        result = finish(train_state, self._accumulator, mark=lambda _: None)
+        result = finish(train_state, self._totals, mark=lambda _: None)
         scaler = train_state.scaler
         if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
             return result
@@ -138,7 +138,7 @@ class Batch(Generic[CollatedT]):
         Raises:
             InputError: micro-batches were drawn, but no step was taken.
         """
-        if not self._is_stepped and (self._open is not None or self._accumulator.micro_batches):
+        if not self._is_stepped and (self._open is not None or self._totals.sizes):
             raise InputError(
                 f"no step was taken for {self._name()}: call batch.step(optimizer) after the loop over its "
                 "micro-batches"
@@ -146,7 +146,7 @@ class Batch(Generic[CollatedT]):
 
     def _check_closed(self) -> None:
         if self._open is not None:
-            number = len(self._accumulator.micro_batches) + 1
+            number = len(self._totals.sizes) + 1
             raise InputError(
                 f"batch.backward() was not called for micro-batch {number} of {self._name()}: call it with "
                 "the loss of every micro-batch, in place of loss.backward()"
@@ -158,7 +158,7 @@ class Batch(Generic[CollatedT]):
                 f"the step of {self._name()} was already taken: call batch.step() once per batch"
             )
         self._check_closed()
-        done = sum(self._accumulator.micro_batches)
+        done = sum(self._totals.sizes)
         if done < self.samples:
             raise InputError(
                 f"batch.step() was called after {done} of {self.samples} samples of {self._name()}: finish "

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.integrations.stream import Piece, as_piece, concatenate_pieces, cut_into_batches
-from autobatch.workload.contract import Collated, kind_of
+from autobatch.workload.contract import Collated, MapStyle, kind_of
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.order import GlobalBatchSampler
 
 SampleT = TypeVar("SampleT")
-SampleT_co = TypeVar("SampleT_co", covariant=True)
-
-
-class MapStyle(Protocol[SampleT_co]):
-    """Data with a length and one sample per index."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, index: int, /) -> SampleT_co:
-        """Return one sample."""
 
 
 Data: TypeAlias = MapStyle[SampleT] | Dataset[SampleT] | Iterable[SampleT]
-"""What `autobatch.batches` takes: map-style data, samples, or a ``DataLoader``."""
+"""Input of `autobatch.batches`: map-style data, samples, or a ``DataLoader``."""
 
 
 class DataSource:

@@ -21,7 +21,8 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records import Estimate, Plan, Precision, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.profiles import HardwareProfile, list_profiles, load_profile
+from autobatch.device.hardware_profile import HardwareProfile
+from autobatch.device.profiles import list_profiles, load_profile
 from autobatch.device.simulated import simulated_budget
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint, footprint, predict

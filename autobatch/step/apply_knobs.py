@@ -1,8 +1,8 @@
-"""How what the tuner chose is applied to a model and its optimizer; the same for probe, trial and training.
+"""Knobs applied to a model and its optimizer, in the same way for probe, trial and training.
 
-What concerns the forward pass is in place only while the loss of a training micro-batch runs, so the model
-that the user gets back, validates and saves is the one that they built. Layout is the exception: weights with
-their channels innermost are the same values in another order, and stay so.
+Changes to the forward pass hold only while the loss of a training micro-batch runs. The model that the user
+gets back, validates and saves is the one that they built. The memory layout is the exception: weights in
+channels-last order keep it, with the same values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IMPLEMENTATIONS: dict[object, dict[str, bool]] = {
 
 
 def apply_layout(model: nn.Module, knobs: Mapping[str, object]) -> None:
-    """Put 4-D weights and buffers into the layout that the knobs ask for; their values stay."""
+    """Put 4-D weights and buffers into the layout that the knobs request, with the same values."""
     if not knobs.get(CHANNELS_LAST):
         return
     for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
@@ -44,7 +44,7 @@ def apply_layout(model: nn.Module, knobs: Mapping[str, object]) -> None:
 
 
 def apply_implementation(optimizers: Iterable[torch.optim.Optimizer], knobs: Mapping[str, object]) -> None:
-    """Let optimizers step as the knobs ask; those without such a setting are left as they are."""
+    """Set the optimizers' implementation. Those without such a setting stay unchanged."""
     settings = IMPLEMENTATIONS.get(knobs.get(OPTIMIZER), {})
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -52,61 +52,61 @@ def apply_implementation(optimizers: Iterable[torch.optim.Optimizer], knobs: Map
 
 
 def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, object]) -> LossFunction:
-    """The loss, with its forward passes checkpointed, compiled and in the layout that the knobs ask for."""
+    """Return the loss with checkpointing, compilation and layout applied to its training forward passes."""
     if isinstance(loss, WholeBatchLoss):
         represent: Any = apply_forward(loss.represent, model, knobs)
         return replace(loss, represent=represent)
-    changed: list[tuple[nn.Module, Callable[..., Any]]] = []
+    forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
     if knobs.get(CHECKPOINTING) == "full":
-        changed += [(block, _recomputed(block)) for block in find_blocks(model)]
+        forwards += [(block, _checkpoint_forward(block)) for block in find_blocks(model)]
     if knobs.get(COMPILE, "off") != "off":
-        changed.append((model, _compiled(model)))
+        forwards.append((model, _compile_forward(model)))
     to_layout = bool(knobs.get(CHANNELS_LAST))
-    if not changed and not to_layout:
+    if not forwards and not to_layout:
         return loss
 
     def run(temporary_weights: nn.Module, batch: Collated) -> Tensor | Loss:
         if not torch.is_grad_enabled():
             return loss(temporary_weights, batch)
         if to_layout:
-            batch = map_tensors(batch, _channels_last)
-        with _forwards(changed):
+            batch = map_tensors(batch, _to_channels_last)
+        with _replaced_forwards(forwards):
             return loss(temporary_weights, batch)
 
     return run
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: children of one class in its lists and sequences, none inside another.
+    """Return the repeated blocks: children of one class in the model's lists and sequences.
 
-    Of several classes, the one with the most parameters; blocks that are no more than one layer, of which
-    recomputation would save nothing, do not count.
+    No block contains another. Of several classes, the one with the most parameters wins. Blocks of a single
+    layer do not count, because recomputing them saves nothing.
     """
     groups: dict[object, dict[int, nn.Module]] = defaultdict(dict)
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             for child in parent.children():
                 if any(True for _ in child.children()) and not isinstance(child, nn.ModuleList):
-                    # Sequences are all of one class, so only those of one list are the same thing repeated.
+                    # All sequences share one class, so only those of one list are the same block repeated.
                     kind = (type(child), id(parent) if type(child) is nn.Sequential else 0)
                     groups[kind][id(child)] = child
     repeated = [list(group.values()) for group in groups.values() if len(group) > 1]
-    best = max(repeated, key=lambda blocks: (_parameters(blocks), len(blocks)), default=[])
-    inside = {id(inner) for block in best for inner in block.modules() if inner is not block}
-    return [block for block in best if id(block) not in inside]
+    best = max(repeated, key=lambda blocks: (_count_elements(blocks), len(blocks)), default=[])
+    nested = {id(inner) for block in best for inner in block.modules() if inner is not block}
+    return [block for block in best if id(block) not in nested]
 
 
-def _parameters(blocks: Iterable[nn.Module]) -> int:
+def _count_elements(blocks: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for block in blocks for parameter in block.parameters())
 
 
-def _recomputed(block: nn.Module) -> Callable[..., Any]:
-    """The forward of a block that keeps its input alone, and runs again for the backward pass."""
+def _checkpoint_forward(block: nn.Module) -> Callable[..., Any]:
+    """Return a forward that keeps only the block's input and runs again in the backward pass."""
     forward = block.forward
     norms = [one for one in block.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _statistics_aside(norms)
+        return nullcontext(), _discarded_statistics(norms)
 
     extra: dict[str, Any] = {"context_fn": contexts} if norms else {}
 
@@ -119,8 +119,8 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
 
 @contextmanager
-def _statistics_aside(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Inside, running statistics are updated in copies: a forward pass that is repeated counts once."""
+def _discarded_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Discard updates of running statistics within the block, so that a repeated forward pass counts once."""
     kept = [(norm, dict(norm._buffers)) for norm in norms]
     try:
         for norm, buffers in kept:
@@ -131,21 +131,21 @@ def _statistics_aside(norms: list[_BatchNorm]) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
-def _compiled(model: nn.Module) -> Callable[..., Any]:
+def _compile_forward(model: nn.Module) -> Callable[..., Any]:
     with warnings.catch_warnings():
-        # Of the compiler's own imports.
+        # The compiler's own imports warn.
         warnings.simplefilter("ignore")
         return torch.compile(model.forward)
 
 
 @contextmanager
-def _forwards(changed: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside, modules run these forwards; afterwards what they had comes back."""
+def _replaced_forwards(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Replace the forward functions of modules within the block."""
     kept: list[tuple[nn.Module, Callable[..., Any] | None]] = [
-        (module, module.__dict__.get("forward")) for module, _ in changed
+        (module, module.__dict__.get("forward")) for module, _ in forwards
     ]
     try:
-        for module, forward in changed:
+        for module, forward in forwards:
             module.__dict__["forward"] = forward
         yield
     finally:
@@ -156,7 +156,7 @@ def _forwards(changed: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[N
                 module.__dict__["forward"] = own
 
 
-def _channels_last(tensor: Tensor) -> Tensor:
+def _to_channels_last(tensor: Tensor) -> Tensor:
     if tensor.dim() != 4 or not tensor.is_floating_point():
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)

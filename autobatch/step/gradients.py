@@ -1,8 +1,8 @@
-"""The gradients of a window: added up in float32 at least, measured, scaled, and let go of.
+"""The gradients of one batch: accumulated in float32 at least, measured, scaled and freed.
 
-Gradients of bf16 and fp16 parameters do not add up in their own precision: 1024 times 1/1024 is 0.25 in bf16.
-Each is taken over into a float32 sum the moment that a backward pass has finished it, and only the sum of the
-window is rounded.
+bf16 and fp16 cannot accumulate in their own precision: 1024 times 1/1024 is 0.25 in bf16. So each 16-bit
+gradient is added to a float32 sum as soon as a backward pass has finished it. Only the sum over the batch is
+rounded.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
 class Gradients:
-    """What the backward passes of a window leave behind.
+    """The gradients that the backward passes of one batch accumulate.
 
     Args:
-        model: its parameters may get gradients that no optimizer reads; they are freed with the others.
-        optimizers: the groups are read anew for every window, so that a schedule may unfreeze parameters.
+        model: the model. Its parameters may get gradients that no optimizer reads; they are freed too.
+        optimizers: their groups are read again for every batch, so that a schedule may unfreeze parameters.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
         self._optimizers = optimizers
-        trained = {id(p) for p in _parameters(optimizers)}
+        trained = {id(p) for p in _parameters_of(optimizers)}
         self._others = [p for p in model.parameters() if id(p) not in trained]
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._has_low_precision = any(p.dtype in LOW_PRECISION for p in _parameters(optimizers))
+        self._has_low_precision = any(p.dtype in LOW_PRECISION for p in _parameters_of(optimizers))
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Inside, backward passes add up; the hooks that do it are gone afterwards."""
+    def summed_in_float32(self) -> Iterator[None]:
+        """Accumulate 16-bit gradients in float32 within the block, by hooks that are removed at its end."""
         if not self._has_low_precision:
             yield
             return
         hooks = [
-            parameter.register_post_accumulate_grad_hook(self._take_over)  # type: ignore[no-untyped-call]
-            for parameter in {id(p): p for p in _parameters(self._optimizers)}.values()
+            parameter.register_post_accumulate_grad_hook(self._add_to_sum)  # type: ignore[no-untyped-call]
+            for parameter in {id(p): p for p in _parameters_of(self._optimizers)}.values()
             if parameter.dtype in LOW_PRECISION and parameter.requires_grad
         ]
         try:
@@ -52,12 +52,12 @@ class Gradients:
                 hook.remove()
 
     def by_optimizer(self) -> list[list[Tensor]]:
-        """The window's gradients as each optimizer will read them, in float32 at least; each once."""
+        """Return the gradients of each optimizer, each gradient once, 16-bit ones as their float32 sums."""
         known: set[int] = set()
         found: list[list[Tensor]] = []
         for optimizer in self._optimizers:
             own: list[Tensor] = []
-            for parameter in _parameters((optimizer,)):
+            for parameter in _parameters_of((optimizer,)):
                 gradient = self._sums.get(parameter, parameter.grad) if self._sums else parameter.grad
                 if gradient is not None and id(gradient) not in known:
                     known.add(id(gradient))
@@ -65,8 +65,8 @@ class Gradients:
             found.append(own)
         return found
 
-    def write_back(self) -> None:
-        """Put the float32 sums where the optimizers look, each rounded once."""
+    def round_sums(self) -> None:
+        """Round each float32 sum once, into the ``grad`` that its optimizer reads, and free the sum."""
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
@@ -74,12 +74,12 @@ class Gradients:
     def clear(self) -> None:
         """Free all gradients."""
         self._sums.clear()
-        for parameter in _parameters(self._optimizers):
+        for parameter in _parameters_of(self._optimizers):
             parameter.grad = None
         for parameter in self._others:
             parameter.grad = None
 
-    def _take_over(self, parameter: Tensor) -> None:
+    def _add_to_sum(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
@@ -91,7 +91,7 @@ class Gradients:
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, as a 0-d tensor: not finite if one element is not."""
+    """Return the 2-norm of all gradients together, a 0-d tensor that is finite only if every element is."""
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     norms = torch._foreach_norm(dense)
     first = norms[0]
@@ -101,7 +101,7 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def _parameters(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[nn.Parameter]:
+def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[nn.Parameter]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]

@@ -1,7 +1,7 @@
-"""What must be afterwards as it was: random states, and a model that is only lent.
+"""Temporary weights for a model, and a snapshot of its buffers.
 
-The probe and the trials train for real, on tensors of their own; the caller's parameters, buffers, gradients
-and modes come back as the very objects that they were.
+The probe and the trials really train, on copies of the model's tensors. Afterwards the user's parameters,
+buffers, gradients and modes are the same objects with the same values.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.nn.parameter import is_lazy
 from autobatch.core.errors import InputError
 
 SMALL_BUFFER = 2**18
-"""Elements: buffers up to this size are copied for every window."""
+"""Elements of the largest buffer that is copied for every batch."""
 
 
 @contextmanager
 def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-    """Inside, the model's tensors are copies on ``device``; afterwards its own come back, untouched.
+    """Replace the model's tensors by copies on ``device`` within the block.
 
-    Parameters and buffers keep their identity as objects (optimizers and ties hold on to them); only what
-    they hold is exchanged. Gradients, modes and ``requires_grad`` come back too, and what a forward pass
-    registers or sets as an attribute is gone.
+    Parameters and buffers stay the same objects, because optimizers and ties refer to them; only their data
+    change. On exit data, gradients, modes and ``requires_grad`` are restored. Modules, buffers and attributes
+    that a forward pass added are removed.
 
     Raises:
-        InputError: the model has parameters without a shape yet (lazy modules).
+        InputError: a lazy module has parameters without a shape.
     """
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
     if any(is_lazy(tensor) for tensor in tensors):
@@ -50,7 +50,7 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
         yield model
     finally:
         for module, attributes, registries in modules:
-            # Modes, and what a forward pass keeps on the side: a cache, the last features.
+            # Attributes hold modes, and what a forward pass stored: a cache, the last features.
             vars(module).clear()
             vars(module).update(attributes)
             for registry, entries in registries:
@@ -64,10 +64,14 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
 
 
 class BufferSnapshot:
-    """Keeps what a window may have to be put back to, besides the random states: the model's buffers.
+    """A snapshot of the model's buffers, from which a failed step restores them.
 
-    Statistics are small and copied for every window. Of large buffers (masks, tables, queues) only those
-    are that were seen to change in an earlier window; or all, for what cannot do without.
+    Small buffers (statistics) are copied for every batch. A large buffer (mask, table, queue) is copied only
+    if an earlier batch changed it.
+
+    Args:
+        model: the model whose buffers are restored.
+        copy_all: copy the large buffers for every batch too.
     """
 
     def __init__(self, model: nn.Module, *, copy_all: bool = False) -> None:
@@ -78,39 +82,43 @@ class BufferSnapshot:
         self._watched: list[tuple[Tensor, int, tuple[int, str]]] = []
         self._changing: set[tuple[int, str]] = set()
 
-    def keep(self) -> None:
-        """Take the buffers down as they are now."""
+    def take(self) -> None:
+        """Take a snapshot of the buffers."""
         self._entries = [(module, dict(module._buffers)) for module in self._modules]
         self._copies, self._watched = [], []
         for number, (_, entries) in enumerate(self._entries):
             for name, buffer in entries.items():
                 if buffer is None:
                     continue
-                # Kernels update the running statistics of a BatchNorm without counting a version.
+                # A version does not tell everything: BatchNorm kernels update statistics without a new one.
                 if buffer.numel() <= self._largest or (number, name) in self._changing:
                     self._copies.append((buffer, buffer.detach().clone()))
                 else:
                     self._watched.append((buffer, buffer._version, (number, name)))
 
     def commit(self) -> None:
-        """The window is done; remember which large buffers it changed."""
+        """Keep the buffers, drop the snapshot, and remember the large buffers that the batch changed."""
         self._changing |= {key for buffer, version, key in self._watched if buffer._version != version}
         self._entries, self._copies, self._watched = [], [], []
 
-    def rewind(self) -> None:
-        """Make the buffers what they were, as far as they were copied; they can be put back once more."""
+    def restore(self, *, keep: bool = False) -> bool:
+        """Restore the buffers from their copies.
+
+        Args:
+            keep: keep the snapshot, so that it can be restored once more.
+
+        Returns:
+            False if a buffer without a copy has changed.
+        """
         with torch.no_grad():
             for module, entries in self._entries:
                 module._buffers.update(entries)
-            for buffer, kept in self._copies:
-                buffer.copy_(kept)
-
-    def restore(self) -> bool:
-        """Make the buffers what they were; False if one has changed that was not copied."""
-        self.rewind()
-        whole = all(buffer._version == version for buffer, version, _ in self._watched)
-        self.commit()
-        return whole
+            for buffer, copy in self._copies:
+                buffer.copy_(copy)
+        is_complete = all(buffer._version == version for buffer, version, _ in self._watched)
+        if not keep:
+            self.commit()
+        return is_complete
 
 
 def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -1,4 +1,4 @@
-"""A model with all that an optimizer step of it needs."""
+"""A model with everything that its optimizer step needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autobatch.step.apply_knobs import apply_forward, apply_implementation, appl
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers
 from autobatch.step.restore import BufferSnapshot
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload, kind_of
 from autobatch.workload.user_code import user_code
 
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,27 +23,28 @@ _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.f
 
 @dataclass(kw_only=True)
 class TrainState:
-    """A model with all that an optimizer step of it needs."""
+    """A model with everything that its optimizer step needs."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Collated], Tensor | Loss]
     optimizers: Optimizers
     parameters: list[nn.Parameter]
-    """What the optimizers train, each once."""
+    """Parameters that the optimizers train, each once."""
     device: torch.device
     precision: Precision
     scaler: torch.amp.GradScaler | None
-    """Only for fp16: gradients in bf16 and fp32 need no loss scale."""
+    """The loss scale for fp16; None for bf16 and fp32, whose gradients need none."""
     max_grad_norm: float | None
+    """2-norm to clip the gradient of the batch to; None for no clipping."""
     gradients: Gradients
     buffers: BufferSnapshot
-    """What the buffers were before the window that runs."""
+    """The buffers at the start of the current batch."""
     items_per_sample: float | None = None
-    """The first count above 0 that a `Loss` gave, a sample; ``None`` until then. Fixed for the whole run."""
+    """Items per sample in the first `Loss` with a count above 0; None before that, then fixed for the run."""
     average: WeightAverage | None = None
-    """Of the weights; moves with every step that is taken."""
+    """Average of the weights, updated by every applied step; None for no average."""
     stepping: bool = False
-    """An optimizer has begun to move weights: what fails now cannot be run again in place."""
+    """True while optimizers move weights: a failure then cannot be repeated in place."""
 
 
 def build_train_state(
@@ -57,33 +58,37 @@ def build_train_state(
     ema: float | None = None,
     knobs: Mapping[str, object] | None = None,
 ) -> TrainState:
-    """Put a model with its optimizer and its loss scale together; the model is on ``device`` already.
+    """Build the optimizers, the loss scale and the weight average of a model.
 
-    What the tuner chose, ``knobs``, is applied here; see `autobatch.step.apply_knobs`. With ``ema``, the
-    decay of an average of the weights, that average begins here.
+    Args:
+        workload: source of the loss and the optimizer.
+        model: the model, already on ``device``.
+        device: the device that trains.
+        precision: precision of the forward pass.
+        learning_rate: passed to ``Workload(optimizer=…)``.
+        max_grad_norm: 2-norm to clip gradients to; None for no clipping.
+        ema: decay of the weight average; None for no average.
+        knobs: the tuner's choices, applied by `autobatch.step.apply_knobs`.
 
     Raises:
-        InputError: the workload's optimizer is none, or trains nothing that can be trained in this precision.
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this
+            precision.
     """
     knobs = knobs or {}
     apply_layout(model, knobs)
-    with user_code("optimizer"):
-        made = workload.optimizer(model.parameters(), learning_rate)
-    optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise InputError(
-                f"Workload(optimizer=…) returned a {type(one).__name__}, not a torch.optim.Optimizer"
-            )
+    optimizers = _build_optimizers(workload, model, learning_rate)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     apply_implementation(optimizers, knobs)
     parameters = list({id(p): p for group in groups for p in group["params"]}.values())
     if not any(parameter.requires_grad for parameter in parameters):
-        raise InputError("the workload's optimizer was given no parameter that requires a gradient")
+        raise InputError(
+            "Workload(optimizer=…) must train at least 1 parameter that requires a gradient, found 0 of "
+            f"{len(parameters):,}: build it from the parameters that it receives, and leave some unfrozen"
+        )
     if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in parameters):
         raise InputError(
-            "the model's parameters are fp16, and --precision fp16 scales the loss for parameters in fp32: "
-            "keep them in fp32, or choose --precision fp32 to run them as they are"
+            "--precision fp16 needs fp32 parameters, found fp16: keep them in fp32, or choose --precision "
+            "fp32 to run them in their own type"
         )
     return TrainState(
         model=model,
@@ -95,14 +100,27 @@ def build_train_state(
         scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
         max_grad_norm=max_grad_norm,
         gradients=Gradients(model, optimizers),
-        # A window that is gone through twice goes through the same buffers twice.
+        # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         average=None if ema is None else WeightAverage(parameters, ema),
     )
 
 
+def _build_optimizers(workload: Workload, model: nn.Module, learning_rate: float) -> Optimizers:
+    with user_code("optimizer"):
+        made = workload.optimizer(model.parameters(), learning_rate)
+    optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise InputError(
+                "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
+                f"{kind_of(one)}"
+            )
+    return optimizers
+
+
 def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    """Autocast for the forward of a micro-batch; nothing for fp32."""
+    """Return autocast for the forward pass of a micro-batch, or an empty context for fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=_DTYPES[precision])

@@ -1,16 +1,16 @@
-"""One micro-batch and one optimizer step.
+"""One optimizer step: forward and backward over the micro-batches of a batch, then the update.
 
-The probe, the trials, the traced footprint and the training loop all run this code, so what is predicted and
-probed is what trains.
+A batch is the samples of one optimizer step. Its gradient is Σ totals ÷ Σ counts over all micro-batches, not
+a mean of means. Each micro-batch contributes ``total ÷ D``, with one divisor D for the whole batch. Once N,
+the sum of the counts, is known, the gradient is multiplied by D ÷ N.
 
-A window is the samples of one optimizer step. Its gradient is Σ totals ÷ Σ counts over the whole window, not
-a mean of means. Every micro-batch contributes ``total ÷ D``, with a divisor D that is the same for the
-whole window; when N, the sum of the counts, is known, the window's gradient is multiplied once by D ÷ N.
-Where the loss is a mean over samples, N is known beforehand and D = N; for a `Loss` (and in 16 bits) D is a
-power of two near N, so that dividing by it rounds nothing. The loss over a whole window, of a
-`WholeBatchLoss`, stands as it is; see `autobatch.step.whole_batch`.
+- If the loss is a mean over samples, N is known beforehand and D = N.
+- For a `Loss`, and in 16 bits, D is a power of two near N, so that dividing by D rounds nothing.
+- A `WholeBatchLoss` is the loss of the batch already; see `autobatch.step.whole_batch`.
 
-There is one host synchronisation a window, after the last backward; a loss scale brings its own, in the step.
+The host waits for the device once per batch, after the last backward pass. A loss scale waits once more, in
+the step. The probe, the trials, the traced footprint and the training loop all run this code, so what is
+predicted and probed is what trains.
 """
 
 from __future__ import annotations
@@ -27,203 +27,204 @@ from autobatch.step.gradients import LOW_PRECISION, norm_of
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import backward_whole_batch
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
-from autobatch.workload.nested import form_of, tensors_of, to_device
+from autobatch.workload.nested import form_of
 from autobatch.workload.user_code import mark_user_error, user_code
 
-__all__ = [
-    "Mark",
-    "StepAccumulator",
-    "StepResult",
-    "TrainState",
-    "accumulate",
-    "backward_scaled",
-    "finish",
-    "precision_context",
-    "scaled_loss",
-    "tensors_of",
-    "to_device",
-    "train_step",
-]
-
-
 Mark = Callable[[str], None]
-"""Told what comes next: ``setup``, ``forward``, ``loss`` (of a window), ``backward`` or ``optimizer``."""
+"""Called with each phase that begins: ``setup``, ``forward``, ``loss`` (of a batch), ``backward`` or
+``optimizer``."""
 
 
 @dataclass(kw_only=True)
-class StepAccumulator:
-    """What the micro-batches of one window left behind."""
+class StepTotals:
+    """Sums over the micro-batches of one batch."""
 
     samples: int
-    total: Tensor | float = 0.0
-    """Σ of what was backpropagated, before any loss scale."""
+    """Samples of the batch."""
+    loss: Tensor | float = 0.0
+    """Σ of the backpropagated losses, before any loss scale."""
     count: Tensor | float | None = None
-    """Σ of the counts of `Loss`; ``None`` where the loss is a mean over samples."""
+    """Σ of the counts of `Loss`; None if the loss is a mean over samples."""
     divisor: float = 1.0
-    """D: what each total was divided by."""
-    micro_batches: list[int] = field(default_factory=list)
+    """D: each total was divided by it."""
+    sizes: list[int] = field(default_factory=list)
+    """Samples of each micro-batch so far."""
     first_norm: Tensor | None = None
-    """Norm of the gradient after the first micro-batch, as it stands; ``None`` where it was not asked for."""
+    """Norm of the gradient after the first micro-batch, before D ÷ N and with any loss scale; None if not
+    requested."""
     first_count: Tensor | float = 0.0
-    """What the first micro-batch counted."""
+    """Count of the first micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One optimizer step, or a window that took none."""
+    """The result of one batch, with or without an applied step."""
 
     loss: float
-    """Mean over everything that the window counted; NaN where it counted nothing."""
+    """Mean over everything that the batch counted; NaN if it counted nothing."""
     count: float
-    """Items counted (samples where the loss is a mean over samples)."""
+    """Items counted (samples if the loss is a mean over samples)."""
     applied: bool
-    """False where no optimizer stepped: an overflow, a figure that is not finite, or nothing counted."""
+    """False if no optimizer stepped: an overflow, a non-finite value, or nothing counted."""
     grad_norm: float
-    """Norm of the window's gradient before clipping."""
+    """Norm of the batch's gradient before clipping."""
     stepped: tuple[bool, ...]
-    """For each optimizer, whether it took its step."""
+    """For each optimizer, True if it stepped."""
     first_norm: float | None = None
-    """Norm of the mean gradient over the first micro-batch alone, where it was asked for."""
+    """Norm of the mean gradient over the first micro-batch; None if not requested."""
     first_count: float = 0.0
     """Items that the first micro-batch counted."""
 
 
+def train_step(
+    train_state: TrainState,
+    micro_batches: Iterable[tuple[Collated, int]],
+    samples: int,
+    *,
+    mark: Mark = lambda _: None,
+) -> StepResult:
+    """Take one optimizer step over all micro-batches of a batch; see `accumulate` and `finish`."""
+    return finish(train_state, accumulate(train_state, micro_batches, samples, mark), mark=mark)
+
+
 def accumulate(
     train_state: TrainState,
-    batches: Iterable[tuple[Collated, int]],
+    micro_batches: Iterable[tuple[Collated, int]],
     samples: int,
     mark: Mark,
     *,
     measure_first: bool = False,
-) -> StepAccumulator:
-    """Run the micro-batches of a window forward and backward; their gradients add up.
+) -> StepTotals:
+    """Run the micro-batches forward and backward, and accumulate their gradients.
 
     Args:
         train_state: the model and its optimizer.
-        batches: each micro-batch, on the device, with its number of samples; for a `WholeBatchLoss` they
-            must be such as can be gone through twice (`autobatch.workload.nested.Twice`).
-        samples: samples of the whole window, over all ranks.
-        mark: told what comes next.
-        measure_first: also take the norm of the gradient after the first micro-batch, where that is the mean
-            over its own samples.
+        micro_batches: each micro-batch, on the device, with its number of samples. A `WholeBatchLoss`
+            iterates over them twice (`autobatch.workload.nested.Twice`).
+        samples: samples of the whole batch, over all ranks.
+        mark: called with each phase.
+        measure_first: also measure the norm of the gradient after the first micro-batch, unless the loss sees
+            the whole batch.
     """
-    accumulator = StepAccumulator(samples=samples)
-    train_state.buffers.keep()
+    totals = StepTotals(samples=samples)
+    train_state.buffers.take()
     part = "data"
     try:
-        with train_state.gradients.accumulating():
+        with train_state.gradients.summed_in_float32():
             if isinstance(train_state.loss, WholeBatchLoss):
-                _accumulate_whole(train_state, train_state.loss, batches, accumulator, mark)
-                return accumulator
-            for batch, size in batches:
+                _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark)
+                return totals
+            for batch, size in micro_batches:
                 part = "loss"
                 mark("forward")
                 with precision_context(train_state.device, train_state.precision):
-                    share = scaled_loss(
-                        train_state, accumulator, train_state.loss(train_state.model, batch), size
+                    share = normalize_loss(
+                        train_state, totals, train_state.loss(train_state.model, batch), size
                     )
                 part = "the backward pass of its loss"
                 mark("backward")
-                backward_scaled(train_state, accumulator, share, size)
-                if measure_first and accumulator.first_norm is None:
-                    _measure_first(train_state, accumulator)
+                run_backward(train_state, totals, share, size)
+                if measure_first and totals.first_norm is None:
+                    _measure_first(train_state, totals)
                 part = "data"
-                # The next batch is fetched while this frame lives: let go of this one first.
+                # Free this micro-batch first: this frame lives while the next one is fetched.
                 del batch, share
     except AutobatchError:
         raise
     except Exception as error:
         mark_user_error(error, part)
         raise
-    return accumulator
+    return totals
 
 
-def _accumulate_whole(
-    train_state: TrainState,
-    loss: WholeBatchLoss,
-    batches: Iterable[tuple[Collated, int]],
-    accumulator: StepAccumulator,
-    mark: Mark,
-) -> None:
-    scaler = train_state.scaler
-    value = backward_whole_batch(
-        loss,
-        train_state.model,
-        batches,
-        accumulator.samples,
-        context=lambda: precision_context(train_state.device, train_state.precision),
-        scaled=_at_least_32_bits if scaler is None else lambda one: scaler.scale(_at_least_32_bits(one)),
-        rewind=train_state.buffers.rewind,
-        mark=mark,
-    )
-    accumulator.total = _at_least_32_bits(value)
-    accumulator.divisor = float(accumulator.samples)
-
-
-def backward_scaled(train_state: TrainState, accumulator: StepAccumulator, share: Tensor, size: int) -> None:
-    """Go backward from what `scaled_loss` returned; inside `Gradients.accumulating`."""
-    # A constant is what a loss may return where nothing counts.
-    if share.requires_grad:
-        (share if train_state.scaler is None else train_state.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
-    accumulator.total = accumulator.total + share.detach()
-    accumulator.micro_batches.append(size)
-
-
-def _measure_first(train_state: TrainState, accumulator: StepAccumulator) -> None:
-    """The gradient is the first micro-batch's own until the second adds to it; nothing waits here."""
-    gradients = [gradient for own in train_state.gradients.by_optimizer() for gradient in own]
-    if gradients:
-        accumulator.first_norm = norm_of(gradients)
-        accumulator.first_count = (
-            float(accumulator.micro_batches[0]) if accumulator.count is None else accumulator.count
-        )
-
-
-def finish(train_state: TrainState, accumulator: StepAccumulator, *, mark: Mark) -> StepResult:
-    """Turn the gradients of a window into one optimizer step, and free them.
-
-    The order is: normalise, measure, check, clip, unscale, step, update of the loss scale, average of the
-    weights, and the gradients are freed here, at the end, so that none is held while nothing needs it. The
-    check comes before the clip, for a norm that is not finite clips nothing. Unscaling stands with the step,
-    where optimizers that unscale by themselves do it; a loss scale is a power of two, so the place makes no
-    difference. Schedules, counters and what a run writes follow in `autobatch.training`.
+def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int) -> Tensor:
+    """Return the share of a micro-batch in the loss of its batch: ``total ÷ D``, a 0-d tensor.
 
     Args:
-        train_state: the model and its optimizer, with the window's gradients.
-        accumulator: what `accumulate` returned.
-        mark: told what comes next.
-
-    Returns:
-        The window's loss; without a loss scale, nothing moved unless the loss and all gradients are finite.
-        Where that is so, the buffers can still be put back to where the window found them.
+        train_state: the model and its optimizer.
+        totals: sums over the micro-batches before; the count of this one is added.
+        loss: return value of the workload's loss.
+        size: samples of the micro-batch.
 
     Raises:
-        InputError: the loss does not depend on what is trained.
+        InputError: ``loss`` is no loss, or of another kind than that of the micro-batch before.
+    """
+    if totals.sizes and isinstance(loss, Loss) != (totals.count is not None):
+        raise InputError(
+            "the workload's loss returned a Loss for one micro-batch and a tensor for another: "
+            "return one kind"
+        )
+    if isinstance(loss, Loss):
+        total, count = loss
+        if not isinstance(total, Tensor) or total.dim() != 0:
+            raise InputError(f"the total of a Loss must be a 0-d tensor, found {form_of(total)}")
+        if isinstance(count, Tensor) and count.dim() != 0:
+            raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {form_of(count)}")
+        if totals.count is None:
+            totals.count = 0.0
+            totals.divisor = _power_of_two(_items_per_sample(train_state, count, size) * totals.samples)
+        totals.count = totals.count + (count.detach().double() if isinstance(count, Tensor) else count)
+        return _at_least_32_bits(total) / totals.divisor
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        if not totals.sizes:
+            low = loss.dtype in LOW_PRECISION
+            totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
+        return _at_least_32_bits(loss) * (size / totals.divisor)
+    raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
+
+
+def run_backward(train_state: TrainState, totals: StepTotals, share: Tensor, size: int) -> None:
+    """Run the backward pass of a share of the loss, within `Gradients.summed_in_float32`."""
+    # A loss may return a constant if its micro-batch counts nothing.
+    if share.requires_grad:
+        (share if train_state.scaler is None else train_state.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+    totals.loss = totals.loss + share.detach()
+    totals.sizes.append(size)
+
+
+def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepResult:
+    """Turn the accumulated gradients into one optimizer step, and free them.
+
+    The order is: measure and check the norms, normalize and clip in one multiplication, unscale, step, update
+    the loss scale, update the weight average, free the gradients. The check comes before the clip, because a
+    non-finite norm would clip nothing. Unscaling is part of the step, because some optimizers do it
+    themselves; a loss scale is a power of two, so this changes no result. Schedules, counters and records
+    follow in `autobatch.training`.
+
+    Args:
+        train_state: the model and its optimizer, with the gradients of the batch.
+        totals: the result of `accumulate`.
+        mark: called with each phase.
+
+    Returns:
+        The loss of the batch. Without a loss scale, weights move only if the loss and all gradients are
+        finite. If none moved, the buffers can still be restored to the start of the batch.
+
+    Raises:
+        InputError: the loss does not depend on the trained parameters.
     """
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
     norms = [norm_of(own) if own else None for own in gradients]
-    (total, count, first_norm, first_count), values = _read(accumulator, norms)
-    scale = 1.0 if train_state.scaler is None or not any(gradients) else train_state.scaler.get_scale()
-    items = float(accumulator.samples) if accumulator.count is None else count
-    if items > 0 and not any(gradients):
+    (loss, count, first_norm, first_count), values = _read(totals, norms)
+    has_gradient = [bool(own) for own in gradients]
+    items = float(totals.samples) if totals.count is None else count
+    if items > 0 and not any(has_gradient):
         raise InputError(
-            "the workload's loss has no gradient: it must come out of the parameters that the optimizer "
-            "trains, with nothing detached and no torch.no_grad() on the way"
+            "the workload's loss has no gradient: compute it from the parameters that the optimizer trains, "
+            "without detach() and torch.no_grad()"
         )
-    factor = accumulator.divisor / items if items else math.nan
-    finite = tuple(math.isfinite(value) for value in values)
-    loss = total * factor
-    steps = finite
-    if not items > 0 or (train_state.scaler is None and not (all(finite) and math.isfinite(loss))):
-        steps = (False,) * len(finite)
+    scale = 1.0 if train_state.scaler is None or not any(has_gradient) else train_state.scaler.get_scale()
+    factor = totals.divisor / items if items else math.nan
+    loss *= factor
+    steps = _steps_to_take(train_state, items, loss, values)
     if any(steps):
-        # A gradient that overflowed is not stepped with, so it does not count for those that are.
+        # An overflowed gradient is not stepped with, so it does not clip the others.
         norm = math.hypot(*(v for v, step in zip(values, steps, strict=True) if step)) * factor / scale
         coefficient = factor * _clip_coefficient(norm, train_state.max_grad_norm)
         if coefficient != 1.0:
             torch._foreach_mul_([g for own in gradients for g in own], coefficient)
-    has_gradient = [bool(own) for own in gradients]
+    # Not held any longer: rounding 16-bit gradients frees their sums one by one.
     del gradients, norms
     if items > 0 and (train_state.scaler is not None or any(steps)):
         train_state.buffers.commit()
@@ -235,53 +236,39 @@ def finish(train_state: TrainState, accumulator: StepAccumulator, *, mark: Mark)
         applied=any(steps),
         grad_norm=math.hypot(*values) * factor / scale,
         stepped=steps,
-        first_norm=first_norm * accumulator.divisor / first_count / scale if first_count > 0 else None,
+        first_norm=first_norm * totals.divisor / first_count / scale if first_count > 0 else None,
         first_count=first_count,
     )
 
 
-def train_step(
+def _accumulate_whole(
     train_state: TrainState,
-    batches: Iterable[tuple[Collated, int]],
-    samples: int,
-    *,
-    mark: Mark = lambda _: None,
-) -> StepResult:
-    """One optimizer step over all micro-batches of a window; see `accumulate` and `finish`."""
-    return finish(train_state, accumulate(train_state, batches, samples, mark), mark=mark)
+    loss: WholeBatchLoss,
+    micro_batches: Iterable[tuple[Collated, int]],
+    totals: StepTotals,
+    mark: Mark,
+) -> None:
+    scaler = train_state.scaler
+    value = backward_whole_batch(
+        loss,
+        train_state.model,
+        micro_batches,
+        totals.samples,
+        autocast=lambda: precision_context(train_state.device, train_state.precision),
+        scale=_at_least_32_bits if scaler is None else lambda one: scaler.scale(_at_least_32_bits(one)),
+        restore_buffers=lambda: train_state.buffers.restore(keep=True),
+        mark=mark,
+    )
+    totals.loss = _at_least_32_bits(value)
+    totals.divisor = float(totals.samples)
 
 
-def scaled_loss(
-    train_state: TrainState, accumulator: StepAccumulator, loss: Tensor | Loss, size: int
-) -> Tensor:
-    """What a micro-batch of ``size`` samples adds to the window's loss, as a 0-d tensor to go backward from.
-
-    Raises:
-        InputError: it is no loss, or of another kind than that of the micro-batch before.
-    """
-    if accumulator.micro_batches and isinstance(loss, Loss) != (accumulator.count is not None):
-        raise InputError("the workload's loss returned a Loss for one micro-batch and a tensor for another")
-    if isinstance(loss, Loss):
-        total, count = loss
-        if not isinstance(total, Tensor) or total.dim() != 0:
-            raise InputError(f"the total of a Loss must be a 0-d tensor, found {form_of(total)}")
-        if isinstance(count, Tensor) and count.dim() != 0:
-            raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {form_of(count)}")
-        if accumulator.count is None:
-            accumulator.count = 0.0
-            accumulator.divisor = _power_of_two(
-                _items_per_sample(train_state, count, size) * accumulator.samples
-            )
-        accumulator.count = accumulator.count + (
-            count.detach().double() if isinstance(count, Tensor) else count
-        )
-        return _at_least_32_bits(total) / accumulator.divisor
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        if not accumulator.micro_batches:
-            low = loss.dtype in LOW_PRECISION
-            accumulator.divisor = _power_of_two(accumulator.samples) if low else float(accumulator.samples)
-        return _at_least_32_bits(loss) * (size / accumulator.divisor)
-    raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
+def _measure_first(train_state: TrainState, totals: StepTotals) -> None:
+    """Measure the gradient before the second micro-batch adds to it, without waiting for the device."""
+    gradients = [gradient for own in train_state.gradients.by_optimizer() for gradient in own]
+    if gradients:
+        totals.first_norm = norm_of(gradients)
+        totals.first_count = float(totals.sizes[0]) if totals.count is None else totals.count
 
 
 def _at_least_32_bits(value: Tensor) -> Tensor:
@@ -290,7 +277,7 @@ def _at_least_32_bits(value: Tensor) -> Tensor:
 
 def _items_per_sample(train_state: TrainState, count: float | Tensor, size: int) -> float:
     if train_state.items_per_sample is None:
-        # The only synchronisation inside a window, once in a run.
+        # The only wait for the device during accumulation, once per run.
         found = float(count.detach() if isinstance(count, Tensor) else count) / max(size, 1)
         if not (found > 0 and math.isfinite(found)):
             return 1.0
@@ -303,38 +290,47 @@ def _power_of_two(value: float) -> float:
 
 
 def _read(
-    accumulator: StepAccumulator, norms: list[Tensor | None]
+    totals: StepTotals, norms: list[Tensor | None]
 ) -> tuple[tuple[float, float, float, float], list[float]]:
-    """Bring the window's figures to the host in one transfer; what is ``None`` becomes 0.
+    """Bring the sums and norms to the host in one transfer, with 0 in place of None.
 
     Returns:
-        The total, the count, the norm and the count of the first micro-batch; and the norms.
+        The loss, the count, the norm and the count of the first micro-batch; and the norms.
     """
-    figures = [accumulator.total, accumulator.count, accumulator.first_norm, accumulator.first_count, *norms]
+    figures = [totals.loss, totals.count, totals.first_norm, totals.first_count, *norms]
     away = [figure for figure in figures if isinstance(figure, Tensor) and figure.device.type != "cpu"]
     if len(away) > 1:
         values = iter(torch.stack([figure.to(away[0].device, torch.float64) for figure in away]).tolist())
         figures = [next(values) if any(figure is one for one in away) else figure for figure in figures]
-    total, count, first_norm, first_count, *rest = (0.0 if f is None else float(f) for f in figures)
-    return (total, count, first_norm, first_count), rest
+    loss, count, first_norm, first_count, *rest = (0.0 if f is None else float(f) for f in figures)
+    return (loss, count, first_norm, first_count), rest
+
+
+def _steps_to_take(
+    train_state: TrainState, items: float, loss: float, norms: list[float]
+) -> tuple[bool, ...]:
+    """Decide for each optimizer: a loss scale skips those that overflowed; without one, all step or none."""
+    finite = tuple(math.isfinite(norm) for norm in norms)
+    if items > 0 and (train_state.scaler is not None or (all(finite) and math.isfinite(loss))):
+        return finite
+    return (False,) * len(finite)
 
 
 def _clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Factor that brings a gradient of this norm down to ``max_norm`` (torch/nn/utils/clip_grad.py)."""
+    """Return the factor that clips a gradient of this norm to ``max_norm`` (torch/nn/utils/clip_grad.py)."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
 def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: bool) -> None:
-    """Let every optimizer step; the loss scale leaves out those whose gradients overflowed.
+    """Run every optimizer, then the update of the loss scale, and of the average if a weight ``moved``.
 
-    The average follows where one of them ``moved`` its weights; out of memory there, nothing can be run
-    again either.
+    The loss scale skips optimizers whose gradients overflowed. After a failure here nothing can be repeated.
     """
     train_state.stepping = True
-    train_state.gradients.write_back()
+    train_state.gradients.round_sums()
     with user_code("optimizer"):
         for optimizer, has in zip(train_state.optimizers, has_gradient, strict=True):
-            # A scaler refuses an optimizer that it has seen no gradient of.
+            # A scaler refuses an optimizer without any gradient.
             if train_state.scaler is None or not has:
                 optimizer.step()
             else:

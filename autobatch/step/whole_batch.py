@@ -1,13 +1,12 @@
-"""Losses over all samples of a window, accumulated exactly, by gradient caching.
+"""Losses over all samples of a batch, accumulated exactly by gradient caching.
 
-    represent each micro-batch ──► join ──► loss, backward ──► gradient of every row
-    represent each micro-batch again, as before ──► backward from its rows with their gradients
+    represent each micro-batch ──► concatenate rows ──► loss, backward ──► gradient of every row
+    represent each micro-batch again ──► backward from its rows with their gradients
 
-By the chain rule that is the gradient of one pass over the whole window; the price is a second forward pass
-(Gao et al. 2021, arXiv:2101.06983). What a forward pass depends on comes back for the second one: random
-states for each micro-batch, buffers for the window. The first pass records its graph too, only to drop it:
-operators and compilers choose by whether one is asked for, the second pass needs that memory anyway, and so
-both compute the same, bit for bit.
+By the chain rule the result is the gradient of one pass over the whole batch, at the price of a second
+forward pass (Gao et al. 2021, arXiv:2101.06983). The second pass sees the same random states per micro-batch
+and the same buffers. The first pass records its graph too and drops it, because operators and compilers
+behave differently without one. The second pass needs that memory anyway, and so both agree bit for bit.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,30 +27,36 @@ from autobatch.workload.rng import RandomState, capture_random_state, restore_ra
 from autobatch.workload.user_code import user_code
 
 
-def batch_samples(window: int | None, micro_batch: int, count: int) -> int:
-    """Samples that an attempt's micro-batches stand for: a whole window, where its size is known."""
-    return micro_batch * count if window is None else max(window, micro_batch)
+def batch_samples(target: int | None, micro_batch: int, count: int) -> int:
+    """Return the samples that ``count`` micro-batches of an attempt represent.
+
+    Args:
+        target: the target batch, if the loss sees all of it; None if it is unknown or does not matter.
+        micro_batch: samples of each micro-batch.
+        count: micro-batches of the attempt.
+    """
+    return micro_batch * count if target is None else max(target, micro_batch)
 
 
 class Rows:
-    """The representations of a window, joined as its micro-batches come; then their gradients.
+    """The representations of a batch, one row per sample, filled by micro-batch; later their gradients.
 
     Args:
-        samples: rows in all.
+        samples: number of rows.
     """
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self.collated: Any = None
-        """In the form that ``represent`` gives them."""
+        """All rows, in the form that ``represent`` returns; None before the first micro-batch."""
         self._trained: list[bool] = []
         self._gradients: list[Tensor | None] = []
 
     def put(self, first: int, found: Any, size: int) -> None:
-        """Take over what ``represent`` gave for the ``size`` samples from ``first`` on.
+        """Copy the rows that ``represent`` returned for the ``size`` samples from ``first`` on.
 
         Raises:
-            InputError: it does not hold a row a sample, or is not like that of the micro-batch before.
+            InputError: there is not one row per sample, or the form differs from the micro-batch before.
         """
         parts = _parts(found, size)
         if self.collated is None:
@@ -59,8 +65,8 @@ class Rows:
         wholes = list(tensors_of(self.collated))
         if [(w.shape[1:], w.dtype) for w in wholes] != [(part.shape[1:], part.dtype) for part in parts]:
             raise InputError(
-                "WholeBatchLoss(represent=…) gave rows of another form for one micro-batch than for another: "
-                f"{_forms(wholes)}, then {_forms(parts)}; rows are joined, so pad them to one form"
+                "WholeBatchLoss(represent=…) must return rows of one form for all micro-batches, found "
+                f"{_forms(wholes)}, then {_forms(parts)}: pad them to one form"
             )
         self._trained = [was or one.requires_grad for was, one in zip(self._trained, parts, strict=True)]
         start = self._start(first, size)
@@ -68,7 +74,7 @@ class Rows:
             whole[start : start + size].copy_(part.detach())
 
     def fill(self, known: int) -> None:
-        """Repeat the first rows where an attempt runs fewer micro-batches than a window has."""
+        """Repeat the ``known`` rows to the end, for an attempt with fewer micro-batches than its batch."""
         while 0 < known < self._samples:
             more = min(known, self._samples - known)
             for whole in tensors_of(self.collated):
@@ -76,18 +82,18 @@ class Rows:
             known += more
 
     def leaves(self) -> Any:
-        """The joined rows; gradients are asked of those that came out of what is trained."""
+        """Return all rows as leaves that require a gradient if they depend on trained parameters."""
         for whole, is_trained in zip(tensors_of(self.collated), self._trained, strict=True):
             whole.requires_grad_(is_trained)
         return self.collated
 
     def keep_gradients(self) -> None:
-        """Let go of the rows; their gradients stay."""
+        """Keep the gradients of the rows, and free the rows."""
         self._gradients = [whole.grad for whole in tensors_of(self.collated)]
         self.collated = None
 
-    def go_backward(self, first: int, found: Any, size: int) -> None:
-        """Go backward from the rows of a micro-batch, which were found again."""
+    def run_backward(self, first: int, found: Any, size: int) -> None:
+        """Run the backward pass of a micro-batch from its recomputed rows."""
         start = self._start(first, size)
         parts, gradients = [], []
         for part, gradient in zip(_parts(found, size), self._gradients, strict=True):
@@ -98,84 +104,110 @@ class Rows:
             torch.autograd.backward(parts, gradients)
 
     def _start(self, first: int, size: int) -> int:
-        """Where rows stand; the two micro-batches of an attempt may be more than the window."""
+        """Return the first row of a micro-batch, shifted back if an attempt exceeds its batch."""
         return min(first, self._samples - size)
 
 
 def backward_whole_batch(
     loss: WholeBatchLoss,
     model: nn.Module,
-    batches: Iterable[tuple[Collated, int]],
+    micro_batches: Iterable[tuple[Collated, int]],
     samples: int,
     *,
-    context: Callable[[], AbstractContextManager[object]],
-    scaled: Callable[[Tensor], Tensor],
-    rewind: Callable[[], None],
+    autocast: Callable[[], AbstractContextManager[object]],
+    scale: Callable[[Tensor], Tensor],
+    restore_buffers: Callable[[], object],
     mark: Callable[[str], None],
 ) -> Tensor:
-    """Add the gradient of a window's loss to what is trained.
+    """Add the gradient of the loss of a batch to the trained parameters.
 
     Args:
-        loss: in its two parts.
-        model: what trains.
-        batches: each micro-batch with its number of samples; can be gone through twice (`batches.Twice`).
-        samples: of the whole window. A micro-batch of as many needs one pass; of fewer in all, as an attempt
-            runs them, the rows are repeated, so that the loss sees as many.
-        context: what forward passes run in: autocast.
-        scaled: the loss as to go backward from.
-        rewind: puts the buffers back to the start of the window.
-        mark: told what comes next.
+        loss: the loss in its two parts.
+        model: the model that trains.
+        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
+        samples: samples of the whole batch. One micro-batch of that size needs one pass. If all micro-batches
+            together are fewer (in an attempt), rows are repeated, so that the loss sees that many.
+        autocast: returns the context of forward passes.
+        scale: returns the tensor to run the backward pass from, given the loss.
+        restore_buffers: restores the buffers to the start of the batch.
+        mark: called with each phase.
 
     Returns:
-        The loss, before any scale.
+        The loss, before any loss scale.
 
     Raises:
-        InputError: a part of the loss returns what it must not.
+        InputError: a part of the loss returns something invalid.
     """
+    passes = _Passes(loss, model, autocast, scale, mark)
     rows, states, first = Rows(samples), deque[RandomState](), 0
-    for batch, size in batches:
+    for batch, size in micro_batches:
         states.append(capture_random_state())
         mark("forward")
         if size >= samples:
-            with context(), user_code("loss"):
-                value = _checked(loss(model, batch))
-            mark("backward")
-            return _backward(value, scaled)
-        with context(), user_code("loss"):
+            return passes.run_at_once(batch)
+        with autocast(), user_code("loss"):
             rows.put(first, loss.represent(model, batch), size)
         first += size
-        # The next batch is placed while this frame lives: let go of this one first.
+        # Free this micro-batch first: this frame lives while the next one is placed.
         del batch
     rows.fill(first)
-    mark("loss")
-    with context(), user_code("loss"):
-        value = _checked(loss.loss(model, rows.leaves()))
-    value = _backward(value, scaled)
-    rows.keep_gradients()
+    value = passes.run_loss(rows)
     after = capture_random_state()
-    rewind()
-    first = 0
-    for batch, size in batches:
-        restore_random_state(states.popleft())
-        mark("forward")
-        with context(), user_code("loss"):
-            found = loss.represent(model, batch)
-        mark("backward")
-        with user_code("the backward pass of its loss"):
-            rows.go_backward(first, found, size)
-        first += size
-        del batch, found
-    assert not states, "the micro-batches cannot be gone through twice"
+    restore_buffers()
+    passes.run_again(rows, micro_batches, states)
     restore_random_state(after)
     return value
 
 
-def _backward(value: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-    with user_code("the backward pass of its loss"):
-        # A constant is what a loss may return where nothing counts.
-        if value.requires_grad:
-            scaled(value).backward()  # type: ignore[no-untyped-call]
-    return value.detach()
+@dataclass(frozen=True)
+class _Passes:
+    """The passes over one batch; see `backward_whole_batch`."""
+
+    loss: WholeBatchLoss
+    model: nn.Module
+    autocast: Callable[[], AbstractContextManager[object]]
+    scale: Callable[[Tensor], Tensor]
+    mark: Callable[[str], None]
+
+    def run_at_once(self, batch: Collated) -> Tensor:
+        """Run a micro-batch that is the whole batch; return the loss."""
+        with self.autocast(), user_code("loss"):
+            value = _checked(self.loss(self.model, batch))
+        self.mark("backward")
+        return self._run_backward(value)
+
+    def run_loss(self, rows: Rows) -> Tensor:
+        """Run the loss over all rows forward and backward, and keep their gradients; return the loss."""
+        self.mark("loss")
+        with self.autocast(), user_code("loss"):
+            value = _checked(self.loss.loss(self.model, rows.leaves()))
+        value = self._run_backward(value)
+        rows.keep_gradients()
+        return value
+
+    def run_again(
+        self, rows: Rows, micro_batches: Iterable[tuple[Collated, int]], states: deque[RandomState]
+    ) -> None:
+        """Run every micro-batch forward again, from its random state, and backward from its rows."""
+        first = 0
+        for batch, size in micro_batches:
+            restore_random_state(states.popleft())
+            self.mark("forward")
+            with self.autocast(), user_code("loss"):
+                found = self.loss.represent(self.model, batch)
+            self.mark("backward")
+            with user_code("the backward pass of its loss"):
+                rows.run_backward(first, found, size)
+            first += size
+            del batch, found
+        assert not states, "the micro-batches allow only one iteration"
+
+    def _run_backward(self, value: Tensor) -> Tensor:
+        with user_code("the backward pass of its loss"):
+            # A loss may return a constant if its batch counts nothing.
+            if value.requires_grad:
+                self.scale(value).backward()  # type: ignore[no-untyped-call]
+        return value.detach()
 
 
 def _checked(value: Any) -> Tensor:
@@ -185,12 +217,12 @@ def _checked(value: Any) -> Tensor:
 
 
 def _parts(found: Any, size: int) -> list[Tensor]:
-    """The tensors that ``represent`` gave, each with a row a sample."""
+    """Return the tensors that ``represent`` returned, after a check that each has one row per sample."""
     parts = list(tensors_of(found)) if isinstance(found, Tensor | tuple | list | dict) else []
     if not parts or any(part.dim() == 0 or len(part) != size for part in parts):
         raise InputError(
-            "WholeBatchLoss(represent=…) must return a tensor, or a tuple, list or dict of tensors, with a "
-            f"row for each sample; of {size} samples it made {_forms(parts) if parts else kind_of(found)}"
+            "WholeBatchLoss(represent=…) must return a tensor, or a tuple, list or dict of tensors, with one "
+            f"row per sample: for {size} samples, found {_forms(parts) if parts else kind_of(found)}"
         )
     return parts
 

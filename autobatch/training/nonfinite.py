@@ -54,7 +54,7 @@ def find_nonfinite_sample(
 
 
 def _is_finite(workload: Workload, train_state: TrainState, ids: Sequence[int]) -> bool:
-    train_state.buffers.keep()
+    train_state.buffers.take()
     try:
         batch = to_device(load_micro_batch(workload, ids), train_state.device)
         with precision_context(train_state.device, train_state.precision):

@@ -80,9 +80,9 @@ class GradientRunner:
             self._model,
             feed(fetched, self._setup.device.torch_device, self._meter, twice=True),
             len(ids),
-            context=nullcontext,
-            scaled=lambda value: value,
-            rewind=lambda: None,
+            autocast=nullcontext,
+            scale=lambda value: value,
+            restore_buffers=lambda: None,
             mark=lambda _: None,
         )
         return SampleGradient(self._take_gradient(), None, len(ids))

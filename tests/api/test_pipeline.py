@@ -49,7 +49,7 @@ def test_the_average_is_planned_for_trained_exported_and_asked_for_again(tmp_pat
     assert done.training.ema == 0.5
     averaged = load_file(tmp_path / "model-ema.safetensors")
     assert all(not torch.equal(averaged[name], value) for name, value in done.model.named_parameters())
-    with pytest.raises(InputError, match="no --ema does not match the run that is resumed"):
+    with pytest.raises(InputError, match="no --ema does not match the resumed run"):
         fit(workload, tmp_path, resume=True)
     fit(workload, tmp_path)
     assert not (tmp_path / "model-ema.safetensors").exists(), "an earlier run is set aside as a whole"

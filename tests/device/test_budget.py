@@ -41,7 +41,7 @@ def test_the_share_of_the_headroom_is_the_devices() -> None:
     assert "10% of 16.0 GiB" in words
 
 
-def test_what_is_taken_first_is_subtracted_in_words_too() -> None:
+def test_a_negative_term_is_subtracted_in_words_too() -> None:
     found, words = budget(available=((8 * GiB, "in total"), (-256 * MiB, "CUDA context")))
     assert found == 8 * GiB - 256 * MiB - 512 * MiB
     assert words.startswith("8.00 GiB in total - 256 MiB CUDA context - 512 MiB headroom")

@@ -20,7 +20,7 @@ def device(request: pytest.FixtureRequest) -> Device:
     return open_device(request.param, memory_budget="64MiB", environ={})
 
 
-def test_nothing_of_a_gpu_is_claimed(device: Device) -> None:
+def test_no_property_of_a_gpu_is_claimed(device: Device) -> None:
     assert device.torch_device == torch.device("cpu")
     assert device.compute_capability is None
     assert device.is_traceable

@@ -21,7 +21,7 @@ from tests.support.fake_cuda import FakeCuda, answer_nvml, gpu_reading
 GIB, MIB = 1 << 30, 1 << 20
 
 
-def test_budget_comes_from_the_gpu_of_that_uuid(fake: FakeCuda) -> None:
+def test_the_budget_comes_from_the_gpu_with_that_uuid(fake: FakeCuda) -> None:
     device = CudaDevice(index=0, memory_budget=None)
     assert device.budget_bytes == 22 * GIB - int(1.2 * GIB)
     record = device.describe()
@@ -49,7 +49,7 @@ def test_16_bits_only_on_gpus_that_are_built_for_them(
     assert (device.default_precision(), device.native_precisions()) == (default, native)
 
 
-def test_answers_that_hold_for_every_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_are_the_same_for_every_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     device: Device = CudaDevice(index=0, memory_budget="6GiB")
     assert not device.is_traceable
     assert device.may_spill
@@ -72,19 +72,25 @@ def test_a_full_gpu_leaves_no_budget(fake: FakeCuda, monkeypatch: pytest.MonkeyP
     assert CudaDevice(index=0, memory_budget="6GiB").budget_bytes == 6 * GIB
 
 
-def test_session_caps_and_puts_the_former_cap_back(fake: FakeCuda) -> None:
+def test_a_session_starts_empty_caps_and_restores_the_former_cap(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     former = 17 * GIB + 12_345
     fake.allowed = former
+    # Freed workspaces are cached blocks, which the session must not start with.
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: fake.calls.append("clear"), raising=False
+    )
     device = CudaDevice(index=0, memory_budget="6GiB")
     with device.enforced() as meter:
-        assert fake.calls == ["empty", f"allow {6 * GIB}", "reset"]
+        assert fake.calls == ["clear", "empty", f"allow {6 * GIB}", "reset"]
         meter.mark("forward")
         assert meter.phase == "forward"
     assert fake.allowed == former
     assert fake.calls.count("empty") == 1
 
 
-def test_former_cap_comes_back_to_the_byte(fake: FakeCuda) -> None:
+def test_the_former_cap_is_restored_to_the_byte(fake: FakeCuda) -> None:
     fake.total = 25_282_281_472
     device = CudaDevice(index=0, memory_budget="50%")
     # Of these, a share that is read and set again as it stands would lose a byte.
@@ -95,7 +101,7 @@ def test_former_cap_comes_back_to_the_byte(fake: FakeCuda) -> None:
         assert fake.allowed == former
 
 
-def test_former_cap_comes_back_after_an_error(fake: FakeCuda) -> None:
+def test_the_former_cap_is_restored_after_an_error(fake: FakeCuda) -> None:
     device = CudaDevice(index=0, memory_budget="6GiB")
 
     def step() -> None:
@@ -111,9 +117,11 @@ def test_former_cap_comes_back_after_an_error(fake: FakeCuda) -> None:
 def test_segments_are_expandable_inside_a_session_and_nowhere_else(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: told[-1] if told else "")
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(
+        torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1] if settings else ""
+    )
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -127,13 +135,13 @@ def test_segments_are_expandable_inside_a_session_and_nowhere_else(
     assert device.new_allocator().config.expandable_segments
     assert not plain.new_allocator().config.expandable_segments
     with plain.training():
-        assert not told
+        assert not settings
     for session in (device.training, device.enforced):
-        told.clear()
+        settings.clear()
         with session():
-            assert told == ["expandable_segments:True"]
+            assert settings == ["expandable_segments:True"]
             assert fake.allowed == 6 * GIB
-        assert told == ["expandable_segments:True", "expandable_segments:False"]
+        assert settings == ["expandable_segments:True", "expandable_segments:False"]
         assert fake.allowed == 24 * GIB
     assert plain.why_not_expandable() is None
 
@@ -146,7 +154,7 @@ def test_segments_are_expandable_inside_a_session_and_nowhere_else(
         (gpu_reading(mig=True), "split by MIG"),
     ],
 )
-def test_driver_serves_where_nvml_does_not(
+def test_the_driver_is_read_if_nvml_has_no_figures(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, answer: NvmlGpu | NvmlAbsent, words: str
 ) -> None:
     answer_nvml(monkeypatch, lambda uuid: answer if uuid == "GPU-a1" else NvmlAbsent(reason="no such slice"))
@@ -194,7 +202,7 @@ def test_others_are_counted_without_this_process(fake: FakeCuda, monkeypatch: py
     assert late.notes == ["memory of other processes includes the CUDA context of this process"]
 
 
-def test_gpu_that_is_not_there(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"cuda:3 was asked for, and torch finds 1: cuda:0 to cuda:0"):
         CudaDevice(index=3, memory_budget=None)
     with pytest.raises(InputError):
@@ -224,6 +232,18 @@ def test_real_step_inside_the_cap_fits(real: CudaDevice) -> None:
     assert held.numel() <= read.peak_allocated_bytes <= (read.peak_reserved_bytes or 0) <= real.budget_bytes
     assert read.retries == 0
     assert real.refuses(read) is None
+
+
+@pytest.mark.gpu
+def test_real_second_session_starts_like_the_first(real: CudaDevice) -> None:
+    reserved = []
+    for _ in range(2):
+        with real.enforced() as meter:
+            reserved.append(meter.stats().reserved_bytes)
+            x = torch.ones(64, 64, device=real.torch_device)
+            (x @ x).sum().item()
+            del x
+    assert reserved[1] == reserved[0]
 
 
 @pytest.mark.gpu

@@ -11,21 +11,21 @@ from autobatch.device.nvml import NvmlAbsent
 from tests.support.fake_cuda import FakeCuda, answer_nvml, gpu_reading
 
 
-def test_what_others_hold() -> None:
+def test_memory_of_other_processes() -> None:
     assert others_bytes(gpu_reading(20 * GiB), held_bytes=GiB) == 3 * GiB
     assert others_bytes(gpu_reading(20 * GiB, reserved=512 * MiB), held_bytes=GiB) == 3 * GiB - 512 * MiB
     assert others_bytes(gpu_reading(20 * GiB), held_bytes=5 * GiB) == 0
     assert others_bytes(gpu_reading(None), held_bytes=0) is None
 
 
-def test_a_context_takes_what_is_free_no_more() -> None:
+def test_a_context_takes_the_memory_that_is_no_longer_free() -> None:
     assert context_growth(gpu_reading(20 * GiB), gpu_reading(20 * GiB - 500 * MiB)) == 500 * MiB
     assert context_growth(gpu_reading(20 * GiB), gpu_reading(20 * GiB)) is None
     assert context_growth(gpu_reading(None), gpu_reading(20 * GiB)) is None
     assert context_growth(NvmlAbsent(reason="none"), gpu_reading(20 * GiB)) is None
 
 
-def test_slice_is_found_before_its_gpu_reading(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_is_found_before_its_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"MIG-a1": gpu_reading(9 * GiB, total=10 * GiB), "GPU-a1": gpu_reading(70 * GiB, mig=True)}
     answer_nvml(monkeypatch, known.__getitem__)
     found = read_nvml("a1")
@@ -42,7 +42,7 @@ def test_figures_of_a_gpu_in_slices_are_not_used(fake: FakeCuda, monkeypatch: py
         assert words in found.reason
 
 
-def test_visible_gpus(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_listed_with_their_free_memory(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = visible_gpus()
     assert (found.index, found.uuid, found.capability, found.free_bytes) == (0, "a1", "8.9", 20 * GiB)
     answer_nvml(monkeypatch, lambda uuid: NvmlAbsent(reason="none"))

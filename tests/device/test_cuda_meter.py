@@ -21,7 +21,7 @@ def stats(*, retries: int | None = 0, reserved: int | None = 0) -> MemoryStats:
     )
 
 
-def test_refusals() -> None:
+def test_retries_and_reserved_bytes_over_the_budget_are_refused() -> None:
     assert why_refused(stats(reserved=GiB), GiB) is None
     assert why_refused(stats(reserved=None, retries=None), GiB) is None
     assert "freed its cache 2 times" in (why_refused(stats(retries=2), GiB) or "")

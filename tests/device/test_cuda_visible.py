@@ -75,7 +75,7 @@ def test_visible_gpus_as_cuda_reads_it(asked: str | None, uuids: list[str]) -> N
 
 @pytest.mark.parametrize("names", [("Alpha", "Beta"), (None, None), ("Alpha", None)])
 @pytest.mark.parametrize("asked", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
-def test_unlike_gpus_are_not_guessed_by_index(
+def test_different_gpus_are_not_guessed_by_index(
     names: tuple[str | None, str | None], asked: dict[str, str]
 ) -> None:
     gpus = [gpu("GPU-a1", names[0], 1), gpu("GPU-b2", names[1], 2)]

@@ -113,7 +113,7 @@ def test_holders_largest_first_and_counted_once(driver: Path) -> None:
     assert read(driver, "", f"read_holders({BETA!r})") == ("list", [])
 
 
-def test_holders_whose_memory_is_not_told(driver: Path) -> None:
+def test_holders_whose_memory_is_not_reported(driver: Path) -> None:
     _, holders = read(driver, "private", f"read_holders({ALPHA!r})")
     assert [(holder["pid"], holder["used_bytes"]) for holder in holders] == [
         (4711, None),

@@ -1,26 +1,23 @@
-"""Profiles: the shipped ones, finding, matching, saving; and what fitted on this machine."""
+"""Profiles by name: the shipped ones, those of the user, and the one of a GPU in this machine."""
 
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.units import GiB, MiB
+from autobatch.core.units import GiB
+from autobatch.device.hardware_profile import format_profile
 from autobatch.device.profiles import (
-    Figure,
-    HardwareProfile,
     data_home,
-    format_profile,
     list_profiles,
     load_profile,
     match_profile,
     profile_folder,
-    read_profile,
     save_profile,
 )
+from tests.support.hardware import a_profile
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted((REPOSITORY / "profiles").glob("*.toml"))
@@ -30,15 +27,6 @@ WANTED = {
 }  # fmt: skip
 
 
-def a_profile(**changes):
-    figure = Figure(value=8 * GiB, unit="B", source="a test", date="2026-11-21", measured=True)
-    fields = {"schema": 1, "name": "my-card", "title": "My card", "vendor": "Acme", "capability": "8.6"}
-    return HardwareProfile(**(fields | {"total": figure} | changes))
-
-
-# --- the shipped files
-
-
 def test_every_wanted_gpu_is_shipped(tmp_path):
     assert {file.stem for file in SHIPPED} >= WANTED
     listing = list_profiles(user_dir=tmp_path)
@@ -46,41 +34,21 @@ def test_every_wanted_gpu_is_shipped(tmp_path):
     assert listing.problems == ()
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_a_shipped_profile_is_whole_and_sane(file):
-    profile = read_profile(file)
-    assert profile.name == file.stem
-    assert format_profile(profile) == file.read_text(encoding="utf-8"), "not in the canonical form"
-    assert profile.compute_capability >= (7, 0)
-    assert 8 * GiB < profile.total_bytes < 256 * GiB
-    assert profile.nvml_total is None or profile.nvml_total.value > profile.total_bytes
-    assert profile.context_bytes is None or 64 * MiB < profile.context_bytes < 2 * GiB
-    assert profile.workspaces == (32 * MiB if profile.compute_capability >= (9, 0) else 8519680, 2)
-    figures = [value for value in tomllib.loads(file.read_text()).values() if isinstance(value, dict)]
-    assert len(figures) >= 4
-    for figure in figures:
-        assert figure.keys() == {"value", "unit", "source", "date", "measured"}
-        assert figure["measured"] is False, "no shipped figure was measured by autobatch"
-
-
-# --- finding
-
-
-def test_a_path_is_taken_before_a_name_and_the_users_own_before_the_shipped(tmp_path):
+def test_a_path_comes_before_a_name_and_a_saved_profile_before_a_shipped_one(tmp_path):
     assert load_profile("t4", user_dir=tmp_path).title == "NVIDIA T4"
     mine = save_profile(a_profile(name="t4"), user_dir=tmp_path)
     assert mine == tmp_path / "profiles" / "t4" / "profile.toml"
-    assert load_profile("t4", user_dir=tmp_path).title == "My card"
+    assert load_profile("t4", user_dir=tmp_path).title == "My GPU"
     other = write_atomic(tmp_path / "other.toml", format_profile(a_profile()).encode())
-    assert load_profile(str(other), user_dir=tmp_path).name == "my-card"
-    assert {p.title for p in list_profiles(user_dir=tmp_path).profiles if p.name == "t4"} == {"My card"}
+    assert load_profile(str(other), user_dir=tmp_path).name == "my-gpu"
+    assert {p.title for p in list_profiles(user_dir=tmp_path).profiles if p.name == "t4"} == {"My GPU"}
 
 
 @pytest.mark.parametrize(
     ("asked", "near"),
     [("rtx4090", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("h20", "h200"), ("A100_80GB", "a100-80gb")],
 )
-def test_an_unknown_name_says_the_nearest_and_all(tmp_path, asked, near):
+def test_an_unknown_name_lists_the_nearest_and_all(tmp_path, asked, near):
     with pytest.raises(InputError, match=rf"no profile '{asked}': did you mean '{near}'\?.*a100-40gb, .*t4"):
         load_profile(asked, user_dir=tmp_path)
 
@@ -138,14 +106,11 @@ def test_an_installed_wheel_carries_its_profiles(tmp_path, fake_package):
     assert load_profile("h200", user_dir=tmp_path, package=fake_package.name).name == "h200"
 
 
-def test_a_folder_beside_an_installed_package_is_not_ours(tmp_path, fake_package):
+def test_a_folder_beside_an_installed_package_is_ignored(tmp_path, fake_package):
     write_atomic(fake_package.parent / "profiles" / "alien.toml", b"")
     assert list_profiles(user_dir=tmp_path, package=fake_package.name).profiles == ()
     with pytest.raises(InputError, match="known are none"):
         load_profile("alien", user_dir=tmp_path, package=fake_package.name)
-
-
-# --- matching
 
 
 @pytest.mark.parametrize(
@@ -172,29 +137,19 @@ def test_a_gpu_matches_by_its_whole_name_size_and_capability(tmp_path, name, tot
     assert (found.name if found else None) == expected
 
 
-def test_a_profile_of_ones_own_is_matched_too(tmp_path):
+def test_a_saved_profile_is_matched_too(tmp_path):
     save_profile(a_profile(), user_dir=tmp_path)
-    assert match_profile("my  CARD", 8 * GiB, (8, 6), user_dir=tmp_path).name == "my-card"
-
-
-# --- saving
+    assert match_profile("my  gpu", 8 * GiB, (8, 6), user_dir=tmp_path).name == "my-gpu"
 
 
 def test_a_saved_profile_reads_back_equal(tmp_path):
-    awkward = a_profile(title='A "card"\n\t\\ ü \x7f', device_names=("a,b", "c]"), context=None)
+    awkward = a_profile(title='A "GPU"\n\t\\ ü \x7f', device_names=("a,b", "c]"), context=None)
     save_profile(awkward, user_dir=tmp_path)
-    assert load_profile("my-card", user_dir=tmp_path) == awkward
+    assert load_profile("my-gpu", user_dir=tmp_path) == awkward
     assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.toml")] == [
-        "profiles/my-card/profile.toml"
+        "profiles/my-gpu/profile.toml"
     ]
-    assert "context" not in (tmp_path / "profiles" / "my-card" / "profile.toml").read_text()
-
-
-def test_unknown_figures_are_none(tmp_path):
-    profile = a_profile()
-    assert profile.total_bytes == 8 * GiB
-    assert (profile.context_bytes, profile.workspaces) == (None, None)
-    assert profile.compute_capability == (8, 6)
+    assert "context" not in (tmp_path / "profiles" / "my-gpu" / "profile.toml").read_text()
 
 
 def test_a_home_that_is_not_writable_is_named(tmp_path):
@@ -208,20 +163,7 @@ def test_a_folder_is_named_after_the_saved_profile_of_the_device_else_after_the_
     assert profile_folder("NVIDIA H200", user_dir=tmp_path) == folder / "nvidia-h200"
     assert profile_folder("AMD EPYC (Zen 4)", user_dir=tmp_path) == folder / "amd-epyc-zen-4"
     save_profile(a_profile(device_names=("NVIDIA H200",)), user_dir=tmp_path)
-    assert profile_folder("nvidia h200", user_dir=tmp_path) == folder / "my-card"
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = write_atomic(tmp_path / "file", b"old")
-
-    def fails(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", fails)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert profile_folder("nvidia h200", user_dir=tmp_path) == folder / "my-gpu"
 
 
 def test_the_home_is_chosen_by_the_environment(tmp_path):

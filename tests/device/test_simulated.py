@@ -1,4 +1,4 @@
-"""A card that is not here: CUDA's arithmetic and CUDA's words, with tensors of the CPU."""
+"""A simulated GPU: CUDA's arithmetic and CUDA's messages, with tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -9,23 +9,14 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
-from autobatch.device.profiles import Figure, HardwareProfile
+from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.simulated import SimulatedDevice
+from tests.support.hardware import a_figure, a_profile
 
 
 def gpu(*, total_bytes: int = 24 * GiB, context_bytes: int | None = 256 * MiB) -> HardwareProfile:
-    def figure(value: int) -> Figure:
-        return Figure(value=value, unit="B", source="made up", date="2026-01-01", measured=False)
-
-    return HardwareProfile(
-        schema=1,
-        name="made-up",
-        title="Made-up 9000",
-        vendor="Nobody",
-        capability="8.0",
-        total=figure(total_bytes),
-        context=None if context_bytes is None else figure(context_bytes),
-    )
+    context = None if context_bytes is None else a_figure(context_bytes)
+    return a_profile(title="Made-up 9000", total=a_figure(total_bytes), context=context)
 
 
 def test_budget_is_what_the_context_and_a_headroom_leave():
@@ -35,7 +26,7 @@ def test_budget_is_what_the_context_and_a_headroom_leave():
     assert unknown.budget_bytes == 4 * GiB - 512 * MiB - 512 * MiB
 
 
-def test_budget_asked_for_is_taken_at_its_word():
+def test_an_asked_budget_is_taken_literally():
     assert SimulatedDevice(gpu(), "1GiB").budget_bytes == GiB
     assert SimulatedDevice(gpu(), "50%").budget_bytes == 12 * GiB
     with pytest.raises(InputError, match=r"25\.0 GiB.*24\.0 GiB"):
@@ -44,7 +35,7 @@ def test_budget_asked_for_is_taken_at_its_word():
         SimulatedDevice(gpu(total_bytes=768 * MiB))
 
 
-def test_segments_are_what_is_held_against_the_budget():
+def test_segments_count_against_the_budget():
     device: Device = SimulatedDevice(gpu(), 64 * MiB)
     with device.enforced() as meter:
         small = torch.zeros(1)
@@ -64,7 +55,7 @@ def test_segments_are_what_is_held_against_the_budget():
     assert replay(trace, device.new_allocator()).peak_reserved_bytes == 22 * MiB
 
 
-def test_cached_segments_are_used_again_given_back_and_released():
+def test_cached_segments_are_reused_and_freed():
     device = SimulatedDevice(gpu(), 64 * MiB)
     with device.training() as meter:
         for _ in range(3):
@@ -88,7 +79,7 @@ def test_the_limit_is_on_in_training():
         torch.zeros(65 * MiB, dtype=torch.uint8)
 
 
-def test_expandable_segments():
+def test_expandable_segments_reserve_less():
     reserved = []
     for expandable in (False, True):
         device = SimulatedDevice(gpu(), 128 * MiB, expandable_segments=expandable)
@@ -99,7 +90,7 @@ def test_expandable_segments():
     assert reserved == [82 * MiB, 60 * MiB]
 
 
-def test_describes_itself():
+def test_the_record_of_the_device():
     device = SimulatedDevice(gpu(), "1GiB")
     record = device.describe()
     assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")

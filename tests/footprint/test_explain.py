@@ -1,18 +1,18 @@
-"""The pictures of a footprint, against the replay and against sums by hand."""
+"""Explanations of a footprint, against the replay and against sums by hand."""
 
 from __future__ import annotations
 
 import pytest
 
+from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint import explain as curves
-from autobatch.footprint.explain import memory_curve, predicted_points
+from autobatch.footprint import explain as explaining
+from autobatch.footprint.explain import Explanation, explain, memory_curve, predicted_points
 from autobatch.footprint.predict import footprint
 from autobatch.probing.attempt import ATTEMPT_STEPS
-from tests.footprint.test_trace_step import setting, setup
-from tests.support.step_workloads import WORKLOADS
+from tests.support.step_workloads import WORKLOADS, setting, setup
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +25,20 @@ def parameters():
 
 
 @pytest.mark.parametrize("most", [500, 60])
-def test_a_step_in_the_steady_state(step, most, monkeypatch):
-    monkeypatch.setattr(curves, "MOST_POSITIONS", most)
+def test_the_curve_is_a_step_in_the_steady_state(step, most, monkeypatch):
+    monkeypatch.setattr(explaining, "MOST_POSITIONS", most)
     found = memory_curve(step, 40, CountingAllocator())
     assert {len(sizes) for sizes in found.categories.values()} == {len(found.positions)}
     assert len(found.positions) <= most
     assert found.positions == sorted(found.positions)
-    # The same peak as a replay of the whole attempt: the steady state needs most.
+    # The peak is that of the whole attempt, because the steady state needs most.
     totals = [sum(sizes) for sizes in zip(*found.categories.values(), strict=True)]
     assert max(totals) == replay(step.program.at(40), CountingAllocator()).peak_allocated_bytes
-    # Adam's two moments stand next to the parameters from the first event to the last.
+    # Adam's two moments are there from the first event to the last.
     assert set(found.categories["parameters"]) == {parameters()}
     state = found.categories["optimizer state"]
     assert min(state) == max(state) >= 2 * parameters()
-    # Gradients of all parameters are there while the second micro-batch runs and the optimizer steps.
+    # All gradients are there while the second micro-batch runs and the optimizer steps.
     at = found.phases
     assert list(at) == ["forward 1", "backward 1", "forward 2", "backward 2", "optimizer"]
     assert list(at.values()) == sorted(at.values())
@@ -47,21 +47,53 @@ def test_a_step_in_the_steady_state(step, most, monkeypatch):
     assert found.categories["gradients"][0] == 0
 
 
-def test_what_the_allocator_holds_besides(step):
+def test_the_curve_shows_cached_memory(step):
     found = memory_curve(step, 40, CachingAllocator())
     totals = [sum(sizes) for sizes in zip(*found.categories.values(), strict=True)]
     assert max(totals) == replay(step.program.at(40), CachingAllocator()).peak_reserved_bytes
     assert min(found.categories["cached"]) >= 0
 
 
-def test_peaks_around_the_answer(step):
+def test_points_lie_around_the_answer(step):
     found = predicted_points(step, 100, CountingAllocator, cap=110)
     sizes = [point.micro_batch for point in found]
     assert sizes == sorted(set(sizes))
     assert (sizes[0], sizes[-1]) == (1, 110)
     assert {100, 101} <= set(sizes)
-    assert len(sizes) <= curves.POINTS + 2
+    assert len(sizes) <= explaining.POINTS + 2
     for point in found:
         peak = replay(step.program.at(point.micro_batch), CountingAllocator()).peak_allocated_bytes
         assert point.peak_reserved_bytes == peak
     assert [point.micro_batch for point in predicted_points(step, 1, CountingAllocator, cap=1)] == [1]
+
+
+def test_an_explanation_adds_up():
+    one = setup(WORKLOADS["perceptron"]())
+    step = footprint(setting(one, capability=(8, 0)))
+    parameters = sum(p.nbytes for p in one.model.parameters())
+    small, large = explain(step, 1), explain(step, 4096)
+    assert small.by_kind["parameters"] == parameters
+    assert small.by_kind["optimizer state"] == 2 * parameters
+    for found in (small, large):
+        assert sum(found.by_kind.values()) == found.peak_bytes
+        assert list(found.by_kind.values()) == sorted(found.by_kind.values(), reverse=True)
+        assert sum(found.by_module.values()) == found.by_kind.get("activations", 0)
+        assert found.phase in found.text()
+    # An image of 432 numbers, one hidden layer of 48: all per sample, in bytes.
+    assert large.per_sample_bytes >= 4 * 432
+    assert explain(step, 4097).peak_bytes == large.peak_bytes + large.per_sample_bytes
+
+
+def test_an_explanation_is_one_sentence():
+    found = Explanation(
+        micro_batch=4,
+        peak_bytes=6 * MiB,
+        phase="backward",
+        by_kind={"activations": 4 * MiB, "parameters": 2 * MiB, "temporaries": 0},
+        by_module={"a": 2 * MiB, "b": MiB, "c": MiB, "d": 0},
+        per_sample_bytes=MiB,
+    )
+    assert found.text() == (
+        "6.00 MiB at the peak in the backward: activations 4.00 MiB, parameters 2.00 MiB "
+        "(most activations in a 2.00 MiB, b 1.00 MiB, c 1.00 MiB)"
+    )

@@ -25,7 +25,7 @@ def recipes(draw, *, square: bool = False):
 
 
 def trace_of(recipe, m: int, *, shuffle: random.Random | None = None) -> Trace:
-    """Execute a recipe; with ``shuffle``, runs of frees come in another order and ids are used again."""
+    """Execute a recipe. With ``shuffle``, runs of frees are shuffled and ids are reused."""
     events: list[tuple[int, int]] = []
     live: list[int] = []
     ids = iter(range(1000, 10**6))
@@ -55,7 +55,7 @@ def trace_of(recipe, m: int, *, shuffle: random.Random | None = None) -> Trace:
 
 @settings(max_examples=50, deadline=None)
 @given(recipes(), st.randoms(use_true_random=False))
-def test_two_points_tell_every_other_micro_batch(recipe, rng):
+def test_two_points_give_every_other_micro_batch(recipe, rng):
     program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3, shuffle=rng))])
     for m in (1, 2, 3, 8, 129, 10_007):
         assert program.at(m) == trace_of(recipe, m).canonical()
@@ -67,7 +67,7 @@ def test_two_points_tell_every_other_micro_batch(recipe, rng):
 
 @settings(max_examples=50, deadline=None)
 @given(recipes(square=True))
-def test_three_points_tell_a_quadratic(recipe):
+def test_three_points_give_a_quadratic(recipe):
     program = Program.fit([(m, trace_of(recipe, m)) for m in (2, 3, 5)])
     for m in (1, 7, 64, 1001):
         assert program.at(m) == trace_of(recipe, m).canonical()
@@ -86,7 +86,7 @@ def trace(*sizes: int) -> Trace:
     return Trace(tuple(enumerate(sizes)))
 
 
-def test_a_beginning_is_compared_down_to_its_last_allocation():
+def test_a_beginning_is_compared_up_to_its_last_allocation():
     def trace(m, extra=()):
         return Trace(((0, 10 * m), (1, 7), (0, FREE), *extra))
 
@@ -99,7 +99,7 @@ def test_a_beginning_is_compared_down_to_its_last_allocation():
 
 
 def test_pairs_of_samples_have_a_half_in_their_rule():
-    """m(m-1)/2 distances of 4 bytes: whole everywhere, with a fraction in the coefficients."""
+    """m(m-1)/2 distances of 4 bytes are integers, but a coefficient is a fraction."""
     program = Program.fit([(m, trace(6 * m * (m - 1) // 2)) for m in (2, 3, 4)])
     assert program.at(101).events == ((0, 6 * 101 * 50),)
 
@@ -111,11 +111,11 @@ def test_pairs_of_samples_have_a_half_in_their_rule():
         [(2, Trace(((0, 8), (0, FREE), (1, 8)))), (3, Trace(((0, 8), (1, 8), (0, FREE))))],
         [(2, Trace(((0, 8),), ((0, "forward"),))), (3, Trace(((0, 8),), ((1, "forward"),)))],
         [(2, trace(10)), (4, trace(13))],  # 1.5 bytes a sample
-        [(2, trace(10)), (3, trace(20)), (4, trace(30)), (5, trace(41))],  # the fourth is a check
+        [(2, trace(10)), (3, trace(20)), (4, trace(30)), (5, trace(41))],  # the fourth checks
     ],
 )
-def test_says_why_there_is_no_program(points):
-    with pytest.raises(Untraceable, match=r"bytes|events|part"):
+def test_traces_without_a_program_have_a_reason(points):
+    with pytest.raises(Untraceable, match=r"bytes|events|differ"):
         Program.fit(points)
 
 
@@ -142,13 +142,13 @@ def test_replay_names_the_phase_of_the_peak_and_of_the_failure():
     assert (cut.peak_at, cut.peak_phase) == (1, "forward")
 
 
-def test_what_is_freed_at_the_end_is_no_part_of_a_step():
+def test_frees_at_the_end_are_no_part_of_a_step():
     marks = ((0, "forward"), (3, "end"))
     one = Trace(((0, 5), (1, 6), (1, FREE), (0, FREE)), marks)
     assert one.canonical() == Trace(((0, 5), (1, 6)), ((0, "forward"), (2, "end")))
 
 
-def test_blocks_that_stay_are_put_in_at_their_place():
+def test_blocks_that_stay_are_inserted_at_their_events():
     marks = ((0, "forward"), (1, "backward"))
     program = Program.fit([(m, Trace(((0, 5 * m), (1, 6)), marks)) for m in (1, 2)])
     more = program.with_blocks([(1, 100), (0, 40)])
@@ -166,7 +166,7 @@ def test_frees_of_unknown_blocks_are_left_out():
 
 @settings(max_examples=50, deadline=None)
 @given(recipes(), st.integers(1, 60 * MiB), st.integers(1, 90), st.booleans())
-def test_largest_against_brute_force(recipe, limit, cap, caching):
+def test_the_largest_against_brute_force(recipe, limit, cap, caching):
     program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3))])
 
     def allocator():
@@ -183,7 +183,7 @@ def test_largest_against_brute_force(recipe, limit, cap, caching):
         assert (answer or 0) == sum(truth)
 
 
-def test_largest_of_two_orders_is_what_fits_in_both():
+def test_the_largest_of_two_orders_fits_in_both():
     program = Program.fit([(1, trace(100)), (2, trace(200))])
     assert largest(program, lambda: CountingAllocator(1000), 50) == 10
     assert largest(program, lambda: CountingAllocator(1000), 7) == 7

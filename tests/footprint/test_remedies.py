@@ -1,4 +1,4 @@
-"""What would help, against workloads that were written that way, and against real runs."""
+"""Remedies, against workloads that are written that way and against real runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import largest
 from autobatch.footprint.remedies import Spending, find_remedies, in_words
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
-from tests.footprint.test_trace_step import setting, setup
-from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setting, setup, token_loss
 
 BUDGET = 30 * MiB
 
 
 def deep(recompute=False, fused=None):
-    """Deep enough that checkpoints pay."""
+    """Return a workload deep enough that checkpointing helps."""
     return make(
         partial(Transformer, depth=4, recompute=recompute),
         data=Tokens(),
@@ -59,7 +58,7 @@ def by_name(found: list[Remedy]) -> dict[str, Remedy]:
     return {one.name: one for one in found}
 
 
-def test_each_gives_what_a_workload_written_that_way_gives(traced):
+def test_a_remedy_equals_a_workload_written_that_way(traced):
     one, step = traced
     found = find_remedies(one, step, on_gpu(BUDGET))
     assert [r.micro_batch for r in found] == sorted((r.micro_batch for r in found), reverse=True)
@@ -85,7 +84,7 @@ def test_each_gives_what_a_workload_written_that_way_gives(traced):
         assert known[name][0] <= now, name
 
 
-def test_what_it_says_of_the_cpu_really_runs():
+def test_a_remedy_on_the_cpu_really_runs():
     real = setup(deep(), budget=8 * MiB)
     one = setting(real, steps=ATTEMPT_STEPS)
     found = by_name(find_remedies(one, footprint(one), on_cpu(8 * MiB)))
@@ -100,8 +99,8 @@ def test_what_it_says_of_the_cpu_really_runs():
     assert not attempt(real, size).attempt.fits
 
 
-def test_only_what_changes_something():
-    """Everything fits: nothing is gained but by taking less."""
+def test_a_remedy_that_changes_nothing_is_left_out():
+    """Everything fits already, so only a lower peak helps."""
     one = setting(setup(WORKLOADS["perceptron"](), precision="bf16"), capability=(8, 0))
     step = footprint(one)
     peak = replay(step.program.at(8), CachingAllocator()).peak_reserved_bytes
@@ -110,26 +109,26 @@ def test_only_what_changes_something():
         assert remedy.peak_bytes <= 0.99 * peak
 
 
-def test_gpus_without_bf16_are_not_sent_to_it():
+def test_bf16_is_no_remedy_on_a_gpu_without_it():
     one = setting(setup(WORKLOADS["perceptron"]()))
-    asked = [name for name, _, _ in remedies._settings(replace(one, capability=(7, 0)))]
-    assert "bf16" not in asked
+    names = [name for name, _, _ in remedies._settings(replace(one, capability=(7, 0)))]
+    assert "bf16" not in names
     assert "bf16" in [name for name, _, _ in remedies._settings(replace(one, capability=(8, 0)))]
 
 
-def test_what_cannot_be_traced_is_left_out(traced, monkeypatch):
+def test_a_remedy_that_cannot_be_traced_is_left_out(traced, monkeypatch):
     one, step = traced
     monkeypatch.setattr(remedies, "footprint", lambda *_, **__: (_ for _ in ()).throw(remedies.Untraceable))
     assert set(by_name(find_remedies(one, step, on_gpu(BUDGET)))) <= {"expandable_segments"}
 
 
-def test_time_is_bounded(traced):
+def test_the_time_for_tracing_is_limited(traced):
     one, step = traced
     slow = replace(step, seconds=remedies.TRACING_SECONDS + 1)
     assert set(by_name(find_remedies(one, slow, on_gpu(BUDGET)))) <= {"expandable_segments"}
 
 
-def test_in_words():
+def test_remedies_end_a_sentence():
     def remedy(**fields):
         return Remedy(name="x", advice="this", **fields)
 
@@ -141,7 +140,7 @@ def test_in_words():
     )
 
 
-def test_one_that_does_not_fit_at_all():
+def test_a_remedy_lowers_the_peak_of_a_step_that_does_not_fit():
     one = setting(setup(WORKLOADS["transformer"]()), steps=ATTEMPT_STEPS)
     step = footprint(one)
     peak = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes

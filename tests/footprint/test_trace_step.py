@@ -1,4 +1,4 @@
-"""What is recorded without running, against what really runs."""
+"""The trace of a step on fake tensors, against the trace of a real attempt."""
 
 from __future__ import annotations
 
@@ -9,42 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.units import GiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, replay
-from autobatch.device.cpu import CpuDevice
-from autobatch.device.host import HostMemory
 from autobatch.footprint.trace_mode import Recorder
 from autobatch.footprint.trace_step import Setting, fake_batch, fake_model, new_mode, record
-from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
-from autobatch.workload.data import WorstCaseSampler
-from tests.support.step_workloads import WORKLOADS, Transformer, make, sgd
-
-
-def setup(workload, *, precision="fp32", budget=GiB) -> TrainSetup:
-    torch.manual_seed(0)
-    device = CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up"))
-    worst_case = WorstCaseSampler(workload)
-    return TrainSetup(
-        workload=workload,
-        model=workload.model(),
-        device=device,
-        worst_case=worst_case,
-        precision=precision,
-        max_grad_norm=1.0,
-    )
-
-
-def setting(of: TrainSetup, *, capability=None, steps=(1, 2)) -> Setting:
-    return Setting(
-        workload=of.workload,
-        model=of.model,
-        batch_of=of.worst_case.batch,
-        precision=of.precision,
-        capability=capability,
-        steps=steps,
-        max_grad_norm=of.max_grad_norm,
-    )
+from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from tests.support.step_workloads import WORKLOADS, Transformer, make, setting, setup, sgd
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -60,7 +30,7 @@ def test_records_every_event_of_a_real_attempt(name, precision):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["convolutions", "transformer", "recomputed"])
-def test_a_steady_window_is_not_run_twice(name, precision, monkeypatch):
+def test_a_steady_step_is_not_run_twice(name, precision, monkeypatch):
     one = setting(setup(WORKLOADS[name](), precision=precision), capability=(8, 0), steps=ATTEMPT_STEPS)
     forwards = []
     one.model.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -71,10 +41,10 @@ def test_a_steady_window_is_not_run_twice(name, precision, monkeypatch):
     assert len(forwards) == 3 + 5
 
 
-def test_a_window_that_leaves_something_behind_is_run():
-    """A model that keeps what it saw grows from window to window."""
+def test_a_step_that_keeps_memory_is_run():
+    """A model that keeps its inputs grows from step to step."""
 
-    class Hoarder(nn.Module):
+    class Collector(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(432, 5)
@@ -84,27 +54,17 @@ def test_a_window_that_leaves_something_behind_is_run():
             self.seen.append(x * 2)
             return self.layer(x.flatten(1))
 
-    one = setup(make(Hoarder))
+    one = setup(make(Collector))
     ran = attempt(one, 3)
     one.model.seen.clear()
     assert record(setting(one, steps=ATTEMPT_STEPS), 3).trace == ran.trace.canonical()
 
 
-@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
-def test_losses_that_are_as_large_as_their_input(name):
-    def loss(model, batch):
-        y = model(batch[0]).sigmoid()
-        return getattr(nn.functional, name)(y, torch.zeros_like(y).expand(y.shape))
-
-    one = setup(make(WORKLOADS["perceptron"]().model, loss=loss))
-    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == attempt(one, 7).trace.canonical()
-
-
-def test_windows_are_those_of_an_attempt():
+def test_steps_are_those_of_an_attempt():
     assert tuple(Setting.__dataclass_fields__["steps"].default) == ATTEMPT_STEPS
 
 
-def test_leaves_model_and_random_states_alone():
+def test_a_trace_leaves_model_and_random_states_unchanged():
     one = setup(WORKLOADS["transformer"]())
     before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
     objects = [id(p) for p in one.model.parameters()]
@@ -132,7 +92,7 @@ def test_a_model_without_memory_records_the_same():
 
 
 def test_labels_add_up_by_hand():
-    """Parameters, gradients and two moments of a tied model, and the workspaces' places."""
+    """A tied model has parameters, gradients and two moments, and two places for workspaces."""
     one = setup(WORKLOADS["transformer"]())
     parameters = sum(p.nbytes for p in one.model.parameters())
     for steps, gradients in (((1,), 1), ((1, 2), 2)):
@@ -164,27 +124,15 @@ def test_cuda_takes_more_than_the_cpu_where_autocast_keeps_fp32():
     assert peaks[1] > peaks[0]
 
 
-def test_fp16_takes_its_steps():
-    """The loss scale looks at values that are not there; the optimizer must step all the same."""
-    one = setup(WORKLOADS["transformer"](), precision="fp16")
-    found = record(setting(one, capability=(8, 0), steps=(1,)), 2)
-    state = sum(
-        size
-        for block, size in found.trace.events
-        if size != FREE and found.labels[block].kind == "optimizer state"
-    )
-    assert state == 2 * sum(p.nbytes for p in one.model.parameters())
-
-
-def test_twins_keep_ties_shapes_and_containers():
+def test_fake_copies_keep_ties_shapes_and_containers():
     mode = new_mode()
     model = Transformer()
-    fake_copy = fake_model(model, mode)
-    assert fake_copy.head.weight is fake_copy.embedding.weight
-    assert [p.shape for p in fake_copy.parameters()] == [p.shape for p in model.parameters()]
+    fake = fake_model(model, mode)
+    assert fake.head.weight is fake.embedding.weight
+    assert [p.shape for p in fake.parameters()] == [p.shape for p in model.parameters()]
     assert all(
         type(p) is not type(q) or p is not q
-        for p, q in zip(fake_copy.parameters(), model.parameters(), strict=True)
+        for p, q in zip(fake.parameters(), model.parameters(), strict=True)
     )
 
     class Sample:
@@ -201,8 +149,8 @@ def test_twins_keep_ties_shapes_and_containers():
     assert type(batch["object"].x) is torch.Tensor
 
 
-def test_layers_that_hold_on_to_their_weights_elsewhere():
-    """A recurrent layer keeps a flat list of its parameters; a plain tensor attribute is no buffer."""
+def test_fake_copies_reach_weights_that_layers_keep_elsewhere():
+    """A recurrent layer keeps a list of its parameters, and a tensor attribute is no buffer."""
 
     class Recurrent(nn.Module):
         def __init__(self):
@@ -220,3 +168,22 @@ def test_layers_that_hold_on_to_their_weights_elsewhere():
         record(setting(one, steps=ATTEMPT_STEPS), 3).trace, CountingAllocator()
     ).peak_allocated_bytes
     assert found == pytest.approx(ran.attempt.peak_allocated_bytes, rel=0.01)
+
+
+def test_activations_are_named_after_the_module_that_made_them():
+    """The loss calls the two towers directly, and each keeps its own name."""
+
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left = nn.Sequential(nn.Flatten(), nn.Linear(432, 8))
+            self.right = nn.Sequential(nn.Flatten(), nn.Linear(432, 8))
+
+    def loss(model, batch):
+        return (model.left(batch[0]) * model.right(batch[0])).mean()
+
+    found = record(setting(setup(make(Towers, loss=loss)), steps=(1,)), 4)
+    modules = [label.module for label in found.labels if label.kind == "activations"]
+    assert modules.index("left.1") < modules.index("right.1")
+    assert set(modules) <= {"", "left.1", "right.1"}
+    assert found.trace.phase_at(found.first_products[0]) == "forward"

@@ -296,5 +296,5 @@ def test_one_size_is_answered_alone() -> None:
 
 
 def test_samples_that_cannot_be_joined_name_their_shapes() -> None:
-    with pytest.raises(InputError, match=r"cannot be joined.*shapes found.*collate"):
+    with pytest.raises(InputError, match=r"cannot be collated.*found shapes.*collate"):
         autobatch.probe(work(train_data=Sequences()), device="cpu")

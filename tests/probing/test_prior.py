@@ -22,9 +22,8 @@ from autobatch.probing.child import ThisProcess
 from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from autobatch.probing.find_limit import ProbeLimits, find_limit
 from autobatch.probing.limits import predicted_memory, remedies_of, traced_peak
-from tests.footprint.test_trace_step import setup
 from tests.support.probes import Listener, limit_of
-from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setup, token_loss
 
 
 def deep():

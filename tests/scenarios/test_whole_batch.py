@@ -28,10 +28,8 @@ from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck
 from autobatch.tuning.loss_check import SAMPLES as COMPARED
 from autobatch.tuning.timing import Timing, time_steps
 from autobatch.workload.nested import feed
-from tests.footprint.test_trace_step import setting, setup
-from tests.step.test_apply_knobs import convolutional, images
 from tests.support.probes import WIDTH, probed, vectors, work
-from tests.support.step_workloads import WORKLOADS
+from tests.support.step_workloads import WORKLOADS, convolutional, images, setting, setup
 from tests.support.steps import split
 from tests.support.training import make_workload
 from tests.support.trials import Time, trial_setup

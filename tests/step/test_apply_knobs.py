@@ -1,4 +1,4 @@
-"""What may be tuned, and that applying it changes how a step is computed and not what it computes."""
+"""Knobs change how a step is computed, not what it computes; and the knobs that apply."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
 from autobatch.workload.loader import gpu_of
 from autobatch.workload.rng import seed_everything
-from tests.support.training import Rows, make_workload, mean_loss
+from tests.support.step_workloads import Residual, convolutional, images
+from tests.support.training import make_workload, mean_loss
 
 GPU = TuningContext(
     precisions=("bf16", "fp32"),
@@ -56,32 +57,9 @@ BARE = TuningContext(
 )
 
 
-class Residual(nn.Module):
-    """A block with batch statistics and dropout: what recomputation could get wrong."""
-
-    def __init__(self, dropout: float = 0.3) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(dropout))
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        return x + scale * torch.relu(self.body(x))
-
-
-def convolutional(dropout: float = 0.3) -> nn.Module:
-    body = [nn.Conv2d(3, 4, 3), Residual(dropout), Residual(dropout)]
-    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-
-
 def steady() -> nn.Module:
-    """Without dropout, whose draws follow the layout in memory."""
+    """Return a model without dropout, whose draws depend on the memory layout."""
     return convolutional(0.0)
-
-
-def images(samples: int = 16) -> Rows:
-    generator = torch.Generator().manual_seed(0)
-    return Rows(
-        torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(3, (samples,), generator=generator)
-    )
 
 
 def workload(**fields: Any) -> Workload:
@@ -96,10 +74,8 @@ def workload(**fields: Any) -> Workload:
     )
 
 
-def train(
-    knobs: dict[str, Any], windows: int = 3, **fields: Any
-) -> tuple[nn.Module, TrainState, list[float]]:
-    """A few windows of two micro-batches each, everything drawn from one seed."""
+def train(knobs: dict[str, Any], steps: int = 3, **fields: Any) -> tuple[nn.Module, TrainState, list[float]]:
+    """Train a few batches of two micro-batches each, everything drawn from one seed."""
     mine = workload(**fields)
     seed_everything(0)
     model = mine.model()
@@ -109,7 +85,7 @@ def train(
     )
     inputs, labels = mine.train_data.columns  # type: ignore[attr-defined]
     parts = [((inputs[:8], labels[:8]), 8), ((inputs[8:], labels[8:]), 8)]
-    losses = [train_step(train_state, iter(parts), 16).loss for _ in range(windows)]
+    losses = [train_step(train_state, iter(parts), 16).loss for _ in range(steps)]
     return model, train_state, losses
 
 
@@ -117,7 +93,7 @@ def states(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_every_knob_says_what_it_does_and_what_its_default_is() -> None:
+def test_every_knob_has_an_effect_and_a_default() -> None:
     axes, notes = applicable(GPU, [knob.name for knob in KNOBS])
     assert [axis.name for axis in axes] == [knob.name for knob in KNOBS]
     assert not notes
@@ -136,7 +112,7 @@ def test_every_knob_says_what_it_does_and_what_its_default_is() -> None:
     }
 
 
-def test_nothing_applies_where_nothing_can_be_chosen() -> None:
+def test_no_knob_applies_without_a_choice() -> None:
     assert applicable(BARE) == ([], [])
     axes, notes = applicable(BARE, [knob.name for knob in KNOBS])
     assert not axes
@@ -144,7 +120,7 @@ def test_nothing_applies_where_nothing_can_be_chosen() -> None:
     assert "compile is not tuned: no compiler" in notes
 
 
-def test_the_compiler_has_to_be_asked_for_on_the_processor_and_for_short_runs() -> None:
+def test_the_compiler_is_tuned_on_the_cpu_and_in_short_runs_only_by_name() -> None:
     for here in (GPU._replace(gains_from_compile=False), GPU._replace(planned_steps=60)):
         assert "compile" not in [axis.name for axis in applicable(here)[0]]
         assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
@@ -160,7 +136,7 @@ def test_the_micro_batch_is_halved_down_to_one_sample_and_no_further(
     assert [list(axis.choices) for axis in axes] == ([shifts] if shifts else [])
 
 
-def test_what_changes_memory_and_what_changes_numbers() -> None:
+def test_knobs_that_change_memory_and_knobs_that_change_numbers() -> None:
     values = defaults(applicable(GPU)[0])
     assert set(memory_signature(values)) == set(values) - {"micro_batch_shift", "loader_workers"}
     elsewhere = {"micro_batch_shift", "loader_workers", "expandable_segments"}
@@ -176,7 +152,7 @@ def test_there_are_no_more_workers_than_cores(cores: int, choices: list[int]) ->
     assert notes == ([] if choices else ["loader_workers is not tuned: this process may use a single core"])
 
 
-def test_workers_are_tuned_unasked_where_fetching_takes_its_time_and_never_where_they_cannot_be() -> None:
+def test_workers_are_tuned_unasked_if_fetching_is_slow_and_never_if_they_cannot_run() -> None:
     here = BARE._replace(cores=4, fetch_share=0.19)
     assert applicable(here) == ([], [])
     assert [axis.name for axis in applicable(here._replace(fetch_share=0.2))[0]] == ["loader_workers"]
@@ -184,7 +160,7 @@ def test_workers_are_tuned_unasked_where_fetching_takes_its_time_and_never_where
     assert notes == ["loader_workers is not tuned: its samples cannot be sent"]
 
 
-def test_how_workers_feed_is_tuned_where_there_are_workers_and_only_by_name() -> None:
+def test_the_feed_of_workers_is_tuned_only_by_name_and_with_workers() -> None:
     names = ["prefetch", "pin_memory"]
     assert not set(names) & {axis.name for axis in applicable(GPU)[0]}
     axes, _ = applicable(GPU, names)
@@ -204,12 +180,12 @@ def test_how_workers_feed_is_tuned_where_there_are_workers_and_only_by_name() ->
         (False, {}, False),
     ],
 )
-def test_what_workers_joined_is_copied_for_a_gpu_unless_the_knob_says_no(reads, knobs, is_gpu) -> None:
+def test_workers_pin_memory_for_a_gpu_unless_the_knob_forbids_it(reads, knobs, is_gpu) -> None:
     device = SimpleNamespace(reads_pinned_memory=reads, torch_device=torch.device("cuda", 1))
     assert gpu_of(device, knobs) == (device.torch_device if is_gpu else None)
 
 
-def test_names_are_read_as_people_write_them() -> None:
+def test_names_may_have_hyphens_and_spaces() -> None:
     assert parse_knobs("precision, channels-last,precision") == ["precision", "channels_last"]
 
 
@@ -220,7 +196,7 @@ def test_names_are_read_as_people_write_them() -> None:
         ("", "there is no knob ''; there are: micro_batch_shift, precision"),
     ],
 )
-def test_names_that_are_none_are_told(text: str, said: str) -> None:
+def test_unknown_names_are_refused(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         parse_knobs(text)
     with pytest.raises(InputError, match=r"^knobs: "):
@@ -228,7 +204,7 @@ def test_names_that_are_none_are_told(text: str, said: str) -> None:
     assert not set(LEFT_OUT) & {knob.name for knob in KNOBS}
 
 
-def test_blocks_are_what_is_repeated_in_a_list() -> None:
+def test_blocks_are_repeated_children_of_a_list() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     assert find_blocks(nn.Sequential(nn.Embedding(5, 8), encoder)) == list(encoder.layers)
@@ -240,7 +216,7 @@ def test_blocks_are_what_is_repeated_in_a_list() -> None:
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
 
 
-def test_recomputation_changes_nothing_not_even_statistics_and_dropout() -> None:
+def test_recomputation_changes_neither_statistics_nor_dropout() -> None:
     plain, _, before = train({})
     recomputed, train_state, after = train({"checkpointing": "full"})
     assert after == before
@@ -277,17 +253,21 @@ def test_the_model_is_changed_only_while_a_training_loss_runs() -> None:
         train_state.loss(model, (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long)))
 
 
-def test_a_loss_that_fails_leaves_the_model_as_it_was() -> None:
-    def failing(model: nn.Module, batch: Any) -> torch.Tensor:
-        model(batch[0])
-        raise RuntimeError("so")
+def test_a_loss_that_fails_leaves_the_model_unchanged() -> None:
+    seen: list[nn.Module] = []
 
-    with pytest.raises(RuntimeError, match="so"):
+    def failing(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(model)
+        assert any("forward" in module.__dict__ for module in model.modules())
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
         train({"checkpointing": "full"}, loss=failing)
+    assert all("forward" not in module.__dict__ for module in seen[0].modules())
 
 
 def test_channels_last_keeps_the_values() -> None:
-    # Not Adam: it makes whole steps of the rounding error of a bias that BatchNorm takes out again.
+    # Not Adam, which turns the rounding error of a bias before a BatchNorm into whole steps.
     fields = {"model": steady, "optimizer": lambda params, lr: torch.optim.SGD(params, lr=lr)}
     plain, _, before = train({}, **fields)
     turned, _, after = train({"channels_last": True}, **fields)
@@ -305,21 +285,21 @@ def test_channels_last_reaches_the_batch() -> None:
         seen.append(batch[0].is_contiguous(memory_format=torch.channels_last))
         return mean_loss(model, batch)
 
-    train({"channels_last": True}, windows=1, loss=loss)
+    train({"channels_last": True}, steps=1, loss=loss)
     assert seen == [True, True]
 
 
 @pytest.mark.parametrize("choice", ["for-loop", "foreach", "fused"])
-def test_an_optimizer_steps_as_it_is_told(choice: str) -> None:
+def test_an_optimizer_has_the_requested_implementation(choice: str) -> None:
     _, train_state, before = train({})
-    _, told, after = train({"optimizer": choice})
-    group = told.optimizers[0].param_groups[0]
+    _, changed, after = train({"optimizer": choice})
+    group = changed.optimizers[0].param_groups[0]
     assert (group["foreach"], group["fused"]) == (choice == "foreach", choice == "fused")
     assert train_state.optimizers[0].param_groups[0]["foreach"] is None
     assert after == pytest.approx(before, rel=1e-4)
 
 
-def test_an_optimizer_without_the_setting_is_left_alone() -> None:
+def test_an_optimizer_without_the_setting_is_unchanged() -> None:
     class Plain(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"lr": 0.1})
@@ -333,7 +313,7 @@ def test_an_optimizer_without_the_setting_is_left_alone() -> None:
     assert set(train_state.optimizers[0].param_groups[0]) == {"params", "lr"}
 
 
-def test_all_together_train_as_nothing_does() -> None:
+def test_all_knobs_together_train_like_none() -> None:
     draw = random.Random(0)
     _, _, before = train({}, model=steady)
     for _ in range(4):
@@ -348,7 +328,7 @@ def test_all_together_train_as_nothing_does() -> None:
         assert train(knobs, model=steady)[2] == pytest.approx(before, rel=1e-4), knobs
 
 
-def test_the_compiler_is_asked_for_the_forward_pass_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def compiled(forward: Any) -> Any:
@@ -368,9 +348,9 @@ def test_the_compiler_is_asked_for_the_forward_pass_and_undone(monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_computes_the_same() -> None:
-    _, _, before = train({}, windows=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat()))
+    _, _, before = train({}, steps=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat()))
     _, _, after = train(
-        {"compile": "default"}, windows=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat())
+        {"compile": "default"}, steps=1, model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), Flat())
     )
     assert after == pytest.approx(before, rel=1e-4)
 

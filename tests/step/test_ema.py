@@ -1,4 +1,4 @@
-"""The average of the weights: its arithmetic, what must not move it, and the memory it takes."""
+"""The average of the weights: its arithmetic, the steps that must not move it, and its memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.core.errors import RestartSmallerError
-from autobatch.core.units import GiB
+from autobatch.core.errors import InputError, RestartSmallerError
 from autobatch.device.allocator.trace import FREE
-from autobatch.device.cpu import CpuDevice
-from autobatch.device.host import HostMemory
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.trace_step import Setting, record
-from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
-from autobatch.step.ema import WeightAverage
-from autobatch.workload.data import WorstCaseSampler
-from tests.support.overflow import flagged
-from tests.support.step_workloads import WORKLOADS
-from tests.support.training import Rows, apart, make_loop, make_workload, network, points, weights
-from tests.training.test_scaler import fp16_loop, whole_batch_of
+from autobatch.footprint.trace_step import record
+from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from autobatch.step.ema import WeightAverage, load_average
+from autobatch.step.train_step import train_step
+from tests.support.step_workloads import WORKLOADS, setting, setup
+from tests.support.steps import SAMPLES, split, train_state_of
+from tests.support.training import (
+    Rows,
+    apart,
+    make_loop,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+    weights,
+)
 
 DECAY = 0.9
 
@@ -33,7 +38,7 @@ def flat(tensors) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("micro_batch", [3, 24])
-def test_it_is_the_sum_written_out(micro_batch: int) -> None:
+def test_it_is_the_weighted_sum_of_all_weights(micro_batch: int) -> None:
     loop = make_loop(make_workload(), target_batch=7, micro_batch=micro_batch, steps=6, ema=DECAY)
     seen = [weights(loop.train_state.model)]
     seen += [weights(loop.train_state.model) for _ in loop.run()]
@@ -44,7 +49,7 @@ def test_it_is_the_sum_written_out(micro_batch: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_steps_too_small_for_16_bits_are_not_lost(dtype: torch.dtype) -> None:
-    """1 towards 2 by a thousandth: in bf16 the average would stay at 1."""
+    """The average moves from 1 towards 2 by a thousandth per step. In bf16 it would stay at 1."""
     parameter = nn.Parameter(torch.ones(3, dtype=dtype))
     average = WeightAverage([parameter], 0.999)
     parameter.data.fill_(2.0)
@@ -55,7 +60,7 @@ def test_steps_too_small_for_16_bits_are_not_lost(dtype: torch.dtype) -> None:
     assert found.tolist() == pytest.approx([2.0 - 0.999**100] * 3, rel=1e-5)
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_an_update_does_not_wait_for_the_device() -> None:
     class NoReading(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             assert func is not torch.ops.aten._local_scalar_dense.default
@@ -66,22 +71,25 @@ def test_nothing_waits_for_the_device() -> None:
         average.update()
 
 
-def test_an_overflow_leaves_it_untouched() -> None:
-    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[2]
-    loop = fp16_loop(flagged({bad}), ema=DECAY)
-    run = loop.run()
-    next(run)
-    before = flat(loop.train_state.average.tensors())
-    assert not next(run).applied
-    assert torch.equal(flat(loop.train_state.average.tensors()), before)
-    assert next(run).applied
-    assert not torch.equal(flat(loop.train_state.average.tensors()), before)
+def test_an_overflow_leaves_it_unchanged() -> None:
+    workload = make_workload(
+        model=lambda: network(torch.float32), train_data=points(dtype=torch.float32), loss=mean_loss
+    )
+    train_state = train_state_of(workload, precision="fp16", ema=DECAY)
+    assert train_step(train_state, split(workload, [12, 12]), SAMPLES).applied
+    before = flat(train_state.average.tensors())
+    train_state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    assert not train_step(train_state, split(workload, [12, 12]), SAMPLES).applied
+    assert torch.equal(flat(train_state.average.tensors()), before)
+    train_state.scaler = torch.amp.GradScaler("cpu")
+    assert train_step(train_state, split(workload, [12, 12]), SAMPLES).applied
+    assert not torch.equal(flat(train_state.average.tensors()), before)
 
 
-def test_what_is_unfrozen_on_the_way_is_averaged_from_there_on() -> None:
+def test_a_parameter_unfrozen_later_is_averaged_from_then_on() -> None:
     frozen, free = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.zeros(2))
     average = WeightAverage([frozen, free], 0.5)
-    assert len(average.tensors()) == 1, "what never moves costs nothing"
+    assert len(average.tensors()) == 1, "a frozen parameter costs nothing"
     frozen.requires_grad_()
     for value in (3.0, 5.0):
         frozen.data.fill_(value)
@@ -93,7 +101,7 @@ def test_what_is_unfrozen_on_the_way_is_averaged_from_there_on() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_swapped_in_it_is_the_model_and_the_very_weights_come_back(dtype: torch.dtype) -> None:
+def test_the_averages_replace_the_weights_for_a_while(dtype: torch.dtype) -> None:
     model = network(dtype)
     average = WeightAverage(list(model.parameters()), 0.9)
     for parameter in model.parameters():
@@ -112,8 +120,8 @@ def test_swapped_in_it_is_the_model_and_the_very_weights_come_back(dtype: torch.
     assert torch.equal(flat(average.tensors()), kept)
 
 
-def test_out_of_memory_while_it_moves_is_not_run_again(monkeypatch) -> None:
-    """The weights have moved by then: a second step would count the window twice."""
+def test_out_of_memory_during_its_update_is_not_repeated(monkeypatch) -> None:
+    """The weights have moved by then, so a second step would count the batch twice."""
     loop = make_loop(make_workload(), ema=DECAY)
 
     def fail() -> None:
@@ -124,38 +132,40 @@ def test_out_of_memory_while_it_moves_is_not_run_again(monkeypatch) -> None:
         next(loop.run())
 
 
-def setup(workload, ema: float | None) -> TrainSetup:
-    torch.manual_seed(0)
-    device = CpuDevice(memory_budget=GiB, memory=HostMemory(8 * GiB, 8 * GiB, "made up"))
-    return TrainSetup(
-        workload=workload,
-        model=workload.model(),
-        device=device,
-        worst_case=WorstCaseSampler(workload),
-        precision="fp32",
-        ema=ema,
-    )
+@pytest.mark.parametrize(
+    ("decay", "saved_decay", "said"),
+    [
+        (None, 0.9, "^no --ema does not match the resumed run, which used --ema 0.9: "),
+        (0.5, None, "^--ema 0.5 does not match the resumed run, which used no --ema: "),
+        (0.5, 0.9, "^--ema 0.5 does not match the resumed run, which used --ema 0.9: "),
+    ],
+)
+def test_a_resumed_run_needs_the_same_average(decay, saved_decay, said: str) -> None:
+    def average(of: float | None) -> WeightAverage | None:
+        return None if of is None else WeightAverage([nn.Parameter(torch.ones(2))], of)
+
+    saved = average(saved_decay)
+    with pytest.raises(InputError, match=said):
+        load_average(average(decay), None if saved is None else saved.state_dict())
 
 
-def setting(of: TrainSetup) -> Setting:
-    return Setting(
-        workload=of.workload,
-        model=of.model,
-        batch_of=of.worst_case.batch,
-        precision=of.precision,
-        capability=None,
-        steps=ATTEMPT_STEPS,
-        ema=of.ema,
-    )
+def test_a_saved_average_is_loaded_into_the_same_parameters_only() -> None:
+    saved = WeightAverage([nn.Parameter(torch.full((2,), 7.0))], 0.5).state_dict()
+    average = WeightAverage([nn.Parameter(torch.zeros(2))], 0.5)
+    load_average(average, saved)
+    assert average.tensors()[0].tolist() == [7.0, 7.0]
+    load_average(None, None)
+    with pytest.raises(ValueError, match=r"a parameter has shape \(3,\), its saved average \(2,\)"):
+        load_average(WeightAverage([nn.Parameter(torch.zeros(3))], 0.5), saved)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_probe_and_a_trace_count_its_memory(dtype: torch.dtype) -> None:
     data = Rows(points(dtype=torch.float32).columns[0].to(dtype), points().columns[1])
     workload = make_workload(model=lambda: network(dtype), train_data=data)
-    with_it, without = setup(workload, DECAY), setup(workload, None)
+    with_it, without = (setup(workload, max_grad_norm=None, ema=ema) for ema in (DECAY, None))
     elements = sum(parameter.numel() for parameter in with_it.model.parameters())
-    found = record(setting(with_it), 3)
+    found = record(setting(with_it, steps=ATTEMPT_STEPS), 3)
     assert found.trace == attempt(with_it, 3).trace.canonical()
     assert (
         sum(
@@ -171,9 +181,9 @@ def test_a_probe_and_a_trace_count_its_memory(dtype: torch.dtype) -> None:
         assert more - less == 4 * elements
 
 
-def test_where_the_memory_goes_names_it() -> None:
-    of = setup(WORKLOADS["transformer"](), DECAY)
+def test_an_explanation_names_it() -> None:
+    of = setup(WORKLOADS["transformer"](), ema=DECAY)
     elements = sum(parameter.numel() for parameter in of.model.parameters())
-    told = explain(footprint(setting(of)), 4)
-    assert told.by_kind["averaged weights"] == 4 * elements
-    assert "averaged weights" in told.text()
+    found = explain(footprint(setting(of, steps=ATTEMPT_STEPS)), 4)
+    assert found.by_kind["averaged weights"] == 4 * elements
+    assert "averaged weights" in found.text()

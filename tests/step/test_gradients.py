@@ -1,4 +1,4 @@
-"""Gradients in 16 bits, sparse, frozen, missing; and what is refused."""
+"""Gradients in 16 bits, in mixed precision, sparse and frozen."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autobatch.core.errors import InputError
 from autobatch.planning import micro_batches
+from autobatch.step.gradients import Gradients, norm_of
 from autobatch.step.train_step import accumulate, finish, train_step
-from autobatch.workload.contract import Loss
-from tests.step.test_train_step import KINDS, whole_tokens
-from tests.support.steps import EXACT, SAMPLES, off, split, train_state_of
+from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (
     Rows,
     apart,
     make_workload,
-    mean_loss,
     network,
     points,
     reference,
@@ -25,8 +22,8 @@ from tests.support.training import (
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_16_bit_parameters_add_up(dtype: torch.dtype) -> None:
-    """1024 times 1/1024 is 1, and 0.25 where bf16 adds up in bf16."""
+def test_16_bit_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """1024 times 1/1024 is 1, but 0.25 if bf16 is summed in bf16."""
 
     class One(nn.Module):
         def __init__(self) -> None:
@@ -49,7 +46,7 @@ def test_gradients_of_16_bit_parameters_add_up(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("samples", [1000, 24])
 def test_16_bit_gradients_are_within_one_rounding_of_the_float32_sum(samples: int) -> None:
-    """Weights of micro-batches (83 of 1000) are not rounded to 8 bits on their way into the gradient."""
+    """Weights of micro-batches (83 of 1000) are not rounded to 8 bits."""
     data = points(samples, dtype=torch.float32)
     workload = make_workload(
         model=lambda: network(torch.bfloat16),
@@ -65,12 +62,12 @@ def test_16_bit_gradients_are_within_one_rounding_of_the_float32_sum(samples: in
         parts = torch.autograd.grad(workload.loss(train_state.model, batch), parameters)
         for total, part in zip(expected, parts, strict=True):
             total.add_(part.double(), alpha=size / samples)
-    accumulator = accumulate(train_state, split(workload, sizes), samples, lambda _: None)
+    totals = accumulate(train_state, split(workload, sizes), samples, lambda _: None)
     seen = []
     train_state.optimizers[0].register_step_pre_hook(
         lambda *_: seen.extend(p.grad.clone() for p in parameters)
     )
-    finish(train_state, accumulator, mark=lambda _: None)
+    finish(train_state, totals, mark=lambda _: None)
     for got, wanted in zip(seen, expected, strict=True):
         assert got.dtype == torch.bfloat16
         assert apart(got.double(), wanted) < 2.0**-8
@@ -93,7 +90,7 @@ def test_parameters_of_several_precisions_share_a_norm() -> None:
     assert result.grad_norm > 0
 
 
-def test_sparse_gradients_are_measured_and_stepped_with() -> None:
+def test_sparse_gradients_are_measured_and_applied() -> None:
     def sparse() -> nn.Module:
         return nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 7)).double()
 
@@ -108,14 +105,14 @@ def test_sparse_gradients_are_measured_and_stepped_with() -> None:
     assert off(train_state, workload, expected) <= EXACT
 
 
-def test_gradients_of_what_is_not_trained_are_freed_too() -> None:
+def test_gradients_of_untrained_parameters_are_freed_too() -> None:
     workload = make_workload(optimizer=lambda params, lr: torch.optim.SGD(list(params)[:2], lr=lr))
     train_state = train_state_of(workload)
     train_step(train_state, split(workload, [12, 12]), SAMPLES)
     assert all(p.grad is None for p in train_state.model.parameters())
 
 
-def test_parameters_that_are_thawed_later_are_trained_and_freed() -> None:
+def test_parameters_unfrozen_later_are_trained_and_freed() -> None:
     def frozen() -> nn.Module:
         model = network()
         model[0].requires_grad_(requires_grad=False)
@@ -132,38 +129,26 @@ def test_parameters_that_are_thawed_later_are_trained_and_freed() -> None:
     assert train_state.model[0].weight.grad is None
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, found a tensor of shape"),
-        (lambda model, batch: 1.0, "found a float"),
-        (lambda model, batch: Loss(model(batch[0]).sum(1), 3), "total of a Loss"),
-        (lambda model, batch: Loss(model(batch[0]).sum(), batch[1] > 0), "count of a Loss must be a number"),
-        (lambda model, batch: mean_loss(model, batch).detach(), "no gradient"),
-        (lambda model, batch: Loss(model(batch[0]).sum().detach(), 3), "no gradient"),
-    ],
-)
-def test_what_is_no_loss_is_named(loss, said: str) -> None:
-    workload = make_workload(loss=loss)
-    with pytest.raises(InputError, match=said):
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+def test_a_parameter_of_two_groups_counts_once_and_hooks_are_removed() -> None:
+    shared, own = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(3))
+    optimizers = (torch.optim.SGD([shared], lr=1.0), torch.optim.SGD([own, shared], lr=1.0))
+    gradients = Gradients(nn.Module(), optimizers)
+    with gradients.summed_in_float32():
+        for _ in range(2):
+            (shared.float().sum() + own.sum() * 3).backward()
+    assert not shared._post_accumulate_grad_hooks
+    first, second = gradients.by_optimizer()
+    assert [(g.dtype, g.tolist()) for g in first] == [(torch.float32, [2.0, 2.0])]
+    assert [g.tolist() for g in second] == [[6.0] * 3]
+    assert norm_of([*first, *second]).item() == pytest.approx((2 * 2**2 + 3 * 6**2) ** 0.5)
+    assert shared.grad is None, "only the float32 sum is kept"
+    gradients.round_sums()
+    assert (shared.grad.dtype, shared.grad.tolist()) == (torch.bfloat16, [2.0, 2.0])
+    gradients.clear()
+    assert shared.grad is None
+    assert own.grad is None
 
 
-def test_a_loss_and_a_mean_do_not_mix() -> None:
-    kinds = iter([lambda t: t, lambda t: Loss(t, 12)])
-    workload = make_workload(loss=lambda model, batch: next(kinds)(mean_loss(model, batch)))
-    with pytest.raises(InputError, match="a tensor for another"):
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "said"),
-    [
-        (lambda params, lr: None, "NoneType"),
-        (lambda params, lr: [torch.optim.SGD(params, lr=lr), 3], "int"),
-        (lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr=lr), "no parameter"),
-    ],
-)
-def test_what_is_no_optimizer_is_named(optimizer, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        train_state_of(make_workload(optimizer=optimizer))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_element_makes_the_norm_non_finite(bad: float) -> None:
+    assert not norm_of([torch.ones(3), torch.tensor([1.0, bad])]).isfinite()

@@ -1,4 +1,4 @@
-"""What is lent comes back as it was, whatever happened meanwhile; and so do the random states."""
+"""Temporary weights, snapshots of buffers, and random states are restored, whatever happened meanwhile."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import nn
 from autobatch.core.errors import InputError
 from autobatch.device.cpu import CpuDevice
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.step.restore import temporary_weights
+from autobatch.step.restore import SMALL_BUFFER, BufferSnapshot, temporary_weights
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
-from tests.support.training import fingerprint, make_workload, points
+from autobatch.workload.rng import capture_random_state, restore_random_state
+from tests.support.training import make_workload, points
+from tests.support.untouched import model_state
 
 CPU = torch.device("cpu")
 
 
 class Tied(nn.Module):
-    """Ties, a frozen part, statistics, and buffers that a forward pass replaces and adds."""
+    """A model with ties, a frozen part, statistics, and buffers that a forward pass replaces and adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,25 +43,8 @@ class Tied(nn.Module):
         return self.head(self.drop(self.norm(self.second(self.first(inputs))))) * self.late
 
 
-def looks(model: nn.Module) -> dict[str, object]:
-    """Everything about a model that a caller could notice."""
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    return {
-        "sha256": fingerprint(model),
-        "objects": {name: id(tensor) for name, tensor in tensors.items()},
-        "memory": {name: tensor.data_ptr() for name, tensor in tensors.items()},
-        "gradients": {
-            n: (id(t.grad), t.grad.clone().tolist()) for n, t in tensors.items() if t.grad is not None
-        },
-        "requires_grad": {name: tensor.requires_grad for name, tensor in tensors.items()},
-        "modes": {name: module.training for name, module in model.named_modules()},
-        "hooks": [len(module._forward_hooks) for module in model.modules()],
-        "parameter hooks": [bool(p._backward_hooks) for p in model.parameters()],
-    }
-
-
 def in_use(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model in the middle of the caller's own work: gradients there, one module in another mode."""
+    """Return a model in the middle of the user's own work: with gradients, and one module in eval mode."""
     torch.manual_seed(0)
     model = Tied()
     model.first.weight.grad = torch.randn(5, 5)
@@ -75,7 +59,7 @@ def draws() -> tuple[float, float, float]:
 @pytest.mark.parametrize("budget", ["1GiB", 1400, 1000, 700, 400])
 @pytest.mark.parametrize("micro_batch", [2, 20])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_an_attempt_leaves_everything_as_it_was(budget, micro_batch, precision) -> None:
+def test_an_attempt_leaves_the_model_and_the_generators_unchanged(budget, micro_batch, precision) -> None:
     workload = make_workload(
         model=in_use,
         train_data=points(dtype=torch.float32),
@@ -90,18 +74,18 @@ def test_an_attempt_leaves_everything_as_it_was(budget, micro_batch, precision) 
         precision=precision,
         max_grad_norm=1.0,
     )
-    before = looks(model)
+    before = model_state(model)
     state = capture_random_state()
     expected = draws()
     restore_random_state(state)
     outcome = attempt(setup, micro_batch)
     assert outcome.attempt.fits == (budget == "1GiB")
-    assert looks(model) == before
+    assert model_state(model) == before
     assert draws() == expected
     restore_random_state(state)
 
 
-def test_a_model_of_16_bit_parameters_comes_back_without_hooks() -> None:
+def test_a_model_of_16_bit_parameters_is_restored_without_hooks() -> None:
     workload = make_workload(
         model=lambda: nn.Linear(5, 3).bfloat16(),
         train_data=points(dtype=torch.bfloat16),
@@ -114,51 +98,106 @@ def test_a_model_of_16_bit_parameters_comes_back_without_hooks() -> None:
         worst_case=WorstCaseSampler(workload),
         precision="fp32",
     )
-    before = looks(model)
+    before = model_state(model)
     for _ in range(3):
         assert attempt(setup, 4).attempt.fits
-    assert looks(model) == before
+    assert model_state(model) == before
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_what_is_lent_comes_back_after_an_error_too() -> None:
+def test_the_model_is_restored_after_an_error_too() -> None:
     model = in_use()
-    before = looks(model)
+    before = model_state(model)
 
     def fail() -> None:
-        with temporary_weights(model, CPU) as borrowed:
-            borrowed(torch.randn(4, 5)).sum().backward()
-            borrowed.eval()
+        with temporary_weights(model, CPU) as copied:
+            copied(torch.randn(4, 5)).sum().backward()
+            copied.eval()
             with torch.no_grad():
-                for parameter in borrowed.parameters():
+                for parameter in copied.parameters():
                     parameter.fill_(7.0)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert looks(model) == before
+    assert model_state(model) == before
 
 
-def test_a_buffer_that_a_forward_pass_replaces_comes_back() -> None:
+def test_a_buffer_that_a_forward_pass_replaces_is_restored() -> None:
     model = Tied()
-    model(torch.randn(4, 5))  # what it registers late is there now, so only "mean" changes
-    before = looks(model)
-    with temporary_weights(model, CPU) as borrowed:
-        borrowed(torch.randn(4, 5))
-    assert looks(model) == before
+    model(torch.randn(4, 5))  # registers its late buffer, so that only "mean" changes below
+    before = model_state(model)
+    with temporary_weights(model, CPU) as copied:
+        copied(torch.randn(4, 5))
+    assert model_state(model) == before
 
 
-def test_lazy_modules_are_refused_with_what_to_do() -> None:
+def test_lazy_modules_are_refused_with_advice() -> None:
     refused = pytest.raises(InputError, match=r"lazy modules .* run one forward pass")
     with refused, temporary_weights(nn.LazyLinear(3), CPU):
         pass
 
 
-def test_all_generators_are_where_they_were() -> None:
-    state = capture_random_state()
-    first = draws()
-    restore_random_state(state)
-    with preserved_random_state():
-        assert draws() == first
-        draws()
-    assert draws() == first
+class Buffers(nn.Module):
+    """A small and a large buffer, and one that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("small", torch.zeros(3))
+        self.register_buffer("large", torch.zeros(SMALL_BUFFER + 1))
+        self.register_buffer("missing", None)
+
+
+def test_small_buffers_are_restored_in_place_and_replaced_ones_too() -> None:
+    model = Buffers()
+    snapshot, small = BufferSnapshot(model), model.small
+    snapshot.take()
+    model.small.add_(1)
+    model.small = torch.ones(3)
+    model.missing = torch.ones(1)
+    assert snapshot.restore()
+    assert model.small is small
+    assert small.tolist() == [0.0] * 3
+    assert model.missing is None
+
+
+def test_a_large_buffer_is_copied_only_after_a_batch_has_changed_it() -> None:
+    model = Buffers()
+    snapshot = BufferSnapshot(model)
+    snapshot.take()
+    model.large.add_(1)
+    assert not snapshot.restore(), "it has no copy yet"
+    assert model.large[0] == 1
+    snapshot.take()
+    model.large.add_(1)
+    assert snapshot.restore()
+    assert model.large[0] == 1
+
+
+def test_a_committed_batch_is_not_restored() -> None:
+    model = Buffers()
+    snapshot = BufferSnapshot(model)
+    snapshot.take()
+    model.small.add_(1)
+    model.large.add_(1)
+    snapshot.commit()
+    assert snapshot.restore()
+    assert (model.small[0], model.large[0]) == (1, 1)
+    snapshot.take()
+    model.large.add_(1)
+    assert snapshot.restore(), "it is copied once a batch has changed it"
+    assert model.large[0] == 1
+
+
+def test_a_snapshot_that_is_kept_restores_twice() -> None:
+    model = Buffers()
+    snapshot = BufferSnapshot(model, copy_all=True)
+    snapshot.take()
+    for keep in (True, True, False):
+        model.small.add_(1)
+        model.large.add_(1)
+        assert snapshot.restore(keep=keep)
+        assert (model.small[0], model.large[0]) == (0, 0)
+    model.small.add_(1)
+    assert snapshot.restore(), "nothing is left to restore"
+    assert model.small[0] == 1

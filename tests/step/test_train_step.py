@@ -1,4 +1,4 @@
-"""One optimizer step in micro-batches against one pass over the whole window, in float64."""
+"""One optimizer step in micro-batches, against one pass over the whole batch in float64."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
+from autobatch.core.errors import InputError
 from autobatch.planning import micro_batches
-from autobatch.step.train_step import train_step
+from autobatch.step.train_step import accumulate, finish, train_step
 from autobatch.workload.contract import Loss
-from tests.support.steps import EXACT, SAMPLES, off, split, train_state_of
+from tests.support.overflow import Overflow
+from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (
     IGNORED,
     language_model,
     make_workload,
     mean_loss,
+    network,
+    points,
     reference,
     token_loss,
     tokens,
@@ -25,34 +28,9 @@ from tests.support.training import (
 )
 
 
-def whole_tokens(model: nn.Module, batch) -> torch.Tensor:
-    ids, labels = batch
-    return cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-
-
-CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)
-
-
-def weighted(model: nn.Module, batch) -> Loss:
-    inputs, labels = batch
-    total = cross_entropy(model(inputs), labels, weight=CLASS_WEIGHTS, reduction="sum")
-    return Loss(total, CLASS_WEIGHTS[labels].sum())
-
-
-def whole_weighted(model: nn.Module, batch) -> torch.Tensor:
-    return cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS)
-
-
-KINDS = {
-    "mean": ({}, mean_loss),
-    "tokens": ({"model": language_model, "train_data": tokens(), "loss": token_loss}, whole_tokens),
-    "class weights": ({"loss": weighted}, whole_weighted),
-}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", range(1, SAMPLES + 1))
-def test_any_split_takes_the_step_of_the_whole_window(kind: str, parts: int) -> None:
+def test_any_split_takes_the_step_of_the_whole_batch(kind: str, parts: int) -> None:
     changes, whole = KINDS[kind]
     workload = make_workload(**changes)
     expected, losses = reference(workload, [range(SAMPLES)], whole)
@@ -68,7 +46,7 @@ def test_any_split_takes_the_step_of_the_whole_window(kind: str, parts: int) -> 
 
 @pytest.mark.parametrize("sizes", [[1, 23], [20, 3, 1], [7, 7, 7, 3], [1] * 23 + [1]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ragged_sizes_are_weighted_by_what_they_count(kind: str, sizes: list[int]) -> None:
+def test_ragged_sizes_are_weighted_by_their_counts(kind: str, sizes: list[int]) -> None:
     changes, whole = KINDS[kind]
     workload = make_workload(**changes)
     expected, _ = reference(workload, [range(SAMPLES)], whole)
@@ -77,8 +55,8 @@ def test_ragged_sizes_are_weighted_by_what_they_count(kind: str, sizes: list[int
     assert off(train_state, workload, expected) <= EXACT
 
 
-def test_the_oracle_tells_a_mean_of_means_from_the_whole() -> None:
-    """The comparison has teeth: weighting all micro-batches alike fails it by ten orders of magnitude."""
+def test_the_oracle_rejects_a_mean_of_means() -> None:
+    """Equal weights for all micro-batches miss the tolerance by ten orders of magnitude."""
     workload = make_workload(**KINDS["tokens"][0])
     expected, _ = reference(workload, [range(SAMPLES)], whole_tokens)
     mutant = make_workload(**{**KINDS["tokens"][0], "loss": whole_tokens})
@@ -87,7 +65,7 @@ def test_the_oracle_tells_a_mean_of_means_from_the_whole() -> None:
     assert off(train_state, workload, expected) > 1e-2
 
 
-def test_counts_divided_in_float32_would_be_seen() -> None:
+def test_the_oracle_rejects_counts_divided_in_float32() -> None:
     workload = make_workload(**KINDS["tokens"][0])
     expected, _ = reference(workload, [range(SAMPLES)], whole_tokens)
 
@@ -115,7 +93,7 @@ def test_a_micro_batch_that_counts_nothing_adds_nothing(empty: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_window_that_counts_nothing_takes_no_step_and_the_next_one_does(precision) -> None:
+def test_a_batch_that_counts_nothing_takes_no_step_and_the_next_one_does(precision) -> None:
     data = tokens(48)
     data.columns[1][:24] = IGNORED
     workload = make_workload(
@@ -136,7 +114,7 @@ def test_a_window_that_counts_nothing_takes_no_step_and_the_next_one_does(precis
     assert math.isfinite(after.loss)
 
 
-def test_a_constant_where_nothing_counts_will_do() -> None:
+def test_a_micro_batch_that_counts_nothing_may_return_a_constant() -> None:
     def loss(model: nn.Module, batch) -> Loss:
         found = token_loss(model, batch)
         return found if found.count else Loss(torch.zeros(()), 0)
@@ -164,7 +142,7 @@ def test_a_count_may_be_a_number_or_a_tensor(count) -> None:
 
 
 @pytest.mark.parametrize("clip", [1e-3, 0.1, 1e3])
-def test_clipping_is_that_of_the_whole_window(clip: float) -> None:
+def test_clipping_is_that_of_the_whole_batch(clip: float) -> None:
     workload = make_workload(**KINDS["tokens"][0])
     expected, _ = reference(workload, [range(SAMPLES)], whole_tokens, clip=clip)
     train_state = train_state_of(workload, max_grad_norm=clip)
@@ -172,7 +150,7 @@ def test_clipping_is_that_of_the_whole_window(clip: float) -> None:
     assert off(train_state, workload, expected) <= EXACT
 
 
-def test_the_norm_is_that_of_the_whole_window_before_clipping() -> None:
+def test_the_norm_is_that_of_the_whole_batch_before_clipping() -> None:
     workload = make_workload()
     torch.manual_seed(0)
     model = workload.model()
@@ -180,3 +158,97 @@ def test_the_norm_is_that_of_the_whole_window_before_clipping() -> None:
     expected = float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
     result = train_step(train_state_of(workload, max_grad_norm=1e-3), split(workload, [7, 17]), SAMPLES)
     assert result.grad_norm == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, found a tensor of shape"),
+        (lambda model, batch: 1.0, "found a float"),
+        (lambda model, batch: Loss(model(batch[0]).sum(1), 3), "total of a Loss"),
+        (lambda model, batch: Loss(model(batch[0]).sum(), batch[1] > 0), "count of a Loss must be a number"),
+        (lambda model, batch: mean_loss(model, batch).detach(), "no gradient"),
+        (lambda model, batch: Loss(model(batch[0]).sum().detach(), 3), "no gradient"),
+    ],
+)
+def test_an_invalid_loss_is_refused(loss, said: str) -> None:
+    workload = make_workload(loss=loss)
+    with pytest.raises(InputError, match=said):
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+
+
+def test_a_loss_and_a_mean_cannot_be_mixed() -> None:
+    kinds = iter([lambda t: t, lambda t: Loss(t, 12)])
+    workload = make_workload(loss=lambda model, batch: next(kinds)(mean_loss(model, batch)))
+    with pytest.raises(InputError, match="a tensor for another"):
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+
+
+def test_the_norm_of_the_first_micro_batch_is_that_of_its_own_mean() -> None:
+    for kind in ("mean", "tokens"):
+        workload = make_workload(**KINDS[kind][0])
+        train_state = train_state_of(workload)
+        totals = accumulate(
+            train_state, split(workload, [5, 19]), SAMPLES, lambda _: None, measure_first=True
+        )
+        result = finish(train_state, totals, mark=lambda _: None)
+        alone = train_step(train_state_of(workload), split(workload, [5]), 5)
+        assert result.first_norm == pytest.approx(alone.grad_norm, rel=EXACT)
+        assert result.first_count == alone.count
+
+
+def test_phases_are_marked_in_order() -> None:
+    phases: list[str] = []
+    workload = make_workload()
+    train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES, mark=phases.append)
+    assert phases == ["forward", "backward"] * 2 + ["optimizer"]
+
+
+def test_an_error_of_the_users_names_their_part() -> None:
+    def broken(model, batch):
+        raise ValueError("mine")
+
+    workload = make_workload(loss=broken)
+    with pytest.raises(ValueError, match="mine") as caught:
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+    assert caught.value.__notes__ == ["raised by the workload: loss"]
+
+
+def test_a_non_finite_loss_moves_nothing_and_the_buffers_can_be_restored() -> None:
+    workload = make_workload(
+        model=lambda: nn.Sequential(nn.BatchNorm1d(5), network(torch.float32)),
+        train_data=points(dtype=torch.float32),
+        loss=lambda model, batch: mean_loss(model, batch) * math.nan,
+    )
+    train_state = train_state_of(workload)
+    before = weights(train_state.model)
+    result = train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert (result.applied, result.stepped) == (False, (False,))
+    assert not torch.equal(weights(train_state.model), before), "running statistics moved"
+    assert train_state.buffers.restore()
+    assert torch.equal(weights(train_state.model), before)
+
+
+def test_only_the_optimizer_whose_gradients_overflowed_is_skipped() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calm, self.wild = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, inputs):
+            return self.calm(inputs) + Overflow.apply(self.wild(inputs), torch.tensor([True]))
+
+    def two(params, lr):
+        *calm, wild_weight, wild_bias = params
+        return [torch.optim.SGD(calm, lr=lr), torch.optim.SGD([wild_weight, wild_bias], lr=lr)]
+
+    workload = make_workload(model=Two, train_data=points(dtype=torch.float32), optimizer=two)
+    train_state = train_state_of(workload, precision="fp16", max_grad_norm=0.1)
+    model = train_state.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = train_step(train_state, split(workload, [12, 12]), SAMPLES)
+    assert (result.applied, result.stepped) == (True, (True, False))
+    # The clip is that of the applied gradients alone, so the step has length 0.1 times the learning rate.
+    moved = {name: float((tensor - before[name]).norm()) for name, tensor in model.state_dict().items()}
+    assert math.hypot(moved["calm.weight"], moved["calm.bias"]) == pytest.approx(0.1 * 0.1, rel=1e-3)
+    assert moved["wild.weight"] == moved["wild.bias"] == 0

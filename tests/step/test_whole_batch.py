@@ -1,4 +1,4 @@
-"""Losses over a whole window, accumulated in micro-batches, against one pass over it in float64."""
+"""Losses over a whole batch, accumulated in micro-batches, against one pass over it in float64."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from autobatch.core.errors import InputError
 from autobatch.device.cpu import SilentMeter
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import train_step
+from autobatch.step.whole_batch import Rows, batch_samples
 from autobatch.workload.contract import WholeBatchLoss
-from autobatch.workload.nested import Twice, feed
+from autobatch.workload.nested import feed
 from autobatch.workload.rng import seed_everything
 from tests.support.steps import EXACT, SAMPLES, off, split, train_state_of
 from tests.support.training import (
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class Towers(nn.Module):
-    """CLIP in little: two towers, a temperature that is learnt, dropout, and a part that is frozen."""
+    """A small CLIP: two towers, a trained temperature, dropout, and a frozen part."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ def two_towers(model, batch):
 
 
 def clip(model, rows) -> torch.Tensor:
-    """Symmetric, over pairs; labels tell which text is right, and a frozen anchor pulls."""
+    """A symmetric loss over pairs. Labels mark the right texts, and a frozen anchor attracts."""
     image, text = rows["pair"]
     logits = image @ text.T * model.scale.exp()
     same = (rows["labels"][:, None] == rows["labels"]).to(logits.dtype)
@@ -74,18 +75,18 @@ KINDS = {
 }
 
 
-def window(workload: Workload, sizes: list[int], first: int = 0):
-    """The micro-batches as the loop feeds them."""
+def micro_batches(workload: Workload, sizes: list[int], first: int = 0):
+    """Return micro-batches as the training loop feeds them."""
     return feed(split(workload, sizes, first), CPU, SilentMeter(), twice=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [[24], [12, 12], [7, 7, 7, 3], [1, 23], [1] * 24])
-def test_any_split_takes_the_step_of_the_whole_window(kind: str, sizes: list[int]) -> None:
+def test_any_split_takes_the_step_of_the_whole_batch(kind: str, sizes: list[int]) -> None:
     workload = make_workload(**KINDS[kind])
     expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
     train_state = train_state_of(workload)
-    result = train_step(train_state, window(workload, sizes), SAMPLES)
+    result = train_step(train_state, micro_batches(workload, sizes), SAMPLES)
     assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
     assert (result.applied, result.count, result.first_norm) == (True, SAMPLES, None)
@@ -93,7 +94,7 @@ def test_any_split_takes_the_step_of_the_whole_window(kind: str, sizes: list[int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_oracle_tells_a_mean_of_means_from_the_whole(kind: str) -> None:
+def test_the_oracle_rejects_a_mean_of_means(kind: str) -> None:
     workload = make_workload(**KINDS[kind])
     expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
     plain = make_workload(**{**KINDS[kind], "loss": workload.loss.__call__})
@@ -103,16 +104,16 @@ def test_the_oracle_tells_a_mean_of_means_from_the_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("norm", [1e-3, 1e3])
-def test_clipping_is_that_of_the_whole_window(norm: float) -> None:
+def test_clipping_is_that_of_the_whole_batch(norm: float) -> None:
     workload = make_workload(**KINDS["CLIP"])
     expected, _ = reference(workload, [range(SAMPLES)], workload.loss, clip=norm)
     train_state = train_state_of(workload, max_grad_norm=norm)
-    train_step(train_state, window(workload, [5, 1, 18]), SAMPLES)
+    train_step(train_state, micro_batches(workload, [5, 1, 18]), SAMPLES)
     assert off(train_state, workload, expected) <= EXACT
 
 
 class Stateful(nn.Module):
-    """Draws from every generator, and sees buffers that each forward pass moves: small, large, replaced."""
+    """A model that draws from every generator and reads buffers that it changes: small, large, replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +129,8 @@ class Stateful(nn.Module):
         return out
 
 
-def test_the_second_pass_is_the_first_again_and_leaves_no_trace() -> None:
-    """Every row comes out the same twice; generators and buffers end as after one forward pass of each."""
+def test_the_second_pass_repeats_the_first_and_leaves_no_trace() -> None:
+    """Both passes give the same rows. Generators and buffers end as after a single pass."""
     seen: list[torch.Tensor] = []
 
     def represent(model, batch):
@@ -148,7 +149,7 @@ def test_the_second_pass_is_the_first_again_and_leaves_no_trace() -> None:
         alone.load_state_dict(train_state.model.state_dict())
         seen.clear()
         seed_everything(1)
-        train_step(train_state, window(workload, [6] * 4), SAMPLES)
+        train_step(train_state, micro_batches(workload, [6] * 4), SAMPLES)
         draws = torch.rand(3), random.random(), np.random.rand()
         assert len(seen) == 8
         assert all(map(torch.equal, seen[:4], seen[4:]))
@@ -161,8 +162,8 @@ def test_the_second_pass_is_the_first_again_and_leaves_no_trace() -> None:
         assert all(map(torch.equal, train_state.model.buffers(), alone.buffers()))
 
 
-def test_dropout_is_that_of_the_pass_whose_rows_the_loss_saw() -> None:
-    """Against the whole window with the masks that its micro-batches drew."""
+def test_dropout_has_the_same_mask_in_both_passes() -> None:
+    """The oracle is one pass over the whole batch with the masks that its micro-batches drew."""
     workload = make_workload(model=towers(dropout=0.5), loss=KINDS["CLIP"]["loss"])
     sizes = [5, 12, 7]
 
@@ -175,22 +176,22 @@ def test_dropout_is_that_of_the_pass_whose_rows_the_loss_saw() -> None:
 
     expected, losses = reference(workload, [range(SAMPLES)], whole)
     train_state = train_state_of(workload)
-    result = train_step(train_state, window(workload, sizes), SAMPLES)
+    result = train_step(train_state, micro_batches(workload, sizes), SAMPLES)
     assert off(train_state, workload, expected) <= EXACT
     assert result.loss == pytest.approx(losses[0], rel=EXACT)
 
 
-def test_bf16_is_as_close_to_one_pass_in_bf16_as_rounding_allows() -> None:
+def test_bf16_matches_one_pass_in_bf16_within_rounding() -> None:
     data = points(dtype=torch.float32)
     workload = make_workload(model=towers(torch.float32), loss=KINDS["CLIP"]["loss"], train_data=data)
     one, many = train_state_of(workload, precision="bf16"), train_state_of(workload, precision="bf16")
-    whole = train_step(one, window(workload, [24]), SAMPLES)
-    parts = train_step(many, window(workload, [5, 12, 7]), SAMPLES)
+    whole = train_step(one, micro_batches(workload, [24]), SAMPLES)
+    parts = train_step(many, micro_batches(workload, [5, 12, 7]), SAMPLES)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-2)
     assert off(many, workload, weights(one.model)) < 2e-2
 
 
-def test_parameters_in_16_bits_are_added_up_in_32() -> None:
+def test_16_bit_gradients_are_summed_in_float32() -> None:
     class Low(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -205,7 +206,7 @@ def test_parameters_in_16_bits_are_added_up_in_32() -> None:
         train_data=points(1024),
     )
     train_state = train_state_of(workload)
-    result = train_step(train_state, window(workload, [1] * 1024), 1024)
+    result = train_step(train_state, micro_batches(workload, [1] * 1024), 1024)
     assert result.grad_norm == 1.0
 
 
@@ -224,7 +225,7 @@ def test_in_fp16_the_loss_is_scaled_and_the_step_is_not() -> None:
     # At 65536 the gradients of the rows overflow, as they do in one pass.
     train_state, workload = fp16(4096.0)
     expected, losses = reference(workload, [range(SAMPLES)], workload.loss)
-    result = train_step(train_state, window(workload, [5, 12, 7]), SAMPLES)
+    result = train_step(train_state, micro_batches(workload, [5, 12, 7]), SAMPLES)
     assert result.applied
     assert result.loss == pytest.approx(losses[0], rel=1e-2)
     assert off(train_state, workload, expected) < 2e-2
@@ -233,13 +234,13 @@ def test_in_fp16_the_loss_is_scaled_and_the_step_is_not() -> None:
 def test_in_fp16_an_overflow_takes_no_step_and_halves_the_scale() -> None:
     train_state, workload = fp16(2.0**60)
     before = weights(train_state.model)
-    result = train_step(train_state, window(workload, [12, 12]), SAMPLES)
+    result = train_step(train_state, micro_batches(workload, [12, 12]), SAMPLES)
     assert not result.applied
     assert torch.equal(weights(train_state.model), before)
     assert train_state.scaler.get_scale() == 2.0**59
 
 
-def test_rows_repeat_where_an_attempt_runs_fewer_micro_batches_than_a_window_has() -> None:
+def test_rows_repeat_in_an_attempt_with_fewer_micro_batches_than_its_batch() -> None:
     seen = []
 
     def loss(_, rows):
@@ -262,23 +263,23 @@ def test_rows_repeat_where_an_attempt_runs_fewer_micro_batches_than_a_window_has
         (
             lambda m, b: m(b[0]).mean(),
             info_nce,
-            r"a row for each sample; of 12 samples it made \(\) of float64",
+            r"one row per sample: for 12 samples, found \(\) of float64",
         ),
-        (lambda m, b: m(b[0])[1:], info_nce, r"of 12 samples it made \(11, 3\) of float64"),
-        (lambda m, b: None, info_nce, "it made nothing"),
+        (lambda m, b: m(b[0])[1:], info_nce, r"for 12 samples, found \(11, 3\) of float64"),
+        (lambda m, b: None, info_nce, "found nothing"),
         (lambda m, b: m(b[0])[:, : len(b[0]) - 9], info_nce, "pad them to one form"),
         (features, lambda m, rows: rows, r"must return a 0-d tensor, found a tensor of shape \(23, 3\)"),
         (features, lambda m, rows: None, "must return a 0-d tensor, found nothing"),
     ],
 )
-def test_what_a_part_must_not_return_is_said(represent, loss, said: str) -> None:
+def test_an_invalid_part_is_refused_in_one_line(represent, loss, said: str) -> None:
     workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=loss))
     with pytest.raises(InputError, match=said) as caught:
-        train_step(train_state_of(workload), window(workload, [12, 11]), 23)
+        train_step(train_state_of(workload), micro_batches(workload, [12, 11]), 23)
     assert "\n" not in str(caught.value)
 
 
-def test_rows_of_what_is_frozen_cost_no_gradient() -> None:
+def test_rows_of_frozen_parts_need_no_gradient() -> None:
     asked = []
 
     def loss(model, rows):
@@ -288,49 +289,24 @@ def test_rows_of_what_is_frozen_cost_no_gradient() -> None:
         return clip(model, rows)
 
     workload = make_workload(model=towers(), loss=WholeBatchLoss(represent=two_towers, loss=loss))
-    train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
+    train_step(train_state_of(workload), micro_batches(workload, [12, 12]), SAMPLES)
     assert asked == [[True, False, False]]
 
 
-def test_a_loss_that_is_detached_is_told() -> None:
+def test_a_detached_loss_is_refused() -> None:
     workload = make_workload(loss=WholeBatchLoss(represent=lambda m, b: m(b[0]).detach(), loss=info_nce))
     with pytest.raises(InputError, match="has no gradient"):
-        train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
+        train_step(train_state_of(workload), micro_batches(workload, [12, 12]), SAMPLES)
 
 
-def test_errors_of_the_parts_are_laid_at_the_workloads_door() -> None:
+def test_an_error_of_the_users_names_their_part() -> None:
     def broken(model, rows):
         raise ValueError("mine")
 
     workload = make_workload(loss=WholeBatchLoss(represent=features, loss=broken))
     with pytest.raises(ValueError, match="mine") as caught:
-        train_step(train_state_of(workload), window(workload, [12, 12]), SAMPLES)
+        train_step(train_state_of(workload), micro_batches(workload, [12, 12]), SAMPLES)
     assert caught.value.__notes__ == ["raised by the workload: loss"]
-
-
-def test_parts_that_are_no_functions_are_refused_at_once() -> None:
-    with pytest.raises(InputError, match=r"WholeBatchLoss\(loss=…\) must be a function, found a str"):
-        WholeBatchLoss(represent=features, loss="mean")  # type: ignore[arg-type]
-
-
-def test_batches_are_fetched_once_and_placed_anew_each_time() -> None:
-    fetched, placed = [], []
-
-    def fetch():
-        for number in range(3):
-            fetched.append(number)
-            yield number, 1
-
-    def place(batch):
-        placed.append(batch)
-        return object()
-
-    both = Twice(fetch(), place)
-    one, two = list(both), list(both)
-    assert fetched == [0, 1, 2]
-    assert placed == [0, 1, 2] * 2
-    assert [size for _, size in one + two] == [1] * 6
-    assert len({id(batch) for batch, _ in one + two}) == 6
 
 
 def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
@@ -348,18 +324,44 @@ def test_one_micro_batch_at_a_time_is_on_the_device() -> None:
     assert found == [0] * 8
 
 
-def test_micro_batches_that_come_only_once_are_refused() -> None:
+def test_micro_batches_that_allow_one_iteration_are_refused() -> None:
     workload = make_workload(loss=INFO_NCE)
-    with pytest.raises(AssertionError, match="cannot be gone through twice"):
+    with pytest.raises(AssertionError, match="allow only one iteration"):
         train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 
-def test_a_batch_that_is_changed_in_place_is_as_it_was_the_second_time() -> None:
+def test_a_micro_batch_changed_in_place_is_unchanged_in_the_second_pass() -> None:
     def represent(model, batch):
         return model(batch[0].mul_(2.0))
 
     workload = make_workload(loss=WholeBatchLoss(represent=represent, loss=info_nce))
     expected, _ = reference(workload, [range(SAMPLES)], workload.loss)
     train_state = train_state_of(workload)
-    train_step(train_state, window(workload, [12, 12]), SAMPLES)
+    train_step(train_state, micro_batches(workload, [12, 12]), SAMPLES)
     assert off(train_state, workload, expected) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("target", "micro_batch", "count", "samples"),
+    [(None, 4, 3, 12), (100, 4, 3, 100), (100, 60, 2, 100), (5, 8, 2, 8)],
+)
+def test_an_attempt_represents_the_whole_batch_if_its_size_is_known(
+    target, micro_batch, count, samples
+) -> None:
+    assert batch_samples(target, micro_batch, count) == samples
+
+
+def test_gradients_reach_the_rows_of_their_micro_batch() -> None:
+    """The loss is Σ i · row_i, so the gradient of the weight is Σ i · x_i."""
+    weight = torch.ones(2, requires_grad=True)
+    inputs, rows = torch.arange(10.0).view(5, 2), Rows(5)
+    for first, size in ((0, 2), (2, 2), (4, 1)):
+        rows.put(first, inputs[first : first + size] * weight, size)
+    leaves = rows.leaves()
+    assert torch.equal(leaves, inputs)
+    (leaves.sum(1) @ torch.arange(5.0)).backward()
+    rows.keep_gradients()
+    assert rows.collated is None
+    for first, size in ((0, 2), (2, 2), (4, 1)):
+        rows.run_backward(first, inputs[first : first + size] * weight, size)
+    assert torch.equal(weight.grad, torch.arange(5.0) @ inputs)

@@ -11,7 +11,7 @@
  *   latin         the name of GPU 0 is not UTF-8
  *   private       processes are listed, their memory is not available
  *   noprocesses:N the process readings answer N
- *   loud          opening and closing are told on the error stream
+ *   loud          opening and closing are written to the error stream
  */
 #include <stdlib.h>
 #include <stdio.h>

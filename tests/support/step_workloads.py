@@ -1,6 +1,8 @@
-"""Small workloads that allocate in different ways."""
+"""Small workloads that allocate in different ways, and the setups and settings to run and to trace them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,11 +10,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
+from autobatch.core.records import Precision
+from autobatch.core.units import GiB
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.host import HostMemory
+from autobatch.footprint.trace_step import Setting
+from autobatch.probing.attempt import TrainSetup
 from autobatch.workload.contract import Loss, Workload
+from autobatch.workload.data import WorstCaseSampler
+from tests.support.training import Rows
 
 
 class Tokens(Dataset):
-    """Rows of 17 token numbers."""
+    """Sequences of 17 tokens."""
 
     rows = torch.arange(64 * 17).view(64, 17) % 61
 
@@ -35,6 +45,31 @@ class Images(Dataset):
         return self.images[index], index % 5
 
 
+class Residual(nn.Module):
+    """A block with batch statistics and dropout, which recomputation could repeat wrongly."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(dropout))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * torch.relu(self.body(x))
+
+
+def convolutional(dropout: float = 0.3) -> nn.Module:
+    """Two residual blocks for the `images`."""
+    body = [nn.Conv2d(3, 4, 3), Residual(dropout), Residual(dropout)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+def images(samples: int = 16) -> Rows:
+    """Random images of 3 classes."""
+    generator = torch.Generator().manual_seed(0)
+    return Rows(
+        torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(3, (samples,), generator=generator)
+    )
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +85,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two blocks, embedding and head tied."""
+    """Two blocks, with embedding and head tied."""
 
     def __init__(self, width: int = 16, depth: int = 2, *, recompute: bool = False) -> None:
         super().__init__()
@@ -114,3 +149,40 @@ WORKLOADS = {
     "transformer": lambda: make(Transformer, data=Tokens(), loss=token_loss),
     "recomputed": lambda: make(lambda: Transformer(recompute=True), data=Tokens(), loss=token_loss),
 }
+
+
+def setup(
+    workload: Workload,
+    *,
+    precision: Precision = "fp32",
+    budget: int = GiB,
+    max_grad_norm: float | None = 1.0,
+    ema: float | None = None,
+) -> TrainSetup:
+    """Return a setup on the CPU under a budget."""
+    torch.manual_seed(0)
+    return TrainSetup(
+        workload=workload,
+        model=workload.model(),
+        device=CpuDevice(memory_budget=budget, memory=HostMemory(8 * GiB, 8 * GiB, "made up")),
+        worst_case=WorstCaseSampler(workload),
+        precision=precision,
+        max_grad_norm=max_grad_norm,
+        ema=ema,
+    )
+
+
+def setting(
+    of: TrainSetup, *, capability: tuple[int, int] | None = None, steps: Sequence[int] = (1, 2)
+) -> Setting:
+    """Return the setting that traces the steps of a setup; None for the operators of the CPU."""
+    return Setting(
+        workload=of.workload,
+        model=of.model,
+        batch_of=of.worst_case.batch,
+        precision=of.precision,
+        capability=capability,
+        steps=steps,
+        max_grad_norm=of.max_grad_norm,
+        ema=of.ema,
+    )

@@ -19,7 +19,6 @@ from autobatch.training.preflight import check_loss_splits
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.order import GlobalBatchSampler
-from tests.step.test_restore import looks
 from tests.support.training import (
     IGNORED,
     INFO_NCE,
@@ -33,6 +32,7 @@ from tests.support.training import (
     token_loss,
     tokens,
 )
+from tests.support.untouched import model_state
 
 
 def bench_of(workload, budget: str = "1GiB") -> TrainSetup:
@@ -236,11 +236,11 @@ def test_nothing_is_changed() -> None:
     workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
     setup = bench_of(workload)
     setup.model[1][0].weight.grad = torch.ones(8, 5, dtype=torch.float64)
-    before, state = looks(setup.model), torch.get_rng_state()
+    before, state = model_state(setup.model), torch.get_rng_state()
     check_loss_splits(
         setup, micro_batch=8, sampler=GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
     )
-    assert looks(setup.model) == before
+    assert model_state(setup.model) == before
     assert torch.equal(torch.get_rng_state(), state)
 
 

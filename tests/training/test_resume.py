@@ -112,9 +112,9 @@ def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (None, 0.9, "--ema 0.9 does not match the run that is resumed, which averages no weights"),
-        (0.9, None, "no --ema does not match .* which averages its weights with --ema 0.9"),
-        (0.9, 0.99, "--ema 0.99 does not match .* with --ema 0.9: give the same"),
+        (None, 0.9, "--ema 0.9 does not match the resumed run, which used no --ema"),
+        (0.9, None, "no --ema does not match .* which used --ema 0.9"),
+        (0.9, 0.99, "--ema 0.99 does not match .* used --ema 0.9: give the same"),
     ],
 )
 def test_another_average_than_the_run_was_started_with_is_refused(before, after, said: str) -> None:

@@ -1,4 +1,4 @@
-"""What the footprint's benchmarks compute of their measurements, and the card's one on a simulated card."""
+"""The figures of the footprint benchmarks, and the GPU benchmark on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from benchmarks.footprint import gpu, gpus, table
 from benchmarks.footprint.golden import Mismatch, lasting, mismatches, reduced
 from benchmarks.footprint.truth import profiled
 from benchmarks.workloads import mlp
-from tests.footprint.test_trace_step import setting, setup
-from tests.support.step_workloads import WORKLOADS
+from tests.support.step_workloads import WORKLOADS, setting, setup
 
 
 def test_figures_by_hand():
@@ -35,7 +34,7 @@ def test_figures_by_hand():
     assert table.relative(98, 100) == pytest.approx(-0.02)
 
 
-def test_a_summary_leaves_out_what_is_not_used_and_counts_what_is_wrong():
+def test_a_summary_leaves_out_unused_predictions_and_counts_errors():
     def row(name, predicted, notes=()):
         peaks = {"allocated": predicted, "reserved": predicted}
         true = {"allocated": 100, "reserved": 100}
@@ -96,14 +95,14 @@ BY_HAND = [
 ]
 
 
-def test_the_allocators_entries_by_hand():
+def test_the_entries_of_the_allocator_by_hand():
     small = reduced(entries(*BY_HAND))
     assert small[0] == ("segment_alloc", 0, 2 * MiB)
     assert not [action for action, _, _ in small if action == "free_requested"]
     assert mismatches(small) == []
 
 
-def test_a_gpu_that_does_otherwise_is_noticed():
+def test_a_gpu_that_allocates_differently_is_noticed():
     other = [(action, address, 4 * MiB if size == 2 * MiB else size) for action, address, size in BY_HAND]
     assert mismatches(other)[0] == Mismatch(1, 4 * MiB, 2 * MiB)
 
@@ -114,14 +113,14 @@ def test_workspaces_are_blocks_that_stay():
     assert lasting(trace) == {size: 2, 32 * MiB: 1}
 
 
-def test_what_the_profiler_saw_is_what_a_meter_counts():
-    """Two observers of a real step that share nothing: torch's profiler, and the counter of storages."""
+def test_the_profiler_and_a_meter_agree():
+    """torch's profiler and the tracker of storages share no code."""
     one = setup(WORKLOADS["transformer"]())
     seen = replay(profiled(one, 6), CountingAllocator()).peak_allocated_bytes
     assert seen == pytest.approx(attempt(one, 6).attempt.peak_allocated_bytes, rel=0.02)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
+def test_without_a_gpu_one_line_is_printed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path / "none")])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpu.main()
