@@ -25,8 +25,14 @@ PARTS: dict[str, str] = {
 }
 WRONG: list[tuple[str, str]] = [
     ("model=lambda: 3", "Workload(model=…) returned a int, not a torch.nn.Module"),
-    ("optimizer=lambda params, lr: None", "Workload(optimizer=…) returned a NoneType, not a torch.optim"),
-    ("optimizer=lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr)", "was given no parameter that"),
+    (
+        "optimizer=lambda params, lr: None",
+        "Workload(optimizer=…) must return a torch.optim.Optimizer or a list",
+    ),
+    (
+        "optimizer=lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr)",
+        "that requires a gradient, found 0 of 1",
+    ),
     (
         "schedule=lambda *_: None",
         "Workload(schedule=…) must return a schedule of torch.optim, found nothing (None)",
@@ -39,7 +45,7 @@ WRONG: list[tuple[str, str]] = [
     ("loss=lambda model, batch: loss(model, batch) * float('nan')", "the workload's loss is nan"),
     ("loss=lambda model, batch: model(batch[0])", "must return a 0-d tensor or a Loss, found a tensor of"),
     ("loss=lambda model, batch: 3.0", "must return a 0-d tensor or a Loss, found a float"),
-    ("train_data=[torch.zeros(n) for n in range(1, 9)]", "the samples cannot be joined to a batch"),
+    ("train_data=[torch.zeros(n) for n in range(1, 9)]", "the samples cannot be collated"),
 ]
 BROKEN = """
 def fails(*_):
