@@ -25,10 +25,13 @@ PARTS: dict[str, str] = {
 }
 WRONG: list[tuple[str, str]] = [
     ("model=lambda: 3", "Workload(model=…) returned a int, not a torch.nn.Module"),
-    ("optimizer=lambda params, lr: None", "Workload(optimizer=…) must return a torch.optim.Optimizer or"),
+    (
+        "optimizer=lambda params, lr: None",
+        "Workload(optimizer=…) must return a torch.optim.Optimizer or a list",
+    ),
     (
         "optimizer=lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr)",
-        "requires a gradient, found 0 of 1",
+        "that requires a gradient, found 0 of 1",
     ),
     (
         "schedule=lambda *_: None",
@@ -38,10 +41,7 @@ WRONG: list[tuple[str, str]] = [
         "metrics=lambda *_: 3, validation_data=data(4)",
         "Workload(metrics=…) must return a mapping of names to values",
     ),
-    (
-        "metrics=lambda *_: {'a': torch.zeros(2)}, validation_data=data(4)",
-        "the validation metric 'a' must be",
-    ),
+    ("metrics=lambda *_: {'a': torch.zeros(2)}, validation_data=data(4)", "the validation metric 'a'"),
     ("loss=lambda model, batch: loss(model, batch) * float('nan')", "the workload's loss is nan"),
     ("loss=lambda model, batch: model(batch[0])", "must return a 0-d tensor or a Loss, found a tensor of"),
     ("loss=lambda model, batch: 3.0", "must return a 0-d tensor or a Loss, found a float"),
