@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+SCHEMA = 2
+"""Version of the JSON that the command line prints."""
 LimitedBy = Literal["memory", "target_batch", "dataset", "max_micro_batch"]
 
 
