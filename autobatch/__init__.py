@@ -1,4 +1,4 @@
-"""autobatch: the largest micro-batch that fits, and the batch you asked for, exactly."""
+"""The largest micro-batch that fits, and exactly the batch you ask for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch.api import estimate, fit, plan, probe, tune
+    from autobatch.api.library import estimate, fit, plan, probe, tune
     from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
     from autobatch.core.records import Plan, Probe
     from autobatch.integrations.custom_loop import batches
@@ -24,11 +24,11 @@ _HOMES = {
     "Result": "report.result",
     "WholeBatchLoss": "workload.contract",
     "Workload": "workload.contract",
-    "estimate": "api",
-    "fit": "api",
-    "plan": "api",
-    "probe": "api",
-    "tune": "api",
+    "estimate": "api.library",
+    "fit": "api.library",
+    "plan": "api.library",
+    "probe": "api.library",
+    "tune": "api.library",
     "batches": "integrations.custom_loop",
 }
 
@@ -52,13 +52,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used (PEP 562): ``autobatch --help`` must not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker must refuse names that do not exist
 
-    return getattr(import_module(f"autobatch.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use (PEP 562), so that ``autobatch --help`` does not import torch."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f"autobatch.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

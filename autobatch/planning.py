@@ -1,8 +1,7 @@
-"""The arithmetic of the batch and of the learning rate: pure functions of numbers.
+"""Arithmetic of the batch and of the learning rate: pure functions of numbers.
 
-With limit m, target T and W ranks, the fewest accumulation steps that m allows, and the T samples split as
-evenly as they can be. There is no rounding, no hunt for a divisor and no overshoot: an optimizer step always
-has exactly T samples.
+For a limit m, a target T and W ranks, a plan uses the fewest accumulation steps that m allows, and splits the
+T samples as evenly as possible. Nothing is rounded and no divisor is needed: a step has exactly T samples.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import LearningRateRule, Plan, Precision
 
 RULE_SOURCES: dict[LearningRateRule, str] = {
-    "none": "no rule was asked for; accumulation by itself changes nothing",
+    "none": "no rule: accumulation alone does not change the learning rate",
     "linear": "Goyal et al. 2017, arXiv:1706.02677 (SGD): learning rate × (batch ÷ base batch)",
     "sqrt": "Malladi et al. 2022, arXiv:2205.10287 (Adam): learning rate × √(batch ÷ base batch)",
 }
@@ -26,26 +25,26 @@ def split_evenly(samples: int, parts: int) -> list[int]:
 
 
 def micro_batches(samples: int, limit: int) -> list[int]:
-    """Split ``samples`` into the fewest micro-batches of at most ``limit`` samples, as evenly as can be."""
+    """Split ``samples`` as evenly as possible into the fewest micro-batches of at most ``limit`` samples."""
     return split_evenly(samples, math.ceil(samples / limit)) if samples else []
 
 
 def rank_share(target_batch: int, world_size: int, rank: int) -> int:
-    """How many of a window's samples one rank takes: the shares differ by at most one."""
+    """Return the number of samples of a batch that one rank takes; the shares differ by at most one."""
     return split_evenly(target_batch, world_size)[rank]
 
 
 def learning_rate_factor(rule: LearningRateRule, *, target_batch: int, base_batch: int | None) -> float:
-    """What the learning rate is multiplied by when the batch grows from ``base_batch`` to ``target_batch``.
+    """Return the factor of the learning rate for a change from ``base_batch`` to ``target_batch``.
 
     Raises:
-        InputError: a rule is asked for, but the batch that the learning rate was tuned for is unknown.
+        InputError: a rule was given, but the batch that the learning rate was tuned for is unknown.
     """
     if rule == "none":
         return 1.0
     if base_batch is None:
         raise InputError(
-            f"--lr-rule {rule} needs the batch that the learning rate was tuned for, and none is declared: "
+            f"--lr-rule {rule} needs the batch that the learning rate was tuned for, which is unknown: "
             "give --base-batch N, or set base_batch in the workload"
         )
     ratio = target_batch / base_batch
@@ -65,19 +64,19 @@ def make_plan(
     """Plan one optimizer step of exactly ``target_batch`` samples.
 
     Args:
-        target_batch: samples an optimizer step, over all ranks.
+        target_batch: samples per optimizer step, over all ranks.
         micro_batch_limit: the largest micro-batch that fits on one rank, in samples.
-        learning_rate: what the workload declares.
+        learning_rate: learning rate of the workload.
         world_size: data-parallel ranks.
-        base_batch: the batch that ``learning_rate`` was tuned for.
-        rule: how the learning rate follows the batch.
-        precision: what the micro-batches run in.
+        base_batch: batch that ``learning_rate`` was tuned for; None if unknown.
+        rule: scaling of the learning rate with the batch.
+        precision: precision of the micro-batches.
 
     Returns:
-        The plan; ``micro_batches`` is the split of the largest share (rank 0's).
+        The plan. Its ``micro_batches`` split the largest share, that of rank 0.
 
     Raises:
-        InputError: a number is below 1, or the target has less than a sample for each rank.
+        InputError: a number is below 1, or there are fewer samples than ranks.
     """
     for name, value in (
         ("target batch", target_batch),
@@ -90,7 +89,7 @@ def make_plan(
     if target_batch < world_size:
         raise InputError(
             f"a target batch of {target_batch} over {world_size} ranks leaves a rank without a sample: "
-            f"ask for {world_size} or more, or start fewer ranks"
+            f"use {world_size} or more, or start fewer ranks"
         )
     factor = learning_rate_factor(rule, target_batch=target_batch, base_batch=base_batch)
     sizes = micro_batches(rank_share(target_batch, world_size, 0), micro_batch_limit)
@@ -111,18 +110,18 @@ def make_plan(
 
 
 def even_split(plan: Plan) -> tuple[int, int]:
-    """The largest equal micro-batches that fit, of one rank.
+    """Return the largest equal micro-batch that fits, and its accumulation steps, for one rank.
 
     Args:
-        plan: says the target batch, the ranks, and the micro-batch that fits.
+        plan: the plan, with the target batch, the ranks and the micro-batch that fits.
 
     Returns:
-        The micro-batch in samples, the largest divisor of the rank's share that is at most the plan's, and
-        the accumulation steps: their product is the share exactly. A share with few divisors (a prime) makes
-        for small micro-batches; choose another target batch then, or `autobatch.batches`, which splits any.
+        The largest divisor of the rank's share that is at most the plan's micro-batch, and the accumulation
+        steps; their product is the share. If the share has few divisors (a prime), the micro-batch is small.
+        Then choose another target batch, or `autobatch.batches`, which splits any batch.
 
     Raises:
-        InputError: the target batch cannot be shared equally among the ranks.
+        InputError: the ranks do not divide the target batch.
     """
     share, rest = divmod(plan.target_batch, plan.world_size)
     if rest:

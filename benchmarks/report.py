@@ -1,4 +1,4 @@
-"""What every benchmark says of itself: hardware, versions, date; and where its results are kept."""
+"""The hardware, versions and date of a benchmark, and the folder of the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def surroundings(*distributions: str) -> dict[str, Any]:
-    """Hardware, versions and date."""
+    """Return hardware, versions, date and load."""
     from importlib.metadata import PackageNotFoundError, version
 
     from autobatch.device.host import cpu_name, host_memory

@@ -1,4 +1,4 @@
-"""Whole processes: the help, and the demo from an empty directory, first and second time.
+"""Time of whole processes: the help, and the first and second run of the demo in an empty directory.
 
 python -m benchmarks.startup
 """
@@ -43,7 +43,7 @@ def main() -> None:
         for name in () if "--without-demo" in sys.argv else ("the demo, first run", "the demo, second run"):
             seconds = wall(fit, folder=Path(folder), home=home)
             rows.append({"what": name, "seconds": {"least": seconds, "median": seconds}})
-    content = surroundings("optuna", "tyro") | {"command": "python -m benchmarks.startup", "rows": rows}
+    content = surroundings("optuna") | {"command": "python -m benchmarks.startup", "rows": rows}
     table = "| whole process | least, s | median, s |\n|---|---|---|\n" + "".join(
         f"| {row['what']} | {row['seconds']['least']:.3f} | {row['seconds']['median']:.3f} |\n"
         for row in rows

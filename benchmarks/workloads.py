@@ -1,4 +1,4 @@
-"""Small models of many kinds, as workloads: what the benchmarks of the probe and of the footprint run on."""
+"""Small models of many kinds, as workloads for the benchmarks of the probe and of the footprint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 101
 
 
 class Inputs(Dataset):
-    """As many samples as asked for, each made from its number alone."""
+    """A dataset of any length; each sample depends on its index alone."""
 
     def __init__(
         self, make: Callable[[torch.Generator, int], tuple[Tensor, Tensor]], count: int = 4096
@@ -50,7 +50,7 @@ def tokens(length: int) -> Inputs:
 
 
 def ragged(longest: int) -> Inputs:
-    """Token sequences of different lengths; few are as long as the longest."""
+    """Return token sequences of different lengths; few are as long as the longest."""
 
     def make(g: torch.Generator, index: int) -> tuple[Tensor, Tensor]:
         length = 4 + (index * 7919) % (longest - 4 + 1)
@@ -81,7 +81,7 @@ def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
 
 
 def contrast(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    """All pairs of the batch: memory grows with its square."""
+    """Compare all pairs of the batch: memory grows with its square."""
     features = functional.normalize(model(batch[0]), dim=1)
     scores = features @ features.T / 0.1
     return Loss(functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores))
@@ -271,4 +271,4 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "experts": lambda: make("experts", model=Experts, train_data=vectors(32)),
     "contrastive": lambda: make("contrastive", model=mlp(64, 2), train_data=vectors(32), loss=contrast),
 }
-"""Thirteen kinds; each is built anew at every call."""
+"""Thirteen kinds of models; every call builds a new workload."""

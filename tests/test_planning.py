@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.core.errors import InputError
-from autobatch.planning import learning_rate_factor, make_plan, micro_batches, rank_share, split_evenly
+from autobatch.planning import (
+    even_split,
+    learning_rate_factor,
+    make_plan,
+    micro_batches,
+    rank_share,
+    split_evenly,
+)
 
 
 @given(st.integers(1, 5000), st.integers(1, 700))
@@ -85,3 +92,22 @@ def test_numbers_below_one_are_refused(field: str) -> None:
     numbers = {"target_batch": 8, "micro_batch_limit": 4, "world_size": 1, "base_batch": 8, field: 0}
     with pytest.raises(InputError, match="is 0: it must be 1 or more"):
         make_plan(learning_rate=1.0, **numbers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_equal_micro_batches_are_the_largest_that_fit(ranks: int) -> None:
+    for share in range(1, 61):
+        for limit in range(1, 70):
+            plan = make_plan(
+                target_batch=share * ranks, micro_batch_limit=limit, learning_rate=0.1, world_size=ranks
+            )
+            size, steps = even_split(plan)
+            # The plan's own micro-batch is the largest that the search certified for this split.
+            assert size * steps == share
+            assert size <= plan.micro_batch <= limit
+            assert not [bigger for bigger in range(size + 1, plan.micro_batch + 1) if share % bigger == 0]
+
+
+def test_unequal_shares_are_refused_with_targets_that_divide() -> None:
+    with pytest.raises(InputError, match=r"24 over 5 ranks.*ask for 20 or 25"):
+        even_split(make_plan(target_batch=24, micro_batch_limit=7, learning_rate=0.1, world_size=5))

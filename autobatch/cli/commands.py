@@ -1,44 +1,53 @@
-"""The commands that train nothing: ``doctor``, ``profiles`` and ``report``."""
+"""The commands that run no workload: ``doctor``, ``profiles`` and ``report``."""
 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from autobatch.cli.doctor import doctor_lines, examine
 from autobatch.core.errors import InputError
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.device.profiles import (
-    Figure,
-    HardwareProfile,
-    data_home,
-    format_profile,
-    list_profiles,
-    load_profile,
-    save_profile,
-)
+from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile
+from autobatch.device.profiles import data_home, list_profiles, load_profile, save_profile
 
 Say = Callable[[str], None]
 
 
-PACKAGES = ("torch", "nvidia-ml-py", "optuna", "scipy", "numpy", "safetensors", "matplotlib", "tensorboard")
-"""Distributions whose versions matter to a bug report."""
+HELP = {
+    "profiles": """\
+usage: autobatch profiles [list | show NAME | save NAME] [--json]
+
+Hardware profiles: the memory and other figures of GPUs, each with its source.
+
+  list         List the shipped and the saved profiles. (default)
+  show NAME    Print a profile.
+  save NAME    Save a profile of the GPU of this machine.""",
+    "report": """\
+usage: autobatch report RUN [--json]
+
+Write the report of a run again. RUN is its folder, for example runs/NAME/DATE.""",
+    "doctor": """\
+usage: autobatch doctor [--json]
+
+Show the devices, the memory and who holds it, the versions, and what is missing.""",
+}
+"""Help of each command."""
 
 
 def profiles(arguments: list[str], say: Say) -> int:
-    """``autobatch profiles [list | show NAME | save NAME]``.
+    """Run ``autobatch profiles [list | show NAME | save NAME]``.
 
     Raises:
-        InputError: an unknown action or profile, or no card to save.
+        InputError: the action or the profile is unknown, or there is no GPU to save.
     """
-    words, as_json = _words(arguments, "profiles [list | show NAME | save NAME]", say)
+    words, as_json = _words("profiles", arguments, say)
     if words is None:
         return 0
     home = data_home(os.environ)
@@ -52,21 +61,25 @@ def profiles(arguments: list[str], say: Say) -> int:
             path = save_profile(this_gpu(name), user_dir=home)
             say(_json({"profile": str(path)}) if as_json else f"saved {path}")
         case _:
-            raise InputError(f"profiles {' '.join(words)}: write profiles list, show NAME or save NAME")
+            raise InputError(
+                f"there is no action {' '.join(words)!r} of profiles: use list, show NAME or save NAME"
+            )
     return 0
 
 
 def report(arguments: list[str], say: Say) -> int:
-    """``autobatch report RUN``: write the report of a run again.
+    """Run ``autobatch report RUN``: write the report of a run again.
 
     Raises:
-        InputError: there is no such run.
+        InputError: the run does not exist.
     """
-    words, as_json = _words(arguments, "report RUN", say)
+    words, as_json = _words("report", arguments, say)
     if words is None:
         return 0
     if len(words) != 1:
-        raise InputError("report takes one folder of a run: autobatch report runs/NAME/DATE")
+        raise InputError(
+            f"report takes the folder of one run, found {len(words)}: write report runs/NAME/DATE"
+        )
     from autobatch.report.page import write_report
     from autobatch.report.result import load_run
 
@@ -77,8 +90,8 @@ def report(arguments: list[str], say: Say) -> int:
 
 
 def doctor(arguments: list[str], say: Say) -> int:
-    """``autobatch doctor``: what this machine offers, and what is missing and why."""
-    words, as_json = _words(arguments, "doctor", say)
+    """Run ``autobatch doctor``: show this machine, and what is missing and why."""
+    words, as_json = _words("doctor", arguments, say)
     if words is None:
         return 0
     if words:
@@ -87,53 +100,23 @@ def doctor(arguments: list[str], say: Say) -> int:
     if as_json:
         say(_json({"schema": 1, "autobatch": __version__, **findings}))
         return 0
-    for line in _doctor_lines(findings):
+    for line in doctor_lines(findings):
         say(line)
     return 0
 
 
-def examine() -> dict[str, Any]:
-    """Read the machine: host, cards, NVML, versions, and what is missing."""
-    import torch
-
-    from autobatch.device.cuda import visible_gpus
-    from autobatch.device.host import cpu_name, host_memory
-    from autobatch.device.nvml import NvmlAbsent, read_gpus, read_holders
-
-    memory = host_memory()
-    reading = read_gpus()
-    absent = isinstance(reading, NvmlAbsent)
-    nvml: dict[str, Any] = {"available": not absent}
-    if isinstance(reading, NvmlAbsent):
-        nvml["reason"] = reading.reason
-    else:
-        nvml["gpus"] = [
-            msgspec.to_builtins(gpu) | {"holders": _holders(read_holders(gpu.uuid))} for gpu in reading.gpus
-        ]
-    return {
-        "host": {"name": cpu_name(), **memory._asdict(), "cores": os.cpu_count()},
-        "cuda": {
-            "available": torch.cuda.is_available(),
-            "built_for": torch.version.cuda,
-            "gpus": msgspec.to_builtins(visible_gpus()),
-        },
-        "nvml": nvml,
-        "versions": {"python": platform.python_version(), **_versions()},
-        "home": str(data_home(os.environ)),
-        "missing": _missing(torch.version.cuda, torch.cuda.is_available(), nvml),
-    }
-
-
 def this_gpu(name: str) -> HardwareProfile:
-    """The profile of the card that is here, with what can be read of it.
+    """Return a profile of the first GPU of this machine, with the figures that can be read from it.
 
     Raises:
-        InputError: there is no card, or the name is no name for a profile.
+        InputError: there is no GPU, or the name is invalid.
     """
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError("there is no CUDA card here to save: profiles save NAME runs where the card is")
+        raise InputError(
+            "profiles save needs a CUDA GPU, and torch finds none: run it on the machine with the GPU"
+        )
     properties = torch.cuda.get_device_properties(0)
     day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     total = Figure(
@@ -155,17 +138,17 @@ def this_gpu(name: str) -> HardwareProfile:
     try:
         return msgspec.convert(msgspec.to_builtins(content), HardwareProfile)
     except msgspec.ValidationError as error:
-        raise InputError(f"{name!r} is no name for a profile ({error}): write it like rtx-4090") from None
+        raise InputError(f"{name!r} is not a valid profile name ({error}): write it like rtx-4090") from None
 
 
-def _words(arguments: list[str], usage: str, say: Say) -> tuple[list[str] | None, bool]:
-    """The plain words of a small command, and whether JSON is asked for; ``None``: help was printed."""
-    if "-h" in arguments or "--help" in arguments:
-        say(f"usage: autobatch {usage} [--json]")
+def _words(name: str, arguments: list[str], say: Say) -> tuple[list[str] | None, bool]:
+    """Return the words without options, None if help was printed, and whether JSON is asked for."""
+    if not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
+        say(HELP[name])
         return None, False
     unknown = [word for word in arguments if word.startswith("-") and word not in ("--json", "--verbose")]
     if unknown:
-        raise InputError(f"there is no option {unknown[0]}; usage: autobatch {usage} [--json]")
+        raise InputError(f"there is no option {unknown[0]}; see autobatch {name} --help")
     return [word for word in arguments if not word.startswith("-")], "--json" in arguments
 
 
@@ -182,65 +165,7 @@ def _list_profiles(home: Path, say: Say, *, as_json: bool) -> None:
             f"{profile.title} ({measured})"
         )
     for problem in listing.problems:
-        say(f"not read: {problem}")
-
-
-def _doctor_lines(findings: dict[str, Any]) -> list[str]:
-    host, cuda, nvml = findings["host"], findings["cuda"], findings["nvml"]
-    build = f"torch built for CUDA {cuda['built_for']}" if cuda["built_for"] else "torch built without CUDA"
-    lines = [
-        f"host     {host['name']}, {host['cores']} cores",
-        f"memory   {format_bytes(host['available_bytes'])} available of {format_bytes(host['total_bytes'])}"
-        f" ({host['source']})",
-        f"cuda     {build}",
-    ]
-    lines += [
-        f"         cuda:{gpu['index']} {gpu['name']}, {format_bytes(gpu['total_bytes'])}, "
-        f"{format_bytes(gpu['free_bytes'])} free, cc {gpu['capability']}"
-        for gpu in cuda["gpus"]
-    ]
-    lines.append(f"nvml     {'answers' if nvml['available'] else 'no: ' + nvml['reason']}")
-    for gpu in nvml.get("gpus", ()):
-        lines.append(f"         {gpu['name']}: {format_bytes(gpu['free_bytes'])} free")
-        for holder in gpu["holders"]:
-            who = f"process {holder['pid']} {holder['name'] or ''}"
-            lines.append(f"           {who} {format_bytes(holder['used_bytes'])}")
-    versions = findings["versions"]
-    lines.append(
-        "versions " + ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    )
-    lines.append(f"home     {findings['home']}")
-    lines += [f"missing  {line}" for line in findings["missing"]]
-    return lines
-
-
-def _holders(found: Any) -> list[Any]:
-    return msgspec.to_builtins(found) if isinstance(found, list) else []
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def _missing(built_for: str | None, available: bool, nvml: dict[str, Any]) -> list[str]:
-    missing = []
-    if built_for is None:
-        missing.append("CUDA: this torch was built without it; training runs on the CPU, or on sim:PROFILE")
-    elif not available:
-        missing.append(
-            "a CUDA card that torch can use: is the driver loaded, and CUDA_VISIBLE_DEVICES right?"
-        )
-    if not nvml["available"]:
-        missing.append(
-            f"NVML ({nvml['reason']}): budgets come from the driver's own figure, where there is one"
-        )
-    return missing
+        say(f"skipped: {problem}")
 
 
 def _json(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Where the values of options come from besides the command line, and which of them wins.
+"""Options from config files and environment variables, and their precedence.
 
-Later places win: the user's ``config.toml``, ``[tool.autobatch]`` of ``pyproject.toml``, ``autobatch.toml``
+Later sources win: the user's ``config.toml``, ``[tool.autobatch]`` of ``pyproject.toml``, ``autobatch.toml``
 (which replaces the table of ``pyproject.toml``), ``AUTOBATCH_…`` variables, the command line. Every value
-keeps the name of its place, so that a complaint can say where to mend it.
+keeps the name of its source, so that an error can say where to correct it.
 """
 
 from __future__ import annotations
@@ -13,43 +13,44 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import COMMANDS, unknown_option
+from autobatch.core.option_types import unknown_option
+from autobatch.core.options import COMMANDS
 
 PREFIX = "AUTOBATCH_"
 
 
 NO_OPTIONS = frozenset({"AUTOBATCH_HOME"})
-"""Variables that start like an option's and are none."""
+"""Variables that begin with the prefix but are no options."""
 
 
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
-"""Of two options that exclude each other, the one from the later place wins."""
+"""Options that exclude each other; the one from the later source wins."""
 
 
 class OptionValue(NamedTuple):
-    """A value that somebody gave."""
+    """Value of an option, with its source."""
 
     value: Any
     name: str
-    """What the option is called there: ``--steps``, ``AUTOBATCH_STEPS``, ``steps in autobatch.toml``."""
+    """Name of the option in its source: ``--steps``, ``AUTOBATCH_STEPS``, ``steps in autobatch.toml``."""
 
 
 def configured(folder: Path, user_config: Path | None, environ: Mapping[str, str]) -> dict[str, OptionValue]:
-    """The options that stand in config files and variables, ``workload`` among them.
+    """Return the options in config files and environment variables, including ``workload``.
 
     Args:
         folder: the working directory.
-        user_config: the user's own ``config.toml``.
-        environ: the variables.
+        user_config: the user's ``config.toml``; None to skip it.
+        environ: the environment variables.
 
     Raises:
-        InputError: a file is no TOML, or an option does not exist.
+        InputError: a file is not TOML, or an option does not exist.
     """
     return layered(*file_layers(folder, user_config), environment_values(environ))
 
 
 def layered(*layers: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-    """Lay values over each other; later ones win."""
+    """Merge layers of values; later layers win."""
     values: dict[str, OptionValue] = {}
     for layer in layers:
         for name in layer:
@@ -60,10 +61,10 @@ def layered(*layers: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
 
 
 def file_layers(folder: Path, user_config: Path | None) -> list[dict[str, OptionValue]]:
-    """Read the options that stand in config files, earliest place first.
+    """Read the options in config files, the lowest precedence first.
 
     Raises:
-        InputError: a file is no TOML, or has an option that does not exist.
+        InputError: a file is not TOML, or an option does not exist.
     """
     project = folder / "autobatch.toml"
     files = [user_config, project if project.is_file() else folder / "pyproject.toml"]
@@ -71,12 +72,12 @@ def file_layers(folder: Path, user_config: Path | None) -> list[dict[str, Option
 
 
 def environment_values(environ: Mapping[str, str]) -> dict[str, OptionValue]:
-    """Read the options that stand in ``AUTOBATCH_…`` variables (``AUTOBATCH_MEMORY_BUDGET=6GiB``).
+    """Read the options in ``AUTOBATCH_…`` variables (``AUTOBATCH_MEMORY_BUDGET=6GiB``).
 
-    A variable that is empty counts as not set.
+    An empty variable counts as not set.
 
     Raises:
-        InputError: a variable starts like an option, and there is no such option.
+        InputError: a variable has the prefix, but no option has its name.
     """
     names = {PREFIX + name.upper(): name for name in _all_names()}
     values: dict[str, OptionValue] = {}

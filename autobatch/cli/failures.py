@@ -1,4 +1,4 @@
-"""What becomes of an exception on the command line: one line, an exit code, and a log with all of it."""
+"""Reports of failures: one line, an exit code, and a log with the traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import platform
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,51 +28,51 @@ _REFUSALS = frozenset(
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGUSR1 came before there was a run that could be checkpointed, or after.
+    """SIGTERM or SIGUSR1 outside of training.
 
-    No ``KeyboardInterrupt``, at which a search answers with the best so far: there is no time for more.
+    Not a ``KeyboardInterrupt``, after which a search still returns its best size: there is no time for that.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """What is said of an exception, and what the process exits with."""
+    """Message and exit code of an exception."""
 
     line: str
     exit_code: int
     logged: bool
-    """Whether the traceback is worth a file: what went wrong is not plain from the line."""
+    """Whether the traceback is written to the log, because the line alone does not explain the failure."""
 
 
 class RunLog:
-    """Where the whole story of a failure is written: the run's folder once there is one, else the data home.
+    """Log of failures, in the folder of the run if it is known, else in the data directory.
 
     Args:
-        home: the data directory.
-        command: what was asked for.
+        home: finds the data directory.
+        command: the command line.
     """
 
-    def __init__(self, home: Path, command: str) -> None:
+    def __init__(self, home: Callable[[], Path], command: str) -> None:
         self.command = command
+        self._home = home
         stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        self._spare = home / "logs" / f"{stamp}-{os.getpid()}.log"
+        self._name = f"{stamp}-{os.getpid()}.log"
         self.folder: Path | None = None
-        """The folder of the run."""
+        """Folder of the run; None if unknown."""
 
     def enter(self, folder: Path) -> None:
-        """From here on the run has a folder."""
+        """Set the folder of the run."""
         self.folder = folder
 
     def write(self, error: BaseException) -> Path | None:
-        """Append an exception with its traceback; ``None`` where no place can be written."""
+        """Append an exception with its traceback. Return the file, or None if none can be written."""
         now = datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
         text = (
             f"{now}  {self.command}\nautobatch {__version__}, python {platform.python_version()}, "
             f"in {Path.cwd()}\n{''.join(traceback.format_exception(error))}\n"
         )
-        for path in (None if self.folder is None else self.folder / LOG, self._spare):
-            if path is None:
-                continue
+        own = [] if self.folder is None else [self.folder / LOG]
+        for path in (*own, self._home() / "logs" / self._name):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -85,11 +85,11 @@ class RunLog:
 
 
 def describe_failure(error: BaseException, *, folder: Path | None = None) -> ErrorReport:
-    """Put an exception into one line.
+    """Describe an exception in one line, with its exit code.
 
     Args:
-        error: what ended the command.
-        folder: the folder of the run, where there is one.
+        error: the exception that ended the command.
+        folder: the folder of the run; None if unknown.
     """
     if isinstance(error, KeyboardInterrupt | Terminated):
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
@@ -99,21 +99,21 @@ def describe_failure(error: BaseException, *, folder: Path | None = None) -> Err
         logged = isinstance(error, UserCodeError) or error.exit_code == 1
         line = "; ".join([str(error), *remarks])
         return ErrorReport(line=_one_line(line), exit_code=error.exit_code, logged=logged)
-    # Every exit of our own is a return: a SystemExit is the workload's.
+    # autobatch never raises SystemExit here, so it comes from the workload.
     theirs = failed_part(error) is not None or user_frame(error) is not None
     if theirs or isinstance(error, SystemExit):
         return ErrorReport(line=_one_line(describe(error)), exit_code=2, logged=True)
     if isinstance(error, OSError) and error.errno in _REFUSALS:
-        return ErrorReport(line=_one_line(f"the system refuses: {error}"), exit_code=1, logged=True)
-    line = f"unexpected {type(error).__name__}: {error}; this is a fault of autobatch, please report it"
+        return ErrorReport(line=_one_line(f"operating system error: {error}"), exit_code=1, logged=True)
+    line = f"unexpected {type(error).__name__}: {error}; this is a bug in autobatch, please report it"
     return ErrorReport(line=_one_line(line), exit_code=1, logged=True)
 
 
 @contextlib.contextmanager
 def raise_on_termination() -> Iterator[None]:
-    """Inside, what asks a process to stop unwinds like Ctrl-C, so that what was opened is closed.
+    """Raise `Terminated` on SIGTERM and SIGUSR1 within the block, so that resources are closed.
 
-    That is SIGTERM, and SIGUSR1, by which schedulers warn of the end of a job. Training has its own handlers.
+    Schedulers send SIGUSR1 before the end of a job. Training has its own handlers.
     """
 
     def terminate(*_: object) -> None:
@@ -141,7 +141,7 @@ def _kept(folder: Path | None) -> str:
     checkpoints = None if folder is None else folder / "checkpoints"
     if checkpoints is None or not checkpoints.is_dir():
         return "nothing was trained"
-    return f"what was saved before is whole: {checkpoints}"
+    return f"earlier checkpoints are intact: {checkpoints}"
 
 
 def _one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: the only module that prints or exits. Nothing heavy is imported before a command runs."""
+"""The command line: the only module that prints or exits. It imports nothing heavy before a command runs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 HELP = """\
 usage: autobatch COMMAND [WORKLOAD] [options]
 
-Finds the largest micro-batch that fits in memory, plans the accumulation that
-makes the batch you ask for exactly, tunes what is left, and trains.
+Find the largest micro-batch that fits in memory, plan the accumulation that
+gives exactly the batch you ask for, tune the configuration, and train.
 
 commands:
-  fit        probe, plan, tune, train; save the profile and the report
-  plan       probe and plan only
-  probe      the largest micro-batch that fits
-  tune       measure what is left to choose, with Optuna
-  estimate   what would fit on cards that need not be here
+  fit        probe, plan, tune and train; save the weights and a report
+  plan       find the largest micro-batch, and split the batch
+  probe      find the largest micro-batch that fits
+  tune       probe, plan, and measure which configuration is fastest
+  estimate   predict what fits on GPUs that need not be present
   profiles   hardware profiles: list, show NAME, save NAME
   report     write the report of a run again: report RUN
-  doctor     what this machine offers, and what is missing
+  doctor     show devices, memory, versions, and what is missing
 
-WORKLOAD is module:function or path/to/file.py:function; without one, `workload`
-of autobatch.toml or of [tool.autobatch] in pyproject.toml; else the demo.
+WORKLOAD is module:function or path/to/file.py:function. Without it: `workload`
+in autobatch.toml or in [tool.autobatch] of pyproject.toml, else the demo.
 
   autobatch fit --target-batch 1024
   autobatch fit train.py:workload --target-batch 1024 --memory-budget 6GiB
-  autobatch COMMAND --help
+  autobatch COMMAND --help        the common options
+  autobatch COMMAND --help-all    every option
   autobatch --version
 """
 
@@ -59,15 +60,15 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
     "estimate": (),
 }
-"""What the JSON of a command holds; without names: everything."""
+"""Parts of the JSON of a command; empty for all."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
-        # A terminal that cannot show a character shall not end a run.
+        # A character that the terminal cannot show must not end a run.
         getattr(sys, name).reconfigure(errors="replace")
     try:
         code = run(list(sys.argv[1:] if arguments is None else arguments))
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command and return its exit code."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -87,20 +88,19 @@ def run(arguments: list[str]) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in RUNNING + OTHER:
-        what = "command" if not name.startswith("-") else "option"
+        kind = "option" if name.startswith("-") else "command"
         near = difflib.get_close_matches(name, RUNNING + OTHER, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(RUNNING + OTHER)}"
-        print(f"autobatch: there is no {what} {name!r}; {hint}", file=sys.stderr)
+        print(f"autobatch: there is no {kind} {name!r}; {hint}", file=sys.stderr)
         return 2
     return _guarded(name, rest)
 
 
 def _guarded(name: str, arguments: list[str]) -> int:
-    """Run a command; whatever it raises becomes one line, an exit code and, where it is not plain, a log."""
+    """Run a command; turn an exception into one line, an exit code and, if it is unexpected, a log."""
     from autobatch.cli.failures import RunLog, raise_on_termination
-    from autobatch.device.profiles import data_home
 
-    log = RunLog(data_home(os.environ), shlex.join(["autobatch", name, *arguments]))
+    log = RunLog(_home, shlex.join(["autobatch", name, *arguments]))
     verbose = "--verbose" in arguments
     try:
         if name in OTHER:
@@ -110,14 +110,20 @@ def _guarded(name: str, arguments: list[str]) -> int:
         try:
             workload, options = parse(name, arguments, folder=Path.cwd(), environ=os.environ)
         except SystemExit:
-            return 0  # help was printed
-        except OSError as error:  # or could not be
+            return 0  # the help was printed
+        except OSError as error:  # the help could not be printed
             return _undelivered(error)
         verbose = options.verbose
         with raise_on_termination():
             return _run_workload(name, workload, options, log)
     except BaseException as error:
         return _complain(error, log, verbose=verbose)
+
+
+def _home() -> Path:
+    from autobatch.device.profiles import data_home
+
+    return data_home(os.environ)
 
 
 def _run_other(name: str, arguments: list[str]) -> int:
@@ -152,21 +158,14 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
 def _result_of(
     name: str, workload: str | None, options: Options, stream: SafeStream, log: RunLog
 ) -> Result | Estimates:
-    from autobatch.api import (
-        RunContext,
-        run_fit_command,
-        run_plan_command,
-        run_probe_command,
-        run_tune_command,
-    )
+    from autobatch.api.pipeline import RunContext, run_estimate, run_fit, run_plan, run_probe, run_tune
     from autobatch.cli.terminal import Terminal
-    from autobatch.probing.estimate import run_estimate
 
     run_it: dict[str, Callable[[Any, Any, RunContext], Result]] = {
-        "fit": run_fit_command,
-        "plan": run_plan_command,
-        "probe": run_probe_command,
-        "tune": run_tune_command,
+        "fit": run_fit,
+        "plan": run_plan,
+        "probe": run_probe,
+        "tune": run_tune,
     }
     with Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal:
         terminal.begin(workload, predicts=name == "estimate")
@@ -174,10 +173,10 @@ def _result_of(
             estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
             terminal.estimated(estimates)
             return estimates
-        environment = RunContext(
+        context = RunContext(
             progress=terminal, isolated=True, environ=os.environ, command=log.command, entered=log.enter
         )
-        result = run_it[name](workload, options, environment)
+        result = run_it[name](workload, options, context)
         terminal.finish(result)
     return result
 
@@ -191,7 +190,7 @@ def _complain(error: BaseException, log: RunLog, *, verbose: bool) -> int:
     where = ""
     if complaint.logged:
         path = log.write(error)
-        where = f"; the whole story: {path}" if path else "; no log could be written, --verbose shows it all"
+        where = f"; full traceback: {path}" if path else "; for the traceback add --verbose"
     print(f"autobatch: {complaint.line}{where}", file=sys.stderr)
     if verbose:
         traceback.print_exception(error)
@@ -199,13 +198,13 @@ def _complain(error: BaseException, log: RunLog, *, verbose: bool) -> int:
 
 
 def _undelivered(error: OSError) -> int:
-    """The exit code where the output could not be written; whoever closed a pipe wants no more of it."""
-    with contextlib.suppress(OSError, ValueError):  # captured: it has no descriptor
-        # What is left in the buffer must not be tried again at exit.
+    """Return the exit code after output could not be written: 0 if the reader closed the pipe."""
+    with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
+        # Python must not try to write the rest of the buffer at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 0
-    print(f"autobatch: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
+    print(f"autobatch: cannot write to standard output: {error.strerror or error}", file=sys.stderr)
     return 1
 
 

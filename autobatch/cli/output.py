@@ -1,4 +1,4 @@
-"""Standard output, kept for what it is for, and outlived by a training run that nobody reads any more."""
+"""Standard output: reserved for JSON if asked, and safe to write after the reader left."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TextIO
 
 
 class SafeStream:
-    """Passes on what is written until that fails; what comes after is dropped.
+    """Stream that drops all text after a write has failed, so that training continues.
 
     Args:
-        stream: where to write.
+        stream: the stream to write to.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.failure: OSError | None = None
-        """Why nothing is passed on any more."""
+        """First failure of the stream; None if all was written."""
 
     def write(self, text: str) -> int:
-        """Write, or drop."""
+        """Write the text, or drop it after a failure."""
         if self.failure is None:
             try:
                 self._stream.write(text)
@@ -31,7 +31,7 @@ class SafeStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or do nothing."""
+        """Flush the stream, or do nothing after a failure."""
         if self.failure is None:
             try:
                 self._stream.flush()
@@ -39,26 +39,26 @@ class SafeStream:
                 self.failure = error
 
     def isatty(self) -> bool:
-        """Whether a person reads along."""
+        """Return whether the stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The stream's own descriptor."""
+        """Return the descriptor of the stream."""
         return self._stream.fileno()
 
     @property
     def encoding(self) -> str:
-        """The stream's own encoding."""
+        """Encoding of the stream."""
         return self._stream.encoding
 
 
 @contextlib.contextmanager
 def reserve_stdout() -> Iterator[None]:
-    """Inside, what anything prints goes to standard error: standard output is for one JSON object alone."""
+    """Redirect standard output to standard error within the block, also for C code and child processes."""
     sys.stdout.flush()
     try:
         number = sys.stdout.fileno()
-    except (OSError, ValueError):  # captured: it has no descriptor
+    except (OSError, ValueError):  # captured output has no descriptor
         with contextlib.redirect_stdout(sys.stderr):
             yield
         return

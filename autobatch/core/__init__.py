@@ -1,1 +1,1 @@
-"""What every layer uses: records, options, errors, units. Never imports torch."""
+"""Records, options, errors and units, which every layer uses. Never imports torch."""

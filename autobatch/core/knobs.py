@@ -1,7 +1,7 @@
-"""What may be tuned: each knob says its choices, when it applies and what it does. In one place, as data.
+"""The knobs of the tuner, as data: the choices of each, when it applies and what it does.
 
-`autobatch.step.apply_knobs` applies each to a model and its optimizer, in the same way for a probe, a
-trial and the training that follows.
+`autobatch.step.apply_knobs` applies them to a model and its optimizer, in the same way for a probe, a trial
+and the training that follows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Value = str | int | float | bool | None
 
 
 Configuration = Mapping[str, Value]
-"""A value for each knob, by name; what is missing is at its default."""
+"""Value of each knob, by name; a knob that is missing has its default."""
 
 
 SPLIT = "micro_batch_shift"
@@ -51,76 +51,78 @@ EXPANDABLE = "expandable_segments"
 
 
 MOST_HALVINGS = 3
-"""How often the micro-batch may be halved."""
+"""Times that the micro-batch may be halved."""
 
 
 MOST_WORKERS = 16
 
 
 NOTICEABLE = 0.2
-"""Share of a micro-batch's time that fetching it must take before workers are tried unasked."""
+"""Share of a micro-batch's time that loading must take before workers are tuned by default."""
 
 
 WORTH_COMPILING = 500
-"""Optimizer steps from which half a minute of compiling, in every trial that tries it, may come back."""
+"""Optimizer steps from which compiling, half a minute in each trial that tries it, may pay off."""
 
 
 class TuningContext(NamedTuple):
-    """What decides which knobs apply: the device, the workload, and what was asked for."""
+    """Facts that decide which knobs apply: the device, the workload and the options."""
 
-    device_kind: str
-    """``cuda``, ``cpu`` or ``sim``."""
     precisions: tuple[Precision, ...]
-    """That the device computes in natively, the default first; only one where it was asked for."""
+    """Precisions that the device computes in natively, the default first; only one if the user chose it."""
     optimizers: tuple[str, ...]
-    """Implementations of the workload's optimizer that are left to choose, ``default`` first."""
+    """Implementations of the workload's optimizer to choose from, ``default`` first."""
     blocks: int
-    """Repeated blocks of the model."""
+    """Number of repeated blocks of the model."""
     images: bool
-    """The model has 4-D weights, and its batches 4-D tensors."""
+    """Whether the model has 4-D weights and its batches 4-D tensors."""
     compiler: str | None
-    """Why ``torch.compile`` cannot work here; ``None``: it can."""
+    """Reason why ``torch.compile`` does not work here; None if it does."""
     micro_batch: int
-    """The largest that the plan may use, in samples."""
+    """Largest micro-batch that the plan may use."""
     planned_steps: int
-    """Optimizer steps of the run that is tuned for."""
+    """Optimizer steps of the run to tune for."""
     cores: int = 1
-    """That this process may use."""
+    """Cores that this process may use."""
     loader: str | None = None
-    """Why loader workers cannot be tuned; ``None``: they can."""
+    """Reason why loader workers cannot be tuned; None if they can."""
     fetch_share: float = 0.0
-    """Of a micro-batch's time, what fetching and joining it takes."""
+    """Share of a micro-batch's time that fetching and collating it takes."""
+    gains_from_compile: bool = False
+    """True if ``torch.compile`` is worth trying unasked on the device."""
+    reads_pinned_memory: bool = False
+    """True if the device copies from pinned host memory while it computes."""
     segments: str | None = "the device keeps no segments"
-    """Why its allocator cannot be told to grow in expandable segments; ``None``: it can."""
+    """Reason why the allocator cannot use expandable segments; None if it can."""
 
 
 class Knob(NamedTuple):
-    """One thing that may be tuned."""
+    """One setting that may be tuned."""
 
     name: str
     effect: str
-    """What it does, for people."""
+    """What the knob does, in words."""
     choices: Callable[[TuningContext], tuple[Value, ...]]
-    """What can be chosen, the default first; fewer than two where it does not apply."""
+    """Values to choose from, the default first; fewer than two if the knob does not apply."""
     why_not: Callable[[TuningContext], str]
-    """Why it does not apply."""
+    """Reason why the knob does not apply."""
     changes_memory: bool
-    """Whether it changes what a micro-batch takes: each choice then has a limit of its own."""
+    """Whether a choice changes the memory of a micro-batch; each choice then has its own limit."""
     changes_numbers: bool
-    """Whether it may change what is computed, be it by rounding: each choice then has its loss checked."""
-    by_itself: Callable[[TuningContext], bool] = lambda _: True
-    """Whether it is tuned without being asked for by name."""
+    """Whether a choice may change results, even by rounding only; the loss of each choice is then checked."""
+    is_default: Callable[[TuningContext], bool] = lambda _: True
+    """Whether the knob is tuned unless the user names the knobs to tune."""
 
 
 class SearchAxis(NamedTuple):
-    """A knob that applies, with what can be chosen here, the default first."""
+    """Name and choices of a knob that applies, the default first."""
 
     name: str
     choices: tuple[Value, ...]
 
 
 def _loader_counts(here: TuningContext) -> tuple[int, ...]:
-    """0 and the powers of two from 2 on that there are cores for; nothing where workers cannot serve."""
+    """Return 0 and the powers of two from 2 up to the cores; nothing if workers cannot be used."""
     if here.loader is not None:
         return ()
     return (0, *(1 << power for power in range(1, MOST_WORKERS.bit_length()) if 1 << power <= here.cores))
@@ -129,7 +131,7 @@ def _loader_counts(here: TuningContext) -> tuple[int, ...]:
 KNOBS = (
     Knob(
         SPLIT,
-        "halves the micro-batch so often: the largest that fits is not always the fastest",
+        "halves the micro-batch this many times: the largest that fits is not always the fastest",
         lambda here: tuple(range(min(MOST_HALVINGS + 1, here.micro_batch.bit_length()))),
         lambda _: "the micro-batch is a single sample",
         changes_memory=False,
@@ -137,15 +139,15 @@ KNOBS = (
     ),
     Knob(
         PRECISION,
-        "what the forward pass computes in",
+        "precision of the forward pass",
         lambda here: here.precisions,
-        lambda _: "a precision was asked for, or the device computes natively in one alone",
+        lambda _: "--precision was given, or the device has only one native precision",
         changes_memory=True,
         changes_numbers=True,
     ),
     Knob(
         CHECKPOINTING,
-        "recomputes activations in the backward pass: slower a sample, and far larger micro-batches fit",
+        "recomputes activations in the backward pass: slower per sample, but much larger micro-batches fit",
         lambda here: ("none", "full") if here.blocks else (),
         lambda _: "the model has no repeated blocks in a ModuleList or a Sequential",
         changes_memory=True,
@@ -153,62 +155,62 @@ KNOBS = (
     ),
     Knob(
         COMPILE,
-        "torch.compile: fused kernels, after a while of compiling that is spread over the planned steps",
+        "torch.compile: fused kernels; the time of compiling is spread over the planned steps",
         lambda here: ("off", "default") if here.compiler is None else (),
         lambda here: str(here.compiler),
         changes_memory=True,
         changes_numbers=True,
-        by_itself=lambda here: here.device_kind == "cuda" and here.planned_steps >= WORTH_COMPILING,
+        is_default=lambda here: here.gains_from_compile and here.planned_steps >= WORTH_COMPILING,
     ),
     Knob(
         CHANNELS_LAST,
-        "keeps images and convolutions with their channels innermost, as fast kernels want them",
+        "stores images and convolutions with channels innermost, as fast kernels expect",
         lambda here: (False, True) if here.images else (),
-        lambda _: "the model has no 4-D weights, or its batches no 4-D tensors",
+        lambda _: "the model has no 4-D weights, or its batches have no 4-D tensors",
         changes_memory=True,
         changes_numbers=True,
     ),
     Knob(
         OPTIMIZER,
-        "how the optimizer steps: parameter by parameter, in lists, or in one fused kernel",
+        "implementation of the optimizer step: parameter by parameter, in lists, or in one fused kernel",
         lambda here: here.optimizers,
-        lambda _: "the workload's optimizer has one implementation, or has chosen it",
+        lambda _: "the workload's optimizer has only one implementation, or the workload chose it",
         changes_memory=True,
         changes_numbers=True,
     ),
     Knob(
         LOADER_WORKERS,
-        "processes that fetch and join the next micro-batches while this one trains",
+        "processes that fetch and collate the next micro-batches while the current one trains",
         _loader_counts,
         lambda here: here.loader or "this process may use a single core",
         changes_memory=False,
-        # Of what data draw at random other draws are made, as by another seed; the loss is the same function.
+        # Random augmentation draws other numbers, as with another seed; the loss is the same function.
         changes_numbers=False,
-        by_itself=lambda here: here.fetch_share >= NOTICEABLE,
+        is_default=lambda here: here.fetch_share >= NOTICEABLE,
     ),
     Knob(
         PREFETCH,
-        "micro-batches that each loader worker is ahead by: evens out samples that take unlike times",
+        "micro-batches that each worker loads ahead: evens out samples that take different times",
         lambda here: (2, 4, 8) if len(_loader_counts(here)) > 1 else (),
         lambda here: here.loader or "this process may use a single core",
         changes_memory=False,
         changes_numbers=False,
-        # It makes no worker faster, and its worth shows over more windows than a trial runs.
-        by_itself=lambda _: False,
+        # It makes no worker faster, and it pays off only over more steps than a trial runs.
+        is_default=lambda _: False,
     ),
     Knob(
         PIN_MEMORY,
-        "has what workers joined copied to where a card reads it by itself, while it computes",
-        lambda here: (True, False) if here.device_kind == "cuda" and len(_loader_counts(here)) > 1 else (),
-        lambda here: here.loader or "it serves cards, and workers that feed them",
+        "copies collated micro-batches to pinned memory, which the GPU reads while it computes",
+        lambda here: (True, False) if here.reads_pinned_memory and len(_loader_counts(here)) > 1 else (),
+        lambda here: here.loader or "it needs a GPU and loader workers",
         changes_memory=False,
         changes_numbers=False,
-        # On is right wherever the host has memory to lock.
-        by_itself=lambda _: False,
+        # On is best wherever the host has memory to lock.
+        is_default=lambda _: False,
     ),
     Knob(
         EXPANDABLE,
-        "lets the allocator's segments grow: less is lost between blocks, and larger micro-batches may fit",
+        "lets the allocator's segments grow: less fragmentation, so larger micro-batches may fit",
         lambda here: (False, True) if here.segments is None else (),
         lambda here: str(here.segments),
         changes_memory=True,
@@ -218,16 +220,16 @@ KNOBS = (
 
 
 LEFT_OUT = {
-    "learning_rate": "throughput does not depend on it: --tune-lr has a study of its own",
+    "learning_rate": "throughput does not depend on it; use --tune-lr, which runs a separate study",
 }
-"""What people look for here and do not find, and why."""
+"""Names that users may look for here, and why they are no knobs."""
 
 
 def parse_knobs(text: str) -> list[str]:
-    """The names in ``micro_batch_shift,precision``, as ``--knobs`` takes them.
+    """Split the value of ``--knobs`` (``micro_batch_shift,precision``) into names.
 
     Raises:
-        InputError: a name is none of a knob, or is left out for a reason; says which, and what is near.
+        InputError: no knob has this name; the message gives the reason or the nearest name.
     """
     names = [name.strip().replace("-", "_") for name in text.split(",")]
     known = [knob.name for knob in KNOBS]
@@ -242,19 +244,19 @@ def parse_knobs(text: str) -> list[str]:
 
 
 def applicable(here: TuningContext, asked: Sequence[str] | None = None) -> tuple[list[SearchAxis], list[str]]:
-    """The knobs that make a difference here.
+    """Return the knobs that have at least two choices here.
 
     Args:
         here: the device, the workload and the options.
-        asked: names of knobs; ``None``: all that are tuned without being asked for.
+        asked: names of knobs; None for those that are tuned by default.
 
     Returns:
-        Each with what can be chosen; and a line for each that was asked for and does not apply.
+        The knobs with their choices, and one note per knob that was asked for and does not apply.
     """
     axes: list[SearchAxis] = []
     notes: list[str] = []
     for knob in KNOBS:
-        if not (knob.by_itself(here) if asked is None else knob.name in asked):
+        if not (knob.is_default(here) if asked is None else knob.name in asked):
             continue
         choices = knob.choices(here)
         if len(choices) > 1:
@@ -265,15 +267,15 @@ def applicable(here: TuningContext, asked: Sequence[str] | None = None) -> tuple
 
 
 def defaults(axes: Sequence[SearchAxis]) -> dict[str, Value]:
-    """Every knob at its default."""
+    """Return every knob at its default."""
     return {axis.name: axis.choices[0] for axis in axes}
 
 
 def memory_signature(values: Configuration) -> dict[str, Value]:
-    """The part of a configuration that decides how large a micro-batch fits."""
+    """Return the part of a configuration that changes how large a micro-batch fits."""
     return {knob.name: values[knob.name] for knob in KNOBS if knob.changes_memory and knob.name in values}
 
 
 def numeric_signature(values: Configuration) -> dict[str, Value]:
-    """The part of a configuration that decides what is computed."""
+    """Return the part of a configuration that changes the results."""
     return {knob.name: values[knob.name] for knob in KNOBS if knob.changes_numbers and knob.name in values}

@@ -1,7 +1,7 @@
-"""What every part reports: the JSON of the command line is these structures, name for name.
+"""Records of every stage; the JSON of the command line has the same names.
 
-A figure that a device cannot give is ``None``, never 0 or -1. Sizes are bytes, times seconds, counts samples.
-Nothing here imports torch, so a report can be read anywhere.
+A figure that a device cannot give is None, never 0 or -1. Sizes are in bytes, times in seconds, counts in
+samples. Nothing here imports torch, so a report can be read anywhere.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ LearningRateRule = Literal["none", "linear", "sqrt"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all records: immutable, keyword-only, serialised under the field names."""
+    """Base of all records: immutable, keyword-only, serialized under the field names."""
 
 
 class MemoryHolder(Record, frozen=True, kw_only=True):
-    """A process that holds memory of the device."""
+    """Process that holds memory of the device."""
 
     pid: int | None
-    """Process id as the driver sees it (the host's, inside a container); ``None`` where it cannot be told."""
+    """Process id as the driver sees it (the host's, in a container); None if unknown."""
     name: str | None
     used_bytes: int | None
 
 
 class DeviceRecord(Record, frozen=True, kw_only=True):
-    """The device and what there is to spend on it."""
+    """The device and its memory budget."""
 
     kind: str
     """``cuda``, ``cpu`` or ``sim``."""
     name: str
     total_bytes: int
     budget_bytes: int
-    """What the allocator may hold."""
+    """Bytes the allocator may hold."""
     budget_source: str
-    """How the budget came about, in words."""
+    """Origin of the budget, in words."""
     other_processes_bytes: int | None = None
     holders: list[MemoryHolder] = []
     notes: list[str] = []
-    """What a person should know of these figures, a line each."""
+    """Remarks on these figures, one per line."""
 
 
 class Attempt(Record, frozen=True, kw_only=True):
@@ -60,20 +60,20 @@ class Attempt(Record, frozen=True, kw_only=True):
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     seconds: float
-    """Of the whole attempt."""
+    """Duration of the whole attempt."""
     step_seconds: float | None = None
-    """Of its last window, two micro-batches in the steady state."""
+    """Duration of its last step: two micro-batches in the steady state."""
     reason: str | None = None
-    """Why it does not fit: the first line of the error, or the rule that it broke."""
+    """Reason why it does not fit: the first line of the error, or the rule that it broke."""
     phase: str | None = None
-    """Where in the step it failed: ``setup``, ``forward``, ``loss``, ``backward`` or ``optimizer``."""
+    """Phase of the step that failed: ``setup``, ``forward``, ``loss``, ``backward`` or ``optimizer``."""
 
 
 class LengthLimit(Record, frozen=True, kw_only=True):
-    """What fits of samples that cost no more than a given size."""
+    """Largest micro-batch of samples up to a given size."""
 
     size: float
-    """As `size_of` gives it, else the elements of a sample."""
+    """Size by `size_of`, else the number of elements of a sample."""
     micro_batch: int
     upper_bound_by: UpperBoundBy | None
 
@@ -84,25 +84,25 @@ class Probe(Record, frozen=True, kw_only=True):
     micro_batch: int
     limited_by: LimitedBy
     upper_bound_by: UpperBoundBy | None
-    """What shows that the next size does not fit; ``None`` where the search was stopped before that."""
+    """Evidence that the next size does not fit; None if the search was stopped before it was found."""
     predicted_micro_batch: int | None
     oom_count: int
     attempts: list[Attempt]
     source: str = "search"
-    """``search``; ``saved DATE`` where an earlier answer was confirmed by one run; ``asked`` where only this
-    size was asked about."""
+    """``search``, ``saved DATE`` if one run confirmed a cached limit, or ``asked`` if only this size was
+    checked."""
     lengths: list[LengthLimit] = []
-    """Where the samples differ in size: the largest micro-batch for each quartile of the sizes."""
+    """Largest micro-batch for each quartile of the sample sizes; empty if all samples have one size."""
     stopped_by: str | None = None
-    """``time limit`` or ``interrupt``, where the best certified size so far is the answer."""
+    """``time limit`` or ``interrupt`` if the answer is the largest size found before; None if complete."""
     other_processes_bytes: int | None = None
-    """Held by others on the card when it was over; the device's own figure is from before."""
+    """Bytes of other processes on the GPU at the end; `DeviceRecord` has the figure of the start."""
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """Exactly ``target_batch`` samples an optimizer step, split over the ranks and over micro-batches.
+    """A split of exactly ``target_batch`` samples per optimizer step over ranks and micro-batches.
 
-    ``micro_batches`` are the sizes that one rank runs, in order; they differ by at most one and their sum
+    ``micro_batches`` are the sizes that one rank runs, in order. They differ by at most one, and their sum
     over the ranks is the target batch.
     """
 
@@ -115,13 +115,13 @@ class Plan(Record, frozen=True, kw_only=True):
     base_batch: int | None
     learning_rate: float
     learning_rate_rule: Literal["none", "linear", "sqrt", "tuned"]
-    """A rule, or ``tuned``: found by the tuner."""
+    """The rule, or ``tuned`` if the tuner found the learning rate."""
     learning_rate_factor: float = 1.0
     learning_rate_source: str = ""
     precision: Precision = "fp32"
     last_batch: Literal["carry", "flush", "drop"] = "carry"
     knobs: dict[str, str | int | float | bool | None] = {}
-    """What the tuner chose besides, by the knob's name."""
+    """Other choices of the tuner, by the name of the knob."""
 
 
 class Trial(Record, frozen=True, kw_only=True):
@@ -129,14 +129,14 @@ class Trial(Record, frozen=True, kw_only=True):
 
     number: int
     samples_per_s: float | None
-    """At the effective batch; ``None`` where nothing was measured."""
+    """Throughput at the effective batch; None if not measured."""
     feasible: bool = True
-    """Whether it ran inside the budget."""
+    """Whether it ran within the budget."""
     parameters: dict[str, str | int | float | bool | None] = {}
     micro_batch: int | None = None
-    """That it ran at; ``None`` where it did not run."""
+    """Micro-batch of the run; None if it did not run."""
     note: str | None = None
-    """Why it is not feasible, or where its figure comes from."""
+    """Reason why it is not feasible, or the origin of its figure."""
 
 
 class LrTrial(Record, frozen=True, kw_only=True):
@@ -145,52 +145,53 @@ class LrTrial(Record, frozen=True, kw_only=True):
     number: int
     learning_rate: float
     loss: float | None
-    """Mean over the last quarter of the run, or of as much of it as there was; ``None``: not finite."""
+    """Mean over the last quarter of the run, or over the part of it that ran; None if not finite."""
     feasible: bool = True
     """Whether it trained to the end of the run."""
     note: str | None = None
-    """Why it is not feasible."""
+    """Reason why it is not feasible."""
 
 
 class LrComparison(Record, frozen=True, kw_only=True):
     """The default learning rate and the best of the trials on the same data."""
 
     seed: int
-    """Of the data."""
+    """Seed of the data order."""
     default_loss: float | None
     other_loss: float | None
     gain: float
-    """What the other gained over the default, as a share of the fall of its loss: at most 1, which also
-    stands against a default that does not train; at least -1, which also stands for one that does not."""
+    """Loss reduction gained over the default, as a share of the other's own loss reduction.
+
+    1 if the default does not train, -1 if the other does not."""
 
 
 class LrTuning(Record, frozen=True, kw_only=True):
-    """What was found of the learning rate in short runs."""
+    """Result of the learning-rate study in short runs."""
 
     trials: int
     steps: int
-    """Optimizer steps of a run."""
+    """Optimizer steps per run."""
     default: float
-    """The learning rate that the plan had."""
+    """Learning rate of the plan before tuning."""
     best: float
-    """That of the plan now: the default, unless another was better beyond the noise."""
+    """Learning rate of the plan now: the default, unless another was better beyond the noise."""
     default_loss: float | None
-    """Mean over the last quarter of a run; ``None`` where it was not run, or is not finite."""
+    """Mean over the last quarter of a run; None if it was not run or is not finite."""
     best_loss: float | None
     study: str
     history: list[LrTrial] = []
     """Every learning rate that was tried, in order."""
     pairs: list[LrComparison] = []
-    """What decided."""
+    """Comparisons that decided the choice."""
     sampler: str = ""
-    """Who chose what to try, in words."""
+    """Sampler that proposed the trials, in words."""
     seconds: float = 0.0
     notes: list[str] = []
-    """What a person should know of the choice, a line each."""
+    """Remarks on the choice, one per line."""
 
 
 class Tuning(Record, frozen=True, kw_only=True):
-    """What the tuner measured and chose."""
+    """Measurements and choice of the tuner."""
 
     trials: int
     best: dict[str, str | int | float | bool | None]
@@ -200,31 +201,31 @@ class Tuning(Record, frozen=True, kw_only=True):
     history: list[Trial] = []
     """Every configuration that was measured, in order."""
     importance: dict[str, float] = {}
-    """How much each knob mattered, by its name; shares that sum to one."""
+    """Importance of each knob, by name; the shares sum to one."""
     sampler: str = ""
-    """Who chose what to try, in words."""
+    """Sampler that proposed the trials, in words."""
     seconds: float = 0.0
-    """Of the whole search, the comparison of the best with the default included."""
+    """Duration of the search, including the comparison of the best with the default."""
     sampler_seconds: float = 0.0
-    """What choosing and keeping the trials took of it."""
+    """Share of ``seconds`` that the sampler and the storage took, in seconds."""
     notes: list[str] = []
-    """What a person should know of the choice, a line each."""
+    """Remarks on the choice, one per line."""
     learning_rate: LrTuning | None = None
-    """What was found of the learning rate, where that was asked for."""
+    """Result of the learning-rate study; None if it was not asked for."""
 
 
 class StepRecord(Record, frozen=True, kw_only=True):
-    """One window of the run: a line of ``metrics.jsonl``."""
+    """One step of the run: a line of ``metrics.jsonl``."""
 
     step: int
-    """Windows seen, this one included."""
+    """Batches seen, including this one."""
     applied: bool
-    """False where the window took no optimizer step (overflow of the loss scale, nothing counted, or a
-    loss or gradient that is not finite and was skipped)."""
+    """False if the weights did not change: the loss scale overflowed, no item was counted, or a loss or
+    gradient was not finite and was skipped."""
     samples: int
-    """Samples seen by the whole run so far."""
+    """Samples seen so far by the whole run."""
     loss: float | None
-    """Mean over the window; ``None`` where it counted nothing."""
+    """Mean over the batch; None if no item was counted."""
     count: float
     """Items that the loss is a mean over."""
     learning_rate: float
@@ -232,28 +233,28 @@ class StepRecord(Record, frozen=True, kw_only=True):
     micro_batch: int
     accumulation_steps: int
     seconds: float
-    """Of this window alone."""
+    """Duration of this step."""
     samples_per_s: float | None = None
-    """Of this window alone."""
+    """Throughput of this step."""
     items_per_s: float | None = None
-    """What the loss is a mean over: tokens that count, say; samples where it counts nothing else."""
+    """Throughput in items that the loss is a mean over, for example tokens; samples by default."""
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     oom_recoveries: int
-    """So far."""
+    """Recoveries so far."""
     validation: dict[str, float | None] = {}
-    """Held-out figures, where this step was one to validate after; ``None``: not finite."""
+    """Held-out metrics, if validation ran after this step; a value is None if not finite."""
     recovered: str | None = None
-    """What an out-of-memory error said, where this window was run again in smaller micro-batches."""
+    """Message of the out-of-memory error, if this step ran again in smaller micro-batches."""
 
 
 class Training(Record, frozen=True, kw_only=True):
-    """What the training loop did."""
+    """Summary of the training loop."""
 
     optimizer_steps: int
     samples: int
     samples_per_s: float | None
-    """``None`` where a resume found nothing left to train."""
+    """None if a resumed run had nothing left to train."""
     first_loss: float | None
     final_loss: float | None
     oom_recoveries: int
@@ -262,56 +263,56 @@ class Training(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     skipped_steps: int = 0
     validation: dict[str, float | None] = {}
-    """Held-out figures at the end; ``None``: not finite."""
+    """Held-out metrics at the end; a value is None if not finite."""
     noise_scale: float | None = None
-    """Gradient noise scale, in what the loss is a mean over; ``None``: not known."""
+    """Gradient noise scale, in items that the loss is a mean over; None if unknown."""
     noise_band: tuple[float | None, float | None] = (None, None)
-    """Its 95 % band; an upper end that is not known is ``None``."""
+    """95 % band of the noise scale; an unknown end is None."""
     noise_advice: str | None = None
-    """What it says of the target batch, in a sentence."""
+    """Advice on the target batch, in a sentence."""
     micro_batch: int | None = None
-    """The micro-batch at the end: smaller than the plan's after a recovery."""
+    """Micro-batch at the end, smaller than the plan's after a recovery."""
     ema: float | None = None
-    """Decay of the averaged weights, which the validation figures are of; ``None``: of the weights."""
+    """Decay of the averaged weights that were validated; None if the weights themselves were."""
     failed_checkpoints: list[int] = []
-    """Steps after which no checkpoint could be written, where the run went on all the same."""
+    """Steps after which a checkpoint could not be written and the run continued."""
 
 
 class PredictedPoint(Record, frozen=True):
-    """What the footprint predicts for a micro-batch, before it ran."""
+    """Peak that the footprint predicted for a micro-batch before it ran."""
 
     micro_batch: int
     peak_reserved_bytes: int
-    """Held against the budget; live bytes where no allocator reserves."""
+    """Compared with the budget; live bytes on devices whose allocator reserves nothing."""
 
 
 class MemoryCurve(Record, frozen=True):
     """Memory over the events of one optimizer step, by category; all lists are equally long."""
 
     positions: list[float]
-    """Where in the step, in the unit of ``axis``."""
+    """Positions in the step, in the unit of ``axis``."""
     categories: dict[str, list[int]]
-    """Live bytes by category at each position; drawn from the bottom in this order."""
+    """Live bytes by category at each position, drawn from the bottom in this order."""
     axis: str = "allocation event"
     phases: dict[str, float] = {}
-    """Where each phase of the step begins, by its name."""
+    """Start of each phase of the step, by name."""
 
 
 class Remedy(Record, frozen=True, kw_only=True):
-    """A change that lets a larger micro-batch fit, and what it would give: traced, not run."""
+    """A change that lets a larger micro-batch fit, and its predicted effect; traced, not run."""
 
     name: str
     """``checkpointing``, ``bf16``, ``fused`` or ``expandable_segments``."""
     advice: str
-    """What to do, in words."""
+    """Instruction, in words."""
     micro_batch: int
-    """The largest that is predicted to fit with it; 0: none, but one takes less."""
+    """Largest micro-batch that is predicted to fit with the change; 0 if none, though it lowers the peak."""
     peak_bytes: int
-    """What is held against the budget at that micro-batch (at 1, if that is 0)."""
+    """Peak compared with the budget, at ``micro_batch`` or at 1 if that is 0."""
 
 
 class RunRecord(Record, frozen=True, kw_only=True):
-    """All that is known of a run; a part that did not run is ``None`` or empty."""
+    """All records of a run; a stage that did not run is None or empty."""
 
     device: DeviceRecord
     probe: Probe | None = None
@@ -319,50 +320,50 @@ class RunRecord(Record, frozen=True, kw_only=True):
     tuning: Tuning | None = None
     training: Training | None = None
     title: str | None = None
-    """The workload's name."""
+    """Name of the workload."""
     command: str | None = None
-    """What repeats the run."""
+    """Command that repeats the run."""
     predicted: list[PredictedPoint] = []
-    """Peaks around the answer as they were predicted; empty where an earlier answer was confirmed."""
+    """Predicted peaks around the limit; empty if a cached limit was confirmed."""
     memory_curve: MemoryCurve | None = None
-    """Where the memory goes over a step at the answer, likewise."""
+    """Memory over a step at the limit; None if a cached limit was confirmed."""
     versions: dict[str, str] = {}
     created: str | None = None
-    """When the run ended: ISO date and time, UTC."""
+    """End of the run: ISO date and time, UTC."""
     checkpoints: list[int] = []
-    """Windows after which a checkpoint was written, as far as they are kept."""
+    """Steps of the checkpoints that still exist."""
     metrics: list[StepRecord] = []
-    """One for each window, in order; of windows that ran again the last one counts. Not part of the JSON."""
+    """One record per step, in order; the last one if a step ran again. Not part of the JSON."""
     notes: list[str] = []
-    """What a person should know of the report itself, a line each. Not part of the JSON."""
+    """Remarks on the report itself, one per line. Not part of the JSON."""
 
 
 class Estimate(Record, frozen=True, kw_only=True):
-    """What is predicted to fit on one card."""
+    """Prediction of what fits on one GPU."""
 
     profile: str
     budget_bytes: int
     budget_source: str
     precision: Precision
     micro_batch: int
-    """The largest that is predicted to fit, 0 where none is; or the one that was asked about."""
+    """Largest micro-batch that is predicted to fit, 0 if none; or the one that was asked about."""
     micro_batch_low: int
     micro_batch_high: int
-    """The interval in which the truth is expected."""
+    """Upper end of the interval in which the true limit is expected."""
     fits: bool
     peak_allocated_bytes: int
-    """At ``micro_batch``; at 1 where none fits."""
+    """Peak at ``micro_batch``, or at 1 if none fits."""
     peak_reserved_bytes: int | None
     seconds: float
-    """What the prediction took; cards that run the same operators share the time of one trace."""
+    """Duration of the prediction; GPUs that run the same operators share the time of one trace."""
     plan: Plan | None
     retries: int | None
-    """Allocations that would succeed only after cached memory was given back: each is a stall."""
+    """Allocations that succeed only after cached memory is released; each one stalls."""
     memory: dict[str, int]
-    """Live bytes at the peak, by what they are for."""
+    """Live bytes at the peak, by category."""
     modules: dict[str, int]
     """Bytes of activations at the peak, by module."""
     phase: str
-    """The phase of the step that the peak lies in."""
+    """Phase of the step that contains the peak."""
     remedies: list[Remedy] | None = None
-    """What would let more fit, the best first; ``None`` where several cards were asked about."""
+    """Changes that let more fit, the best first; None if several GPUs were asked about."""

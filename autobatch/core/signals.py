@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted at once, obeyed at the end of the window."""
+"""Signals that ask a run to stop: recorded at once, obeyed at the end of the step."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR
 
 
 ECHO_SECONDS = 0.1
-"""The same signal again within this time is the same request: a terminal or ``timeout`` tells the whole group
-of processes, and whatever started this one passes it on besides."""
+"""Time within which the same signal counts as the same request. A terminal or ``timeout`` signals the whole
+process group, and the parent process may forward the signal as well."""
 
 
 class StopRequest:
-    """Which signal asked the run to stop; ``None``: none did."""
+    """Request of a signal that the run stop."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        """None if no signal came."""
         self.since = 0.0
-        """When that was, in seconds of the clock."""
+        """Time of the signal, in seconds of the clock."""
 
     @property
     def counts_as(self) -> int:
-        """The signal for the exit code: Ctrl-C is SIGINT, and whatever else asks is SIGTERM."""
+        """Signal for the exit code: SIGINT for Ctrl-C, SIGTERM for every other."""
         return signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM
 
 
 @contextmanager
 def stop_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[StopRequest]:
-    """Inside, the first signal is only noted; another one ends the process at once, as without autobatch.
+    """Record the first stop signal within the block; let a second one end the process at once.
 
-    Off the main thread, where Python allows no handlers, nothing is caught.
+    Nothing is caught outside the main thread, where Python allows no handlers.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -54,5 +55,5 @@ def stop_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[Sto
         yield request
     finally:
         for number, handler in before.items():
-            # None: installed by something that is not Python, and not ours to bring back.
+            # None: not installed from Python, so it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,4 +1,4 @@
-"""Bytes to text and back: the only place that knows KiB from KB."""
+"""Conversion between bytes and text; the only module that knows KiB from KB."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _PERCENT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a size such as ``"6GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or a plain ``int``, in bytes.
+    """Parse a size in bytes: ``"6GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or an ``int``.
 
-    A bare letter means the binary unit, as the tools of the field write it (``6G`` is 6 GiB).
+    A single letter means the binary unit, as in most tools (``6G`` is 6 GiB).
 
     Raises:
-        InputError: the text is no size, or the size is not positive.
+        InputError: the text is not a size, or the size is not positive.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
@@ -56,10 +56,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_budget(text: str | int, *, whole_bytes: int) -> int:
-    """Read a memory budget in bytes: a size, or a share such as ``"80%"`` of ``whole_bytes``.
+    """Parse a memory budget in bytes: a size, or a share of ``whole_bytes`` such as ``"80%"``.
 
     Raises:
-        InputError: neither a size nor a share over 0 % and at most 100 %.
+        InputError: the text is neither a size nor a share over 0 % and at most 100 %.
     """
     match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
@@ -67,12 +67,12 @@ def parse_budget(text: str | int, *, whole_bytes: int) -> int:
     percent = Fraction(match[1])
     if not 0 < percent <= 100:
         raise InputError(f"{text!r} is not a share of memory: write more than 0% and at most 100%")
-    # Never 0: a share, however small, is something.
+    # At least 1 byte: a budget of 0 would be no budget.
     return max(1, int(whole_bytes * percent / 100))
 
 
 def format_bytes(size: int | None) -> str:
-    """Write a size for people, in binary units with three significant figures; ``None`` as ``unknown``."""
+    """Format a size in binary units with three significant figures; ``unknown`` for None."""
     if size is None:
         return "unknown"
     if abs(size) < KiB:

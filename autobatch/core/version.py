@@ -1,3 +1,13 @@
-"""The version of autobatch."""
+"""The version of autobatch, and of what a run depends on."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
 
 __version__ = "0.1.0"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a run depends on, by name."""
+    return {"autobatch": __version__, "torch": version("torch"), "python": platform.python_version()}

@@ -1,8 +1,8 @@
-"""What a device is to the rest of the house: a budget, a way to enforce it, and readings.
+"""The contract of a device: a memory budget, a way to enforce it, and readings.
 
-A `Device` is asked for a `Meter` whenever something runs: `enforced()` for a probe, `training()` for a
-real run. What differs between cards, the host and the simulated card stands behind these two protocols;
-the probe and the loop know no device by name.
+A `Device` returns a `Meter` for whatever runs on it: `enforced()` for a probe, `training()` for a real run.
+All that differs between GPUs, the CPU and simulated GPUs is an answer of these two protocols. Nothing outside
+this package depends on the kind of a device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from autobatch.device.allocator.ledger import MemoryStats
 if TYPE_CHECKING:
     import torch
 
-    from autobatch.core.records import DeviceRecord
+    from autobatch.core.records import DeviceRecord, Precision
+    from autobatch.device.allocator.caching import AllocatorConfig
     from autobatch.device.allocator.ledger import Allocator
     from autobatch.device.allocator.trace import Trace
 
@@ -25,23 +26,23 @@ class Meter(Protocol):
     """Readings of one session on a device."""
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were made out of the device's sight (a batch, say) as held on it.
+        """Count tensors that were made out of sight of the device (a batch, for example).
 
         Raises:
-            torch.OutOfMemoryError: they do not fit in the budget.
+            torch.OutOfMemoryError: They do not fit in the budget.
         """
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Inside, nothing is counted: for what a card would never see, such as a batch being joined."""
+        """Count nothing within the block: for work that stays on the host, such as collating a batch."""
 
     def mark(self, phase: str) -> None:
-        """Say what comes next; see `autobatch.step.train_step.Mark`."""
+        """Record that a phase begins; see `autobatch.step.train_step.Mark`."""
 
     def stats(self) -> MemoryStats:
-        """Read the allocator; in a probe, waits for the device to finish what it was given."""
+        """Read the allocator. In a probe, wait first until the device has finished its work."""
 
     def trace(self) -> Trace | None:
-        """The allocation events since the session began; ``None`` where none are recorded."""
+        """Return the allocation events since the session began; None if none are recorded."""
 
 
 class Device(Protocol):
@@ -49,39 +50,79 @@ class Device(Protocol):
 
     @property
     def kind(self) -> str:
-        """``cuda``, ``cpu`` or ``sim``."""
+        """``cuda``, ``cpu`` or ``sim``: for reports and cache keys, never to decide anything."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the tensors live."""
+        """Device of the tensors."""
 
     @property
     def budget_bytes(self) -> int:
-        """What the allocator may hold."""
+        """Bytes the allocator may hold."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Major and minor of the GPU that runs the operators; None if the CPU runs them."""
+
+    @property
+    def allocator_config(self) -> AllocatorConfig | None:
+        """Settings of its caching allocator; None if it caches nothing."""
+
+    @property
+    def is_traceable(self) -> bool:
+        """True if a trace without memory sees all that a step allocates."""
+
+    @property
+    def may_spill(self) -> bool:
+        """True if the driver may move memory to the host where an allocation should fail."""
+
+    @property
+    def reads_pinned_memory(self) -> bool:
+        """True if it copies from pinned host memory while it computes."""
+
+    @property
+    def gains_from_compile(self) -> bool:
+        """True if ``torch.compile`` is worth trying unasked."""
+
+    def default_precision(self) -> Precision:
+        """Return the precision of ``--precision auto``."""
+
+    def native_precisions(self) -> tuple[Precision, ...]:
+        """Return the precisions that it computes in without emulation, the default first.
+
+        16 bits that are slower than 32 are no choice. fp16 is one only without bf16: at the same speed, it
+        needs a loss scale and overflows sooner.
+        """
+
+    def optimizer_implementations(self) -> tuple[str, ...]:
+        """Return the implementations of an optimizer that differ here, ``default`` first."""
+
+    def compiler_missing(self) -> str | None:
+        """Return what ``torch.compile`` lacks here, in words; None if nothing."""
 
     def new_allocator(self) -> Allocator:
-        """An empty model of this device's allocator with the budget as its limit, to replay events in."""
+        """Return an empty model of its allocator, limited to the budget, to replay events in."""
 
     def describe(self) -> DeviceRecord:
-        """Name, total, budget and who else holds memory; reads the machine anew."""
+        """Read the machine anew and return name, total, budget and the other processes that hold memory."""
 
     def enforced(self) -> AbstractContextManager[Meter]:
-        """Inside, a step over the budget raises ``torch.OutOfMemoryError``; starts from nothing cached."""
+        """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
 
     def training(self) -> AbstractContextManager[Meter]:
-        """What a real run runs under; without cost where the device enforces its limit by itself."""
+        """Run real training within the block, at full speed if the device itself enforces its limit."""
 
     def why_not_expandable(self) -> str | None:
-        """Why its allocator cannot be told to grow in expandable segments; ``None``: it can."""
+        """Return why its allocator cannot switch to expandable segments; None if it can."""
 
     def expandable(self) -> Device:
-        """The same device with an allocator that grows in expandable segments, where it can be told to."""
+        """Return the same device with expandable segments, if its allocator can switch to them."""
 
     def refuses(self, stats: MemoryStats) -> str | None:
-        """Why a step that ran does not count as fitting (retries, say); ``None``: it fits."""
+        """Return why a step that ran does not count as fitting (retries, for example); None if it fits."""
 
     def release(self) -> None:
-        """Give back what is cached; call it outside of any ``except`` block."""
+        """Free cached memory; call it outside of any ``except`` block."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its work."""

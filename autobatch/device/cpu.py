@@ -1,7 +1,7 @@
-"""The host's processor as a device: its budget is memory, counted by a dispatch mode while a probe runs.
+"""The CPU as a device: its budget is host memory, counted by a dispatch mode while a probe runs.
 
-A step that outgrows the budget raises ``torch.OutOfMemoryError`` from the operator that did, so nothing is
-killed; training then runs at full speed with nothing counted.
+The operator that exceeds the budget raises ``torch.OutOfMemoryError``, so the process survives. Training runs
+at full speed, with nothing counted.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ from contextlib import contextmanager
 
 import torch
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import InputError
 from autobatch.core.records import DeviceRecord
-from autobatch.core.units import MiB, format_bytes, parse_budget
+from autobatch.core.units import format_bytes, parse_budget
 from autobatch.device.allocator.ledger import BudgetExceeded, CountingAllocator, MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
+from autobatch.device.budget import resolve_budget
+from autobatch.device.cpu_operators import CpuOperators
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 
 HEADROOM_SHARE = 0.1
-
-
-HEADROOM_LEAST_BYTES = 512 * MiB
-"""Left free where no budget is given: the larger of a share of the total and this, for the interpreter, the
-workers that load data, and what operators use besides tensors."""
+"""Share of the memory that no budget takes by default: operators also use memory besides tensors."""
 
 
 class SilentMeter:
-    """A meter of a session in which nothing is counted."""
+    """A meter for a session in which nothing is counted."""
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing."""
@@ -44,25 +42,25 @@ class SilentMeter:
         """Do nothing."""
 
     def stats(self) -> MemoryStats:
-        """Answer that no figure is known."""
+        """Return None for every figure."""
         return MemoryStats(None, None, None, None, None)
 
     def trace(self) -> Trace | None:
-        """Answer that nothing was recorded."""
+        """Return None: nothing was recorded."""
         return None
 
 
-class CpuDevice:
-    """The processor, with a budget of host memory for tensors.
+class CpuDevice(CpuOperators):
+    """The CPU, with a budget of host memory for tensors.
 
     Args:
-        memory_budget: taken at its word: a size, or a share such as ``"80%"`` of the total. ``None``: what is
-            available, less a headroom.
-        memory: what the host offers; read from the system by default.
+        memory_budget: Taken literally: a size, or a share of the total such as ``"80%"``. None for the
+            available memory less a headroom.
+        memory: Memory of the host. None to read it from the system.
 
     Raises:
-        InputError: the budget is no size, is over the total, or is needed because the system tells nothing.
-        DoesNotFitError: what is available does not even cover the headroom.
+        InputError: The budget is no size, exceeds the total, or is needed because the system reports nothing.
+        DoesNotFitError: No memory is left after the headroom.
     """
 
     def __init__(self, *, memory_budget: str | int | None = None, memory: HostMemory | None = None) -> None:
@@ -76,21 +74,20 @@ class CpuDevice:
         return "cpu"
 
     @property
-    def torch_device(self) -> torch.device:
-        """``cpu``."""
-        return torch.device("cpu")
-
-    @property
     def budget_bytes(self) -> int:
-        """What live tensors may hold."""
+        """Bytes that live tensors may hold."""
         return self._budget_bytes
 
+    @property
+    def allocator_config(self) -> None:
+        """None: freed memory goes back to the C library."""
+
     def new_allocator(self) -> CountingAllocator:
-        """An empty allocator with the budget, to replay in."""
+        """Return an empty allocator limited to the budget."""
         return CountingAllocator(self._budget_bytes)
 
     def describe(self) -> DeviceRecord:
-        """Name, total and budget; what others hold shows in what is available."""
+        """Return name, total and budget. Memory of other processes is missing from what is available."""
         total = self._memory.total_bytes
         return DeviceRecord(
             kind=self.kind,
@@ -98,72 +95,60 @@ class CpuDevice:
             total_bytes=self._budget_bytes if total is None else total,
             budget_bytes=self._budget_bytes,
             budget_source=self._budget_source,
-            notes=["the budget is for tensors; the interpreter and what it loaded come on top"],
+            notes=["the budget is for tensors: the interpreter and its libraries need memory besides"],
         )
 
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
-        """Inside, a step that outgrows the budget raises ``torch.OutOfMemoryError``."""
+        """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
         with StorageMeter(self.new_allocator(), text=refusal_text) as tracker:
             yield tracker
 
     @contextmanager
     def training(self) -> Iterator[Meter]:
-        """Count nothing: full speed."""
+        """Count nothing within the block."""
         yield SilentMeter()
 
     def why_not_expandable(self) -> str | None:
-        """Memory of the host is not kept in segments."""
-        return "only the allocator of a card keeps segments"
+        """Return that host memory has no segments."""
+        return "only the allocator of a GPU keeps segments"
 
     def expandable(self) -> CpuDevice:
-        """This device: there is nothing to change."""
+        """Return this device: there is nothing to change."""
         return self
 
     def refuses(self, stats: MemoryStats) -> str | None:
-        """Nothing: a step that got through the ledger fits."""
+        """Return None: every step that ran was counted and fits."""
         return None
 
     def release(self) -> None:
-        """Collect the garbage that still holds tensors; nothing is cached besides."""
+        """Collect garbage that still holds tensors; nothing is cached."""
         gc.collect()
-
-    def synchronize(self) -> None:
-        """Do nothing: operators on the processor are done when they return."""
 
 
 def refusal_text(error: BudgetExceeded) -> str:
-    """Say what was asked, what is held, and the budget."""
+    """Return the message of a refusal: the request, the live tensors and the budget."""
     return (
-        f"CPU out of memory: {format_bytes(error.attempted)} asked for, {format_bytes(error.free)} free: "
+        f"CPU out of memory: {format_bytes(error.attempted)} requested, {format_bytes(error.free)} free: "
         f"tensors hold {format_bytes(error.allocated)} of the memory budget of {format_bytes(error.limit)}"
     )
 
 
 def _budget(asked: str | int | None, memory: HostMemory) -> tuple[int, str]:
     total, available = memory.total_bytes, memory.available_bytes
-    if asked is not None:
-        if total is None:
-            if "%" in str(asked):
-                raise InputError(
-                    f"memory_budget={asked!r} is a share, but {memory.source}: write a size such as 6GiB"
-                )
-            return parse_budget(asked, whole_bytes=0), f"as asked: {asked}"
-        budget = parse_budget(asked, whole_bytes=total)
-        if budget > total:
-            raise InputError(
-                f"the memory budget is {format_bytes(budget)} ({asked}), and this machine has "
-                f"{format_bytes(total)} ({total} bytes): ask for no more than that"
-            )
-        return budget, f"as asked: {asked}"
-    if total is None or available is None:
-        raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
-    headroom = max(round(total * HEADROOM_SHARE), HEADROOM_LEAST_BYTES)
-    if available <= headroom:
-        raise DoesNotFitError(
-            f"{format_bytes(available)} of memory are available ({memory.source}), not more than the headroom"
-            f" of {format_bytes(headroom)}: end what else runs, or set --memory-budget, which takes none off"
+    if total is None and "%" in str(asked):
+        raise InputError(
+            f"memory_budget={asked!r} is a share, but {memory.source}: write a size such as 6GiB"
         )
-    return available - headroom, (
-        f"{format_bytes(available)} available ({memory.source}) less a headroom of {format_bytes(headroom)}"
+    if total is None and asked is not None:
+        return parse_budget(asked, whole_bytes=0), f"as asked: {asked}"
+    if asked is None and (total is None or available is None):
+        raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
+    assert total is not None
+    return resolve_budget(
+        asked,
+        total_bytes=total,
+        available=[(available or 0, f"available ({memory.source})")],
+        headroom_share=HEADROOM_SHARE,
+        owner="this machine",
     )

@@ -1,8 +1,8 @@
-"""What memory the host offers this process: the lower of the machine's and its control groups' figures.
+"""Host memory that this process may use: the lower of the machine's and its control groups' figures.
 
 Control groups: docs.kernel.org/admin-guide/cgroup-v2.html (``memory.max``, ``memory.current``) and
-cgroup-v1/memory.html (``memory.limit_in_bytes``, ``memory.usage_in_bytes``). Their usage counts the page
-cache; the part that the kernel takes back without harm (``inactive_file``) is available all the same.
+cgroup-v1/memory.html (``memory.limit_in_bytes``, ``memory.usage_in_bytes``). Their usage includes the page
+cache, of which the kernel can reclaim ``inactive_file``: that part counts as available.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 
 class HostMemory(NamedTuple):
-    """Memory in bytes; ``None`` where the system does not tell."""
+    """Memory in bytes; None if the system does not report it."""
 
     total_bytes: int | None
     available_bytes: int | None
     source: str
-    """Where the figures are from, in words."""
+    """Source of the figures, in words."""
 
 
 class _Files(NamedTuple):
@@ -36,17 +36,17 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def host_memory(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
-    """Read what this process may use.
+    """Read the memory that this process may use.
 
     Args:
-        proc: where the kernel tells of the machine and of this process.
-        cgroups: where the control groups are mounted.
+        proc: Mount point of procfs.
+        cgroups: Mount point of the control groups.
     """
     best = _machine(proc)
     for folder, files in _groups(proc, cgroups):
         limit = _number(folder / files.limit)
         usage = _number(folder / files.usage)
-        # Version 1 writes "no limit" as a number over anything that exists.
+        # Version 1 writes "no limit" as a number beyond any memory.
         if limit is None or usage is None or (best.total_bytes is not None and limit >= best.total_bytes):
             continue
         available = max(0, limit - usage + _field(folder / "memory.stat", files.reclaimable))
@@ -57,7 +57,7 @@ def host_memory(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgr
 
 
 def cpu_name(*, proc: Path = Path("/proc")) -> str:
-    """Model of the processor."""
+    """Return the model of the processor."""
     for line in _lines(proc / "cpuinfo"):
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():
@@ -73,12 +73,12 @@ def _machine(proc: Path) -> HostMemory:
     page = _system("SC_PAGE_SIZE")
     pages, free = _system("SC_PHYS_PAGES"), _system("SC_AVPHYS_PAGES")
     if page is None or pages is None:
-        return HostMemory(None, None, "this system does not tell its memory")
+        return HostMemory(None, None, "this system does not report its memory")
     return HostMemory(page * pages, None if free is None else page * free, "sysconf")
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
-    """The memory control groups of this process, its own first: each above it may have a lower limit."""
+    """Yield the memory control groups of this process, its own first: a parent may have a lower limit."""
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
         if controllers == "":
@@ -88,7 +88,7 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
         else:
             continue
         folder = root / path.strip().lstrip("/")
-        # In a container the path may be the host's, with the group itself mounted as the root.
+        # In a container the path may be the host's, with the group mounted as the root.
         while folder != root and root in folder.parents:
             yield folder, files
             folder = folder.parent
@@ -116,7 +116,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int:
-    """The number behind a name, 0 where there is none."""
+    """Return the number after a name; 0 if there is none."""
     for line in _lines(path):
         words = line.split()
         if len(words) >= 2 and words[0] == name and words[1].isdigit():

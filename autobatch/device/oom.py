@@ -1,9 +1,8 @@
-"""The one classifier of out-of-memory errors: type first, text second, over the chain of causes.
+"""The only classifier of out-of-memory errors: first by type, then by text, over the chain of causes.
 
-Nothing else in the house reads the text of an error to learn whether memory ran out. The texts stand in one
-table, each with where it was seen. Text counts only on the exception types that torch, CUDA and Triton raise,
-and only in wordings that are theirs: a user's own "out of memory slots" is a bug of theirs, not a batch that
-is too big.
+All known texts are in one table, each with its source. Text counts only on exception types that torch, CUDA
+and Triton raise, and only in their own wording: a user's "out of memory slots" is a bug in their code, not a
+batch that is too large.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class Verdict(enum.Enum):
-    """What an error says about memory."""
+    """The meaning of an error for memory."""
 
     DEVICE = "device"
-    """Out of memory on the device; a smaller micro-batch can go on in this process."""
+    """Out of memory on the device. A smaller micro-batch can run in this process."""
     HOST = "host"
-    """Out of memory on the host; a smaller micro-batch can go on in this process."""
+    """Out of memory on the host. A smaller micro-batch can run in this process."""
     FATAL = "fatal"
-    """Out of memory, and the context or the communicator is not to be trusted: this process must end."""
+    """Out of memory, with a context or communicator in an unknown state: this process must end."""
     SUSPECT = "suspect"
-    """Seen under memory pressure, and for real bugs too: try smaller once, then raise this very error."""
+    """Seen under memory pressure and for real bugs: try a smaller size once, then raise this error."""
     NONE = "none"
     """Not about memory."""
 
@@ -40,63 +39,63 @@ class Verdict(enum.Enum):
 class _Pattern(NamedTuple):
     verdict: Verdict
     text: str
-    """A regular expression, searched for in the whole message: DataLoader and DataParallel put the text of
-    a worker's error behind a heading of their own."""
+    """Regular expression for the whole message: DataLoader and DataParallel put a heading before the text of
+    a worker's error."""
 
 
 _PATTERNS = (
-    # Driver-level: cudaMalloc outside of the caching allocator failed; AcceleratorError on recent torch.
+    # Driver level: cudaMalloc failed outside the caching allocator. AcceleratorError on recent torch.
     _Pattern(Verdict.FATAL, r"\b(?:CUDA|HIP)(?: driver)? error: out of memory(?![ \t]*\w)"),
     _Pattern(
         Verdict.FATAL, r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b"
     ),
-    # Level Zero, under the XPU allocator: the XPU's counterpart of the driver-level error.
+    # Level Zero, below the XPU allocator: the same for XPUs.
     _Pattern(Verdict.FATAL, r"\bUR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
     # NCCL allocates past torch's cache and poisons the communicator: nccl#1235, slime#1086, returnn#1626.
     _Pattern(Verdict.FATAL, r"\bFailed to CUDA (?:host )?(?:m|c)?alloc\b"),
     _Pattern(Verdict.FATAL, r"\bCuda failure (?:\d+ )?'out of memory'"),
-    # The caching allocators' own text, where the type was lost on the way (workers, wrapped errors).
+    # The caching allocators' own text, if the type was lost (workers, wrapped errors).
     _Pattern(Verdict.DEVICE, r"\b(?:CUDA|HIP|XPU) out of memory\. Tried to allocate\b"),
     _Pattern(Verdict.DEVICE, r"\bMPS backend out of memory\b"),
-    # backend:cudaMallocAsync words it differently (ComfyUI threads are full of it).
+    # backend:cudaMallocAsync has another text (many reports of ComfyUI).
     _Pattern(Verdict.DEVICE, r"\bAllocation on device \d+ would exceed allowed memory\b"),
-    # On MIG slices and Jetson the allocator's report asks NVML and dies of that: pytorch#112377, #122068,
+    # On MIG slices and Jetson the allocator's report calls NVML and fails there: pytorch#112377, #122068,
     # #185240, #197312.
     _Pattern(Verdict.DEVICE, r"\bNVML_SUCCESS == \S.{0,80} INTERNAL ASSERT FAILED\b"),
     _Pattern(
         Verdict.DEVICE,
-        # Handles and workspaces that the libraries allocate themselves: deepmd-kit#5443 and the like.
+        # Handles and workspaces that libraries allocate themselves: deepmd-kit#5443, for example.
         r"\b(?:CU|HIP)(?:BLAS|SOLVER|SPARSE|DNN)_STATUS_ALLOC_FAILED\b|\b(?:CU|HIP)FFT_ALLOC_FAILED\b"
         r"|\bCUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED\b|\bmiopenStatusAllocFailed\b",
     ),
     _Pattern(Verdict.DEVICE, r"\bTriton Error \[(?:CUDA|HIP|XPU)\]:.{0,40}\bout of memory(?![ \t]*\w)"),
-    # alloc_cpu.cpp: the first on POSIX, the second on Windows; then c10's and libstdc++'s plain ones.
+    # alloc_cpu.cpp: the first on POSIX, the second on Windows. Then c10's and libstdc++'s plain texts.
     _Pattern(Verdict.HOST, r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)\b"),
     _Pattern(Verdict.HOST, r"\A(?:std::bad_alloc|bad allocation)\Z"),
     _Pattern(Verdict.HOST, r"\bCUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED\b"),
     _Pattern(Verdict.HOST, r"\bunable to mmap \d+ bytes from file .*Cannot allocate memory"),
-    _Pattern(Verdict.HOST, r"\bcan't start new thread\b"),  # CPython: no memory for one more stack
-    # Handles made when the card is full, or with a broken installation.
+    _Pattern(Verdict.HOST, r"\bcan't start new thread\b"),  # CPython: no memory for another stack
+    # Handles created on a full GPU, or with a broken installation.
     _Pattern(Verdict.SUSPECT, r"\b(?:CUBLAS|HIPBLAS|CUDNN)_STATUS_NOT_INITIALIZED\b"),
-    # No plan fits in the workspace that is left, or none exists for this shape at all: pytorch#108645.
+    # No plan fits in the remaining memory, or none exists for this shape: pytorch#108645.
     _Pattern(Verdict.SUSPECT, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR)\b"),
     _Pattern(Verdict.SUSPECT, r"\bunable to find an engine to execute this computation\b"),
-    # oneDNN under an address-space limit; "… primitive descriptor" is a shape that it does not know.
+    # oneDNN under an address-space limit. "… primitive descriptor" is an unsupported shape.
     _Pattern(Verdict.SUSPECT, r"\bcould not create a primitive\b(?! descriptor)"),
-    # SIGKILL is the kernel's OOM killer or anybody's kill -9, SIGBUS a full /dev/shm or a broken file: the
-    # text cannot tell. Other signals (segmentation fault, abort) are bugs.
+    # SIGKILL is the kernel's OOM killer or a kill -9, SIGBUS a full /dev/shm or a broken file: the text does
+    # not show which. Other signals (segmentation fault, abort) are bugs.
     _Pattern(Verdict.SUSPECT, r"\bDataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Bus error)"),
 )
 
 
-# After these the context answers nothing any more, whatever else stands in the chain.
+# After these the context is unusable, whatever else is in the chain.
 _DEAD_CONTEXT = re.compile(
     r"\b(?:CUDA|HIP)(?: driver)? error: (?:an illegal memory access|device-side assert|misaligned address"
     r"|unspecified launch failure|an illegal instruction)"
 )
 
 
-# Of several verdicts in a chain the first of these counts.
+# The first of these in a chain counts.
 _BY_WEIGHT = (Verdict.FATAL, Verdict.DEVICE, Verdict.HOST, Verdict.SUSPECT)
 
 
@@ -110,11 +109,11 @@ _LINE_WIDTH = 240
 
 
 def classify(error: BaseException) -> Verdict:
-    """Say what an error and its causes mean for memory.
+    """Return the meaning of an error and its causes for memory.
 
-    The chain is walked as a traceback would print it (``__cause__``, else ``__context__`` unless
-    suppressed). An `AutobatchError` is `Verdict.NONE` and ends the walk: it was raised on purpose, and has
-    its own meaning. So does what is no `Exception`: a Ctrl-C while memory runs out is a Ctrl-C.
+    The chain is walked like a traceback (``__cause__``, else ``__context__`` unless suppressed). An
+    `AutobatchError` is `Verdict.NONE` and ends the walk: it was raised on purpose, with its own meaning. The
+    same holds for anything but an `Exception`: a Ctrl-C while memory runs out is a Ctrl-C.
     """
     found = set()
     for link in _chain(error):
@@ -125,15 +124,15 @@ def classify(error: BaseException) -> Verdict:
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether memory ran out for certain: on the device, on the host, or beyond repair in this process."""
+    """Return whether memory ran out for certain: on the device, on the host, or fatally."""
     return classify(error) in (Verdict.DEVICE, Verdict.HOST, Verdict.FATAL)
 
 
 def first_line(error: BaseException) -> str:
-    """Put an error in one line for people, at most 240 characters.
+    """Return an error in one line of at most 240 characters.
 
-    Of a chain it shows the link that made it an out-of-memory error, else the error itself; with the type's
-    name in front unless the text is torch's own.
+    In a chain it is the link that made it an out-of-memory error, else the error itself. The name of its type
+    precedes the text, except for a `RuntimeError` and an `AutobatchError`.
     """
     verdict = classify(error)
     link = error
@@ -174,12 +173,12 @@ def _classify_one(error: BaseException) -> Verdict:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """Whether torch, CUDA or Triton may have raised it; Triton's own classes are no RuntimeErrors."""
+    """Return whether torch, CUDA or Triton may have raised it; Triton's classes are not RuntimeErrors."""
     return isinstance(error, RuntimeError) or type(error).__module__.partition(".")[0] == "triton"
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a user's __str__ may be broken, and that must not hide the error itself
+    except Exception:  # a user's __str__ may be broken, which must not hide the error itself
         return ""

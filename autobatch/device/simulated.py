@@ -1,9 +1,8 @@
-"""A card that is not here: real CPU tensors through the model of CUDA's caching allocator, with that card's
-budget.
+"""A simulated GPU: real CPU tensors in a model of CUDA's caching allocator, with the budget of that GPU.
 
-Out-of-memory errors, recovery and fragmentation can be exercised with no card. The limit is always on, in
-training as well. What is not simulated: the card's operators. Kernels, autocast lists and workspaces are the
-CPU's, so a micro-batch found here is not the card's (`autobatch.footprint.predict` is for that).
+Out-of-memory errors, recovery and fragmentation run without a GPU. The limit is always enforced, in training
+as well. Operators are not simulated: kernels, autocast lists and workspaces are the CPU's, so a micro-batch
+found here is not the GPU's (`autobatch.footprint.predict` is for that).
 """
 
 from __future__ import annotations
@@ -13,100 +12,62 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
-import torch
-
-from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import DeviceRecord
-from autobatch.core.units import MiB, format_bytes, parse_budget
+from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import BudgetExceeded, MemoryStats, cuda_oom_text
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Meter
-
-HEADROOM_SHARE = 0.05
-
-
-HEADROOM_LEAST_BYTES = 512 * MiB
-"""Left free where no budget is given, as on a card that is here: the larger of a share of it, and this."""
-
+from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
+from autobatch.device.cpu_operators import CpuOperators
+from autobatch.device.hardware_profile import HardwareProfile
 
 USUAL_CONTEXT_BYTES = 512 * MiB
-"""For a card whose context was never seen: between 0.1 and 0.7 GiB in CUDA's out-of-memory texts."""
+"""CUDA context of a GPU without a figure: CUDA's out-of-memory texts show between 0.1 and 0.7 GiB."""
 
 
-class Gpu(Protocol):
-    """What is needed of a hardware profile."""
-
-    @property
-    def name(self) -> str:
-        """What the profile is called."""
-
-    @property
-    def title(self) -> str:
-        """What the card is called."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory as torch sees it."""
-
-    @property
-    def context_bytes(self) -> int | None:
-        """Held by the CUDA context; ``None``: not known."""
-
-
-def simulated_budget(profile: Gpu, memory_budget: str | int | None = None) -> tuple[int, str]:
-    """What the allocator may hold on a card with nobody else on it, in bytes, and how that came about.
+def simulated_budget(profile: HardwareProfile, memory_budget: str | int | None = None) -> tuple[int, str]:
+    """Return the bytes that the allocator may hold on a GPU without other processes, and the reason in words.
 
     Raises:
-        InputError: the budget is no size, or over the card's memory.
-        DoesNotFitError: the card is smaller than its context and the headroom.
+        InputError: The budget is no size, or exceeds the memory of the GPU.
+        DoesNotFitError: The GPU is smaller than its CUDA context and the headroom.
     """
-    total = profile.total_bytes
-    if memory_budget is not None:
-        budget = parse_budget(memory_budget, whole_bytes=total)
-        if budget > total:
-            raise InputError(
-                f"the memory budget is {format_bytes(budget)} ({memory_budget}), and {profile.title} has "
-                f"{format_bytes(total)} ({total} bytes): ask for no more than that"
-            )
-        return budget, f"as asked: {memory_budget}"
-    context = context_bytes(profile)
-    headroom = max(int(total * HEADROOM_SHARE), HEADROOM_LEAST_BYTES)
-    if total <= context + headroom:
-        raise DoesNotFitError(
-            f"{profile.title} has {format_bytes(total)}, not more than a context of {format_bytes(context)}"
-            f" and a headroom of {format_bytes(headroom)}: set --memory-budget, which takes neither off"
-        )
-    return total - context - headroom, (
-        f"{format_bytes(total)} in all less a context of {format_bytes(context)} and a headroom of "
-        f"{format_bytes(headroom)}"
+    return resolve_budget(
+        memory_budget,
+        total_bytes=profile.total_bytes,
+        available=[(profile.total_bytes, "in total"), (-context_bytes(profile), "CUDA context")],
+        headroom_share=GPU_HEADROOM_SHARE,
+        owner=profile.title,
     )
 
 
-def context_bytes(profile: Gpu) -> int:
-    """What the CUDA context takes of a card."""
+def context_bytes(profile: HardwareProfile) -> int:
+    """Return the memory that the CUDA context takes on a GPU."""
     return USUAL_CONTEXT_BYTES if profile.context_bytes is None else profile.context_bytes
 
 
-class SimulatedDevice:
-    """A card of a hardware profile, simulated on the CPU.
+class SimulatedDevice(CpuOperators):
+    """The GPU of a hardware profile, simulated on the CPU.
 
     Args:
-        profile: the card.
-        memory_budget: taken at its word: a size, or a share of the card. ``None``: all of it, less the
-        context
-            and a headroom.
-        expandable_segments: how the allocator grows (``expandable_segments:True``); no environment is read.
+        profile: The GPU.
+        memory_budget: Taken literally: a size, or a share of the GPU's memory. None for its memory less its
+            CUDA context and a headroom.
+        expandable_segments: Whether the allocator uses expandable segments. No environment variable is read.
 
     Raises:
-        InputError: the budget is no size, or over the card's memory.
-        DoesNotFitError: the card is smaller than its context and the headroom.
+        InputError: The budget is no size, or exceeds the memory of the GPU.
+        DoesNotFitError: The GPU is smaller than its CUDA context and the headroom.
     """
 
     def __init__(
-        self, profile: Gpu, memory_budget: str | int | None = None, *, expandable_segments: bool = False
+        self,
+        profile: HardwareProfile,
+        memory_budget: str | int | None = None,
+        *,
+        expandable_segments: bool = False,
     ) -> None:
         self._profile = profile
         self._budget_bytes, self._budget_source = simulated_budget(profile, memory_budget)
@@ -119,21 +80,21 @@ class SimulatedDevice:
         return "sim"
 
     @property
-    def torch_device(self) -> torch.device:
-        """``cpu``, where the tensors really are."""
-        return torch.device("cpu")
-
-    @property
     def budget_bytes(self) -> int:
-        """What the allocator may hold: reserved bytes, cached blocks included."""
+        """Bytes the allocator may reserve, cached blocks included."""
         return self._budget_bytes
 
+    @property
+    def allocator_config(self) -> AllocatorConfig:
+        """Settings of the allocator that is simulated."""
+        return self._config
+
     def new_allocator(self) -> CachingAllocator:
-        """An empty allocator with the budget, to replay in."""
+        """Return an empty allocator limited to the budget."""
         return CachingAllocator(self._budget_bytes, self._config)
 
     def describe(self) -> DeviceRecord:
-        """Name, total and budget of the card."""
+        """Return name, total and budget of the GPU."""
         return DeviceRecord(
             kind=self.kind,
             name=f"{self._profile.title} (simulated)",
@@ -141,43 +102,40 @@ class SimulatedDevice:
             budget_bytes=self._budget_bytes,
             budget_source=self._budget_source,
             other_processes_bytes=0,
-            notes=["simulated: CPU tensors in a model of CUDA's caching allocator; no speed is the card's"],
+            notes=["simulated: CPU tensors in a model of CUDA's caching allocator, at the speed of this CPU"],
         )
 
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
-        """Inside, a step that outgrows the budget raises an error; starts from nothing cached."""
+        """Start with an empty cache, and raise ``torch.OutOfMemoryError`` over the budget in the block."""
         with self._tracked(record=True) as tracker:
             yield tracker
 
     @contextmanager
     def training(self) -> Iterator[Meter]:
-        """The same, without a record of the events."""
+        """Enforce the budget within the block, and record no events."""
         with self._tracked(record=False) as tracker:
             yield tracker
 
     def why_not_expandable(self) -> str | None:
-        """Nothing, unless it is so already."""
+        """Return that segments are expandable already, if they are."""
         return "segments are expandable already" if self._config.expandable_segments else None
 
     def expandable(self) -> SimulatedDevice:
-        """The same card with expandable segments."""
+        """Return the same GPU with expandable segments."""
         other = copy.copy(self)
         other._config = replace(self._config, expandable_segments=True)
         return other
 
     def refuses(self, stats: MemoryStats) -> str | None:
-        """Nothing: a step that got through, be it by giving cached segments back, fits."""
+        """Return None: every step that ran fits, retries included."""
         return None
 
     def release(self) -> None:
-        """Collect garbage that still holds tensors; give back what the running session has cached."""
+        """Collect garbage that still holds tensors, and free what the running session has cached."""
         gc.collect()
         if self._session is not None:
             self._session.release()
-
-    def synchronize(self) -> None:
-        """Do nothing: operators on the processor are done when they return."""
 
     def _text(self, error: BudgetExceeded) -> str:
         profile = self._profile

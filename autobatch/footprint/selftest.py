@@ -36,7 +36,7 @@ def self_test() -> str | None:
     """Return the reason why predictions with this torch are wrong, None if they are right."""
     workload = Workload(
         model=_KnownModel,
-        train_data=[0],  # type: ignore[arg-type]
+        train_data=[0],
         loss=lambda model, batch: model(batch).sum(),
         optimizer=lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
         learning_rate=1.0,

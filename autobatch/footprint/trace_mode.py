@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.output_size import Workspaces
+from autobatch.device.allocator.onednn_workspace import Workspaces
 from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.footprint.attention import backward_scratch_bytes

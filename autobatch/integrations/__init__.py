@@ -1,1 +1,1 @@
-"""autobatch for loops that are not its own: yours, and those of other libraries."""
+"""Support for training loops that are not autobatch's: the user's own, and those of other libraries."""

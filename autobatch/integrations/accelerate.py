@@ -1,18 +1,18 @@
-"""A plan in the words of Hugging Face ``accelerate``.
+"""A plan as arguments of Hugging Face ``accelerate``.
 
     adapter = autobatch.integrations.accelerate
     accelerator = Accelerator(**adapter.arguments(plan))
     loader = DataLoader(dataset, batch_size=adapter.batch_size(plan), shuffle=True)
 
-What ``with accelerator.accumulate(model):`` then does not do exactly:
+``with accelerator.accumulate(model):`` is then less exact than autobatch:
 
-- Each micro-batch counts the same, whatever it holds: a mean of means. For a mean over tokens that was off by
-  0.06 to 0.94 of the gradient on ragged data, in float64, unless the counts are gathered by hand.
-- Micro-batches are equal (see `even_split`), and the last one of an epoch may be short and counts like a
+- Each micro-batch has the same weight, whatever it holds: a mean of means. For a mean over tokens of ragged
+  data, the gradient was off by 0.06 to 0.94 (in float64), unless the counts were gathered by hand.
+- Micro-batches are equal (see `even_split`). The last one of an epoch may be short and has the weight of a
   whole one: give ``drop_last=True`` to the loader.
-- The last window of an epoch may have fewer micro-batches and is still divided by all of them: its gradient
-  is too small. ``plan.last_batch`` is not followed.
-- The learning rate is the optimizer's: take ``plan.learning_rate``. Clipping is a call of yours, only where
+- The last batch of an epoch may have fewer micro-batches and is still divided by the full number, so its
+  gradient is too small. ``plan.last_batch`` is ignored.
+- The learning rate belongs to the optimizer: use ``plan.learning_rate``. Clip the gradient yourself, only if
   ``accelerator.sync_gradients``.
 
 `autobatch.batches` has none of these limits.
@@ -27,13 +27,13 @@ from autobatch.planning import even_split
 
 
 def arguments(plan: Plan) -> dict[str, Any]:
-    """Keyword arguments for ``accelerate.Accelerator``.
+    """Return keyword arguments for ``accelerate.Accelerator``.
 
     Args:
-        plan: of `autobatch.plan`; the number of processes must be its ``world_size``.
+        plan: of `autobatch.plan`; its ``world_size`` must be the number of processes.
 
     Raises:
-        InputError: the target batch cannot be shared equally among the ranks.
+        InputError: the target batch does not divide equally among the ranks.
     """
     return {
         "gradient_accumulation_steps": even_split(plan)[1],
@@ -42,9 +42,9 @@ def arguments(plan: Plan) -> dict[str, Any]:
 
 
 def batch_size(plan: Plan) -> int:
-    """What the ``DataLoader`` of one process must be given, in samples (``split_batches`` off).
+    """Return the ``batch_size`` for the ``DataLoader`` of one process, in samples (``split_batches`` off).
 
     Raises:
-        InputError: the target batch cannot be shared equally among the ranks.
+        InputError: the target batch does not divide equally among the ranks.
     """
     return even_split(plan)[0]

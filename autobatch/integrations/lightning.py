@@ -1,18 +1,18 @@
-"""A plan in the words of Lightning.
+"""A plan as arguments of Lightning.
 
     adapter = autobatch.integrations.lightning
     trainer = lightning.Trainer(max_epochs=1, **adapter.arguments(plan))
     loader = DataLoader(dataset, batch_size=adapter.batch_size(plan), shuffle=True)
 
-What its ``Trainer`` then does not do exactly:
+Its ``Trainer`` is then less exact than autobatch:
 
-- Each micro-batch counts the same, whatever it holds: a mean of means. For a mean over tokens that was off by
-  0.06 to 0.94 of the gradient on ragged data, in float64.
-- Micro-batches are equal (see `even_split`), and the last one of an epoch may be short and counts like a
+- Each micro-batch has the same weight, whatever it holds: a mean of means. For a mean over tokens of ragged
+  data, the gradient was off by 0.06 to 0.94 (in float64).
+- Micro-batches are equal (see `even_split`). The last one of an epoch may be short and has the weight of a
   whole one: give ``drop_last=True`` to the loader.
-- The last window of an epoch may have fewer micro-batches and is still divided by all of them: its gradient
-  is too small. ``plan.last_batch`` is not followed.
-- The learning rate is the optimizer's: take ``plan.learning_rate`` in ``configure_optimizers``.
+- The last batch of an epoch may have fewer micro-batches and is still divided by the full number, so its
+  gradient is too small. ``plan.last_batch`` is ignored.
+- The learning rate belongs to the optimizer: use ``plan.learning_rate`` in ``configure_optimizers``.
 
 `autobatch.batches` has none of these limits.
 """
@@ -28,14 +28,14 @@ _PRECISIONS: dict[Precision, str] = {"fp32": "32-true", "bf16": "bf16-mixed", "f
 
 
 def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Any]:
-    """Keyword arguments for ``lightning.Trainer``.
+    """Return keyword arguments for ``lightning.Trainer``.
 
     Args:
-        plan: of `autobatch.plan`; the number of processes must be its ``world_size``.
-        max_grad_norm: clip the gradient of a window to this 2-norm; ``None``: no clipping.
+        plan: of `autobatch.plan`; its ``world_size`` must be the number of processes.
+        max_grad_norm: the 2-norm to clip the gradient of a batch to; None for no clipping.
 
     Raises:
-        InputError: the target batch cannot be shared equally among the ranks.
+        InputError: the target batch does not divide equally among the ranks.
     """
     return {
         "accumulate_grad_batches": even_split(plan)[1],
@@ -46,9 +46,9 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
 
 
 def batch_size(plan: Plan) -> int:
-    """What the ``DataLoader`` of one process must be given, in samples.
+    """Return the ``batch_size`` for the ``DataLoader`` of one process, in samples.
 
     Raises:
-        InputError: the target batch cannot be shared equally among the ranks.
+        InputError: the target batch does not divide equally among the ranks.
     """
     return even_split(plan)[0]

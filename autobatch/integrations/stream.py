@@ -1,6 +1,6 @@
-"""Windows out of a stream: samples one by one, or batches of any size that are cut and joined anew.
+"""Batches cut from a stream of samples, or from a stream of batches of any size.
 
-A window's samples are drawn before its first micro-batch runs: only then is it known whether the window is
+All samples of a batch are drawn before its first micro-batch runs. Only then is it known whether the batch is
 short, and into which sizes it splits.
 """
 
@@ -16,41 +16,41 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Collated
+from autobatch.workload.contract import Collated, kind_of
 from autobatch.workload.order import LastBatch
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
-_ADVICE = "hand over the data set itself, with its collate"
+_ADVICE = "give autobatch.batches the dataset itself, with collate="
 
 
 class Piece(NamedTuple):
-    """Samples ``first`` to ``stop`` of what a stream gave; a sample by itself is a piece of one."""
+    """Samples ``first`` to ``stop`` of an element of a stream; a single sample is a piece of one."""
 
     content: Any
     first: int
     stop: int
 
 
-def cut_epoch(
+def cut_into_batches(
     epoch: Callable[[], Iterable[Piece]], target: int, *, epochs: int | None, last_batch: LastBatch
 ) -> Iterator[list[Piece]]:
-    """Cut a stream into windows.
+    """Cut a stream into batches.
 
     Args:
-        epoch: starts a pass over the data.
-        target: samples a window.
-        epochs: passes; ``None``: without end.
-        last_batch: what becomes of samples that an epoch leaves over.
+        epoch: begins a pass over the data.
+        target: samples per batch.
+        epochs: passes; None for no limit.
+        last_batch: what happens to samples that remain at the end of an epoch.
 
     Yields:
-        The pieces of each window, ``target`` samples together; fewer where the data of a window end.
+        The pieces of each batch, ``target`` samples together, or fewer if the data ends.
 
     Raises:
-        InputError: a pass gives no sample, or too few for any window.
+        InputError: a pass gives no sample, or too few for any batch.
     """
-    window: list[Piece] = []
+    batch: list[Piece] = []
     room = target
     for number in itertools.count() if epochs is None else range(epochs):
         samples = 0
@@ -59,23 +59,23 @@ def cut_epoch(
             samples += stop - first
             while first < stop:
                 end = min(stop, first + room)
-                window.append(Piece(content, first, end))
+                batch.append(Piece(content, first, end))
                 room -= end - first
                 first = end
                 if not room:
-                    yield window
-                    window, room = [], target
+                    yield batch
+                    batch, room = [], target
         _check_epoch(number, samples, target, last_batch)
-        if last_batch == "flush" and window:
-            yield window
+        if last_batch == "flush" and batch:
+            yield batch
         if last_batch != "carry":
-            window, room = [], target
-    if window:
-        yield window
+            batch, room = [], target
+    if batch:
+        yield batch
 
 
 def split(pieces: Iterable[Piece], sizes: Iterable[int]) -> Iterator[list[Piece]]:
-    """Split a window's pieces into micro-batches of these sizes, which sum up to the window's samples."""
+    """Split a batch's pieces into micro-batches of these sizes, whose sum is the batch's samples."""
     queue = iter(pieces)
     rest: Piece | None = None
     for size in sizes:
@@ -90,15 +90,15 @@ def split(pieces: Iterable[Piece], sizes: Iterable[int]) -> Iterator[list[Piece]
 
 
 def samples_of(pieces: Iterable[Piece]) -> int:
-    """How many samples pieces have together."""
+    """Count the samples of all pieces."""
     return sum(piece.stop - piece.first for piece in pieces)
 
 
 def as_piece(batch: Collated) -> Piece:
-    """A whole batch as a piece.
+    """Wrap a whole batch of a loader in a piece.
 
     Raises:
-        InputError: its parts do not agree on the number of samples, or it cannot be cut.
+        InputError: the parts of the batch differ in their number of samples, or a part cannot be cut.
     """
     sizes = sorted(set(_sizes(batch)))
     if len(sizes) != 1:
@@ -107,35 +107,35 @@ def as_piece(batch: Collated) -> Piece:
     return Piece(batch, 0, sizes[0])
 
 
-def rejoin(pieces: Sequence[Piece]) -> Iterator[tuple[Collated, int]]:
-    """Join pieces of batches along dimension 0, with their samples.
+def concatenate_pieces(pieces: Sequence[Piece]) -> Iterator[tuple[Collated, int]]:
+    """Concatenate pieces of batches along dimension 0, and yield each result with its number of samples.
 
-    Batches that are not built alike, padded to different lengths say, are not joined: they follow one
-    another, which changes nothing but the number of micro-batches.
+    Batches that differ in form, for example padded to different lengths, are not concatenated. They follow
+    one another, which changes only the number of micro-batches.
     """
     for _, group in itertools.groupby(pieces, key=lambda piece: _signature(piece.content)):
         parts = list(group)
         cut = [_cut(piece.content, slice(piece.first, piece.stop)) for piece in parts]
-        yield cut[0] if len(cut) == 1 else _joined(cut), samples_of(parts)
+        yield cut[0] if len(cut) == 1 else _concatenated(cut), samples_of(parts)
 
 
 def _check_epoch(number: int, samples: int, target: int, last_batch: LastBatch) -> None:
     if not samples and number:
         raise InputError(
-            f"the data gave no sample in epoch {number + 1}: an iterator runs once, so hand over something "
-            "that can be iterated anew, or ask for fewer windows"
+            f"the data gave no sample in epoch {number + 1}: give data that can be iterated again, which an "
+            "iterator cannot, or ask for fewer steps"
         )
     if not samples:
-        raise InputError("the data gave no sample at all")
+        raise InputError("the data gave no sample: at least 1 is needed")
     if last_batch == "drop" and samples < target:
         raise InputError(
-            f"last_batch='drop' leaves no window: {samples} samples an epoch, a target batch of {target}; "
-            "'carry' or 'flush' keeps them"
+            f"last_batch='drop' leaves no batch, for an epoch has {samples} samples and the target batch is "
+            f"{target}: use 'carry' or 'flush' to keep them"
         )
 
 
 def _signature(value: Any) -> Any:
-    """What must be equal for batches to be joined: all but the number of samples."""
+    """Return what must be equal for batches to be concatenated: all but the number of samples."""
     if isinstance(value, Tensor):
         return value.shape[1:], value.dtype, value.device
     if _is_column(value):
@@ -148,12 +148,12 @@ def _signature(value: Any) -> Any:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether this is a list with a plain value for each sample: names, say."""
+    """Check for a list with a plain value per sample, for example names."""
     return type(value) in (list, tuple) and bool(value) and all(isinstance(one, _PLAIN) for one in value)
 
 
 def _sizes(value: Any) -> Iterator[int]:
-    """How many samples each part of a batch has."""
+    """Yield the number of samples of each part of a batch."""
     if _is_column(value) or (isinstance(value, Tensor) and value.dim()):
         yield len(value)
     elif isinstance(value, Mapping):
@@ -163,8 +163,8 @@ def _sizes(value: Any) -> Iterator[int]:
         for one in value:
             yield from _sizes(one)
     elif not isinstance(value, _PLAIN):
-        kind = "0-d tensor" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"a {kind} in a batch of the loader cannot be cut into micro-batches: {_ADVICE}")
+        kind = "a 0-d tensor" if isinstance(value, Tensor) else kind_of(value)
+        raise InputError(f"{kind} in a batch of the loader cannot be cut into micro-batches: {_ADVICE}")
 
 
 def _cut(value: Any, part: slice) -> Any:
@@ -173,13 +173,13 @@ def _cut(value: Any, part: slice) -> Any:
     return _rebuilt(value, [_cut(one, part) for one in _children(value)])
 
 
-def _joined(values: list[Any]) -> Any:
+def _concatenated(values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
         return torch.cat(values)
     if _is_column(first):
         return type(first)(itertools.chain.from_iterable(values))
-    return _rebuilt(first, [_joined(list(same)) for same in zip(*map(_children, values), strict=True)])
+    return _rebuilt(first, [_concatenated(list(same)) for same in zip(*map(_children, values), strict=True)])
 
 
 def _children(value: Any) -> list[Any]:
@@ -189,7 +189,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _rebuilt(value: Any, children: list[Any]) -> Any:
-    """The same container with other children; a plain value stays what it is."""
+    """Return the same container with other children; a plain value is returned unchanged."""
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)
         for key, child in zip(value, children, strict=True):

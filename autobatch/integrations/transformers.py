@@ -1,14 +1,14 @@
-"""A plan in the words of Hugging Face ``transformers``.
+"""A plan as arguments of Hugging Face ``transformers``.
 
     args = TrainingArguments(output_dir="out", **autobatch.integrations.transformers.arguments(plan))
 
-What its ``Trainer`` then does not do exactly:
+Its ``Trainer`` is then less exact than autobatch:
 
-- A loss that is a mean over tokens is weighted by the tokens of the whole window only for models that take
-  ``num_items_in_batch``; for others, and for a ``compute_loss`` that ignores it, each micro-batch counts the
-  same, whatever it holds: a mean of means.
+- A mean over tokens is weighted by the tokens of the whole batch only if the model takes
+  ``num_items_in_batch``. For other models, and for a ``compute_loss`` that ignores it, each micro-batch has
+  the same weight, whatever it holds: a mean of means.
 - Micro-batches are equal (see `even_split`), and the last one of an epoch may be short.
-- The last window of an epoch is short (``flush``), never carried over; ``plan.last_batch`` is not followed.
+- The last batch of an epoch is short (``flush``) and is never carried over. ``plan.last_batch`` is ignored.
 
 `autobatch.batches` has none of these limits.
 """
@@ -22,18 +22,18 @@ from autobatch.planning import even_split
 
 
 def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Any]:
-    """Keyword arguments for ``transformers.TrainingArguments``.
+    """Return keyword arguments for ``transformers.TrainingArguments``.
 
     Args:
-        plan: of `autobatch.plan`; the number of processes must be its ``world_size``.
-        max_grad_norm: clip the gradient of a window to this 2-norm; ``None``: no clipping, as in autobatch,
-            where ``TrainingArguments`` by itself clips at 1.
+        plan: of `autobatch.plan`; its ``world_size`` must be the number of processes.
+        max_grad_norm: the 2-norm to clip the gradient of a batch to; None for no clipping, as in autobatch.
+            (The default of ``TrainingArguments`` clips at 1.)
 
     Returns:
-        Sizes in samples a device, the learning rate, and the precision.
+        Sizes in samples per device, the learning rate, and the precision.
 
     Raises:
-        InputError: the target batch cannot be shared equally among the ranks.
+        InputError: the target batch does not divide equally among the ranks.
     """
     micro_batch, steps = even_split(plan)
     return {

@@ -61,7 +61,7 @@ class TrainSetup:
     """Decay of the weights' average; ``None``: none is kept."""
     knobs: Mapping[str, Value] = field(default_factory=dict)
     """What the tuner chose, by the knob's name."""
-    window: int | None = None
+    whole_batch: int | None = None
     """Samples of an optimizer step, where the loss sees all of them (`WholeBatchLoss`) and they are known."""
     clock: Callable[[], float] = time.perf_counter
 
@@ -134,11 +134,11 @@ def _session(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Outco
     )
 
 
-def attempt_at(setup: TrainSetup, micro_batch: int, level: float | None) -> Outcome:
-    """An attempt on the worst_case of the samples that cost no more than ``level``; of all, for ``None``."""
-    if level is None:
+def attempt_at(setup: TrainSetup, micro_batch: int, max_size: float | None) -> Outcome:
+    """Make an attempt on the costliest samples of at most ``max_size``; None for no limit."""
+    if max_size is None:
         return attempt(setup, micro_batch)
-    return attempt(replace(setup, worst_case=setup.worst_case.limited_to(level)), micro_batch)
+    return attempt(replace(setup, worst_case=setup.worst_case.limited_to(max_size)), micro_batch)
 
 
 def train_on_copies(
@@ -159,7 +159,7 @@ def train_on_copies(
             start = setup.clock()
             worst_case = ((setup.worst_case.batch(micro_batch), micro_batch) for _ in range(count))
             batches = batches_of(setup, meter, worst_case)
-            samples = batch_samples(setup.window, micro_batch, count)
+            samples = batch_samples(setup.whole_batch, micro_batch, count)
             result = train_step(train_state, batches, samples, mark=mark)
             if number == 0:
                 _check_first(result, micro_batch, scaled=train_state.scaler is not None)

@@ -1,8 +1,9 @@
-"""Attempts in a child process: what a probe breaks, it breaks there.
+"""The process in which a workload is tried: a child that may break without harm, or this one.
 
-The search stays here and asks the child for one attempt at a time. A child that is killed while the host runs
-out of memory is an answer (that size does not fit, and a new child serves the next one); a child that crashes
-or hangs is a clear error with what it wrote.
+Whatever tries a workload (an attempt, a trial, a short run) is a function of a `Session`, that is, of an open
+setup and of what earlier calls left there. `ChildProcess` calls such functions in one child, so that the
+workload is opened once however many parts of a run try it. A child that is killed while the host runs out of
+memory is an answer; a child that crashes or hangs is a clear error that quotes what it wrote.
 """
 
 from __future__ import annotations
@@ -16,92 +17,141 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, Self
-
-import msgspec
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
 
 from autobatch.core.errors import AutobatchError
-from autobatch.core.options import Options
-from autobatch.core.records import Attempt, Remedy
-from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Program
-from autobatch.probing.attempt import Outcome, TrainSetup, attempt_at
-from autobatch.probing.limits import other_order, remedies_of, trace_footprint, traced_peak
-from autobatch.probing.setup import SetupInfo, describe_setup, find_workload, open_setup
+from autobatch.probing.attempt import TrainSetup
+from autobatch.probing.setup import SetupInfo, SetupSettings, describe_setup, find_workload, open_setup
 from autobatch.workload.contract import Workload
 from autobatch.workload.user_code import to_picklable
 
-PRIOR = "prior"
-
-
-OTHER_ORDER = "other order"
-
-
-TRACED = "traced peak"
-
-
-OTHERS = "others"
-"""Asks the child for a prediction instead of an attempt."""
-
-
-REMEDIES = "remedies"
-"""Asks it for what would help."""
-
-
 ANSWER_SECONDS = 600.0
-"""How long one attempt may take before the child counts as hung."""
-
-
+"""Time that one call may take before the child counts as hung."""
 PATIENCE_SECONDS = 2.0
-"""How long a child that is no longer needed may take to leave by itself."""
-
-
+"""Time that a child that is no longer needed may take to leave."""
 TAIL_LINES = 5
-"""Lines of what a child wrote that its epitaph quotes."""
-
-
+"""Lines of the child's output that a crash message quotes."""
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
-"""Where Linux counts such kills: of a container's control group (version 2), and of the whole machine."""
+"""Files in which Linux counts OOM kills: of a container's control group (version 2), and of the machine."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-Answers = Callable[[TrainSetup, Options], Callable[[Any], Any]]
+@dataclass
+class Session:
+    """An open setup, and what calls keep there for later calls."""
+
+    setup: TrainSetup
+    _kept: dict[type, Any] = field(default_factory=dict)
+
+    def keep(self, kind: type[T], make: Callable[[], T]) -> T:
+        """Return the one object of a kind, made by the first call that asks."""
+        if kind not in self._kept:
+            self._kept[kind] = make()
+        return cast(T, self._kept[kind])
+
+    def replace(self, kind: type[T], value: T) -> T:
+        """Keep another object of a kind."""
+        self._kept[kind] = value
+        return value
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the object of a kind, None if no call made one."""
+        return self._kept.get(kind)
 
 
-class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - what became of it, not what went wrong
-    """A child process crashed or hung; the message says how, and what it wrote."""
-
-
-class ProbeChild:
-    """A process that makes attempts on a workload.
+class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - names what happened, as ProcessLookupError does
+    """The child process crashed or hung; the message says how, and quotes what it wrote.
 
     Args:
-        reference: the workload, as ``module:function`` or ``path.py:function``; ``None``: the demo.
-        options: what the bench is opened with.
-        answers: makes of a bench what answers, in the child; a function of a module.
-        answer_seconds: how long the child may take for one answer.
+        message: one line.
+        out_of_memory: whether the host killed it for want of memory.
+    """
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+
+class SetupProcess(Protocol):
+    """A process that holds an open setup and calls functions of it."""
+
+    @property
+    def info(self) -> SetupInfo:
+        """Description of the setup."""
+
+    def call(
+        self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
+    ) -> T:
+        """Call a function of the session there.
+
+        Args:
+            act: what the function does, for messages ("a trial").
+            function: a function of a module; in a child, its arguments and its result are pickled.
+            args: its arguments after the session.
+            more: its keyword arguments.
+
+        Raises:
+            ChildCrashed: the child crashed, or gave no answer in time; `restart` starts another.
+            AutobatchError: an error that the function raised; in a child, other errors become one of these.
+        """
+
+    def restart(self) -> None:
+        """Replace a child that crashed by a new one."""
+
+
+class ThisProcess:
+    """A setup that is open in this process.
+
+    Args:
+        setup: the setup.
+    """
+
+    def __init__(self, setup: TrainSetup) -> None:
+        self.setup = setup
+        self.info = describe_setup(setup)
+        self._session = Session(setup)
+
+    def call(
+        self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
+    ) -> T:
+        """Call a function of the session here; see `SetupProcess`."""
+        del act
+        return function(self._session, *args, **more)
+
+    def restart(self) -> None:
+        """Do nothing: there is no child."""
+
+
+class ChildProcess:
+    """A setup that is open in a child process.
+
+    Args:
+        reference: the workload as ``module:function`` or ``path.py:function``; None for the demo.
+        settings: how the setup is opened.
+        answer_seconds: time that one call may take.
         oom_kills: reads how many processes the host has killed for want of memory.
     """
 
     def __init__(
         self,
         reference: str | None,
-        options: Options,
+        settings: SetupSettings,
         *,
-        answers: Answers | None = None,
         answer_seconds: float = ANSWER_SECONDS,
         oom_kills: Callable[[], int] | None = None,
     ) -> None:
         self._reference = reference
-        self._options = options
-        self._answers = answers or probe_answers
+        self._settings = settings
         self._answer_seconds = answer_seconds
         self._oom_kills = oom_kills or count_oom_kills
-        self.facts: SetupInfo
-        self.step: Footprint | None = None
+        self._calls = 0
+        self.info: SetupInfo
 
     def __enter__(self) -> Self:
         try:
@@ -112,99 +162,27 @@ class ProbeChild:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # Nobody waits for the end of an attempt after Ctrl-C.
+        # Nobody waits for the end of a call after Ctrl-C.
         self.close(patience=PATIENCE_SECONDS if kind is None else 0.0)
 
     def close(self, *, patience: float = PATIENCE_SECONDS) -> None:
-        """End the child, and forget what it wrote."""
+        """End the child, and delete what it wrote."""
         self._stop(patience=patience)
         self._log.close()
 
-    def run(self, micro_batch: int, level: float | None = None) -> Outcome:
-        """Make one attempt in the child; see `autobatch.probing.attempt.attempt_at`.
-
-        Raises:
-            InputError: the workload raised in the child.
-            AutobatchError: the child crashed or hung.
-        """
+    def call(
+        self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
+    ) -> T:
+        """Call a function of the session in the child; see `SetupProcess`."""
         kills = self._oom_kills()
-        started = time.perf_counter()
+        self._calls += 1
         try:
-            self._connection.send((micro_batch, level))
-            outcome: Outcome = self._receive(f"an attempt at a micro-batch of {micro_batch}")
+            self._connection.send((self._calls, function, args, more))
+            return cast(T, self._receive(act))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             code = self._stop()
-            if code == -signal.SIGKILL and self._oom_kills() > kills:
-                self._log.close()
-                self._start()
-                return Outcome(_killed(micro_batch, time.perf_counter() - started), None)
-            raise AutobatchError(self._crash_message(code, f"at a micro-batch of {micro_batch}")) from None
-        return outcome
-
-    def trace_footprint(self) -> Footprint | None:
-        """What is predicted before anything runs; a child that tracing has crashed is replaced.
-
-        Raises:
-            AutobatchError: the child hung.
-        """
-        try:
-            self._connection.send(PRIOR)
-            self.step = self._receive("predicting the footprint")
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            self.close()
-            self._start()
-            return None
-        return self.step
-
-    def other_order(self) -> Program | None:
-        """What is predicted of the second look of an attempt; see `autobatch.probing.limits.other_order`."""
-        found: Program | None = self._ask_or_none(OTHER_ORDER, "predicting the footprint")
-        return found
-
-    def others_bytes(self) -> int | None:
-        """What other processes hold on the card now; ``None`` where that cannot be read."""
-        if self.facts.device.other_processes_bytes is None:
-            return None
-        found: int | None = self._ask_or_none(OTHERS, "reading the card")
-        return found
-
-    def traced_peak(self, micro_batch: int) -> int | None:
-        """What a trace alone predicts on a card; see `autobatch.probing.limits.traced_peak`."""
-        if self.facts.device.kind != "cuda":
-            return None
-        found: int | None = self._ask_or_none((TRACED, micro_batch), "predicting the footprint")
-        return found
-
-    def remedies(self) -> list[Remedy]:
-        """What would let a micro-batch fit that does not, as predicted."""
-        return self._ask_or_none(REMEDIES, "looking for what would help") or []
-
-    def _ask_or_none(self, message: Any, what: str) -> Any:
-        """An answer that can be done without; a child that was lost over it is replaced."""
-        try:
-            return self.ask(message, what)
-        except ChildCrashed:
-            self.restart()
-        except AutobatchError:
-            pass
-        return None
-
-    def ask(self, message: Any, what: str) -> Any:
-        """Have the child answer a message.
-
-        Args:
-            message: what its answering function is called with.
-            what: what it does, for people.
-
-        Raises:
-            ChildCrashed: it crashed, or gave no answer in time; `restart` starts another.
-            AutobatchError: what the child raised.
-        """
-        try:
-            self._connection.send(message)
-            return self._receive(what)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise ChildCrashed(self._crash_message(self._stop(), f"during {what}")) from None
+            killed = code == -signal.SIGKILL and self._oom_kills() > kills
+            raise ChildCrashed(self._crash_message(code, f"during {act}"), out_of_memory=killed) from None
 
     def restart(self) -> None:
         """Replace the child by a new one."""
@@ -213,38 +191,41 @@ class ProbeChild:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._log = tempfile.NamedTemporaryFile(prefix="autobatch-probe-", suffix=".log")  # noqa: SIM115
+        self._log = tempfile.NamedTemporaryFile(prefix="autobatch-child-", suffix=".log")  # noqa: SIM115
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=serve,
-            args=(theirs, self._reference, self._options, self._log.name, self._answers),
-            daemon=True,
+            target=serve, args=(theirs, self._reference, self._settings, self._log.name), daemon=True
         )
         with _hold_back_interrupts():
             self._process.start()
         theirs.close()
+        self._calls = 0
         try:
-            self.facts = self._receive("opening the workload")
+            self.info = self._receive("opening the workload")
         except (EOFError, ConnectionResetError):
-            raise AutobatchError(self._crash_message(self._stop(), "while it opened the workload")) from None
+            message = self._crash_message(self._stop(), "while it opened the workload")
+            raise AutobatchError(message) from None
 
-    def _receive(self, what: str) -> Any:
-        """Wait for an answer; a Ctrl-C ends the waiting here, the child ignores it."""
+    def _receive(self, act: str) -> Any:
+        """Wait for the answer to the latest call. Ctrl-C ends the wait here, and the child ignores it."""
         deadline = time.monotonic() + self._answer_seconds
-        while not self._connection.poll(max(0.0, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
-                self._stop(patience=0.0)
-                raise ChildCrashed(
-                    f"the probe's process gave no answer in {self._answer_seconds:.0f} s during {what}, "
-                    f"and was ended; it wrote: {self._tail()}"
-                )
-        kind, content = self._connection.recv()
-        if kind == "error":
-            raise content
-        return content
+        while True:
+            while not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    self._stop(patience=0.0)
+                    raise ChildCrashed(
+                        f"the child process gave no answer in {self._answer_seconds:.0f} s during {act} and "
+                        f"was ended; it wrote: {self._tail()}"
+                    )
+            number, kind, content = self._connection.recv()
+            if number != self._calls:
+                continue  # of a call that was interrupted
+            if kind == "error":
+                raise content
+            return content
 
     def _stop(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
-        """End the child, which leaves by itself when the pipe closes; returns its exit code."""
+        """End the child, which leaves when the pipe closes, and return its exit code."""
         with suppress(OSError):
             self._connection.close()
         self._process.join(timeout=patience)
@@ -259,13 +240,11 @@ class ProbeChild:
             how = signal.Signals(-code).name
         advice = ""
         if code == -signal.SIGKILL:
-            advice = (
-                "; where the host ran out of memory, a smaller --memory-budget or --max-micro-batch helps"
-            )
-        return f"the probe's process ended {when} ({how}); it wrote: {self._tail()}{advice}"
+            advice = "; if the host ran out of memory, give a smaller --memory-budget or --max-micro-batch"
+        return f"the child process ended {when} ({how}); it wrote: {self._tail()}{advice}"
 
     def _tail(self) -> str:
-        """What the child wrote last, in one line; of a crash, where it happened."""
+        """Return the last lines that the child wrote as one, or the place of a crash."""
         with suppress(OSError):
             lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
             crash = next((n for n, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
@@ -276,55 +255,65 @@ class ProbeChild:
         return "nothing"
 
 
-def probe_answers(setup: TrainSetup, _: Options) -> Callable[[Any], Any]:
-    """What a child for a probe does with what it is asked: a micro-batch and a level, or for a prediction."""
-    step: Footprint | None = None
+@contextmanager
+def open_process(
+    workload: Workload | str | None, settings: SetupSettings, *, isolated: bool
+) -> Iterator[SetupProcess]:
+    """Open the workload in a child process, or here.
 
-    def answer(asked: Any) -> Any:
-        nonlocal step
-        if asked == PRIOR:
-            step = trace_footprint(setup)
-            return step
-        if asked == OTHER_ORDER:
-            return other_order(setup)
-        if asked == OTHERS:
-            return setup.device.describe().other_processes_bytes
-        if asked == REMEDIES:
-            return remedies_of(setup, step)
-        what, size = asked
-        return traced_peak(setup, size) if what == TRACED else attempt_at(setup, *asked)
+    Args:
+        workload: the workload, or a reference to it; None for the demo.
+        settings: how the setup is opened.
+        isolated: open it in a child. Only a reference can be handed to one: a `Workload` is opened here.
 
-    return answer
+    Raises:
+        InputError: the device, the budget, the workload or a setting is invalid.
+    """
+    if isolated and not isinstance(workload, Workload):
+        with ChildProcess(workload, settings) as child:
+            yield child
+        return
+    yield ThisProcess(open_setup(find_workload(workload), settings, is_demo=workload is None))
 
 
-def serve(
-    connection: Connection, reference: str | None, options: Options, log: str, answers: Answers
-) -> None:
-    """The child: open the workload, then answer one message after the other until the pipe closes."""
+def serve(connection: Connection, reference: str | None, settings: SetupSettings, log: str) -> None:
+    """Run the child: open the workload, then answer one call after the other until the pipe closes."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    # By the line: what was written before a crash must not be lost in a buffer.
+    # Line by line: what was written before a crash must not be lost in a buffer.
     sys.stdout = sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace")
     faulthandler.enable(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Trials start loader workers, which a daemon may not; those end with this process all the same.
+    # Trials start loader workers, which a daemon may not. They end with this process.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
-        setup = open_setup(find_workload(reference), options, demo=reference is None)
-        connection.send(("facts", describe_setup(setup)))
-        answer = answers(setup, options)
-        while True:
-            connection.send(("answer", answer(connection.recv())))
-    except (EOFError, BrokenPipeError):
-        return
+        session = Session(open_setup(find_workload(reference), settings, is_demo=reference is None))
+        connection.send((0, "answer", describe_setup(session.setup)))
     except (Exception, SystemExit) as error:
-        connection.send(("error", to_picklable(error)))
+        connection.send((0, "error", to_picklable(error)))
+        return
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            number, function, args, more = connection.recv()
+            connection.send((number, *_answer(session, function, args, more)))
+
+
+def _answer(
+    session: Session, function: Callable[..., Any], args: tuple[Any, ...], more: dict[str, Any]
+) -> tuple[str, Any]:
+    try:
+        return "answer", function(session, *args, **more)
+    except (Exception, SystemExit) as error:
+        carried = to_picklable(error)
+    # The except block is left: nothing keeps the tensors of a failed call alive any more.
+    session.setup.device.release()
+    return "error", carried
 
 
 @contextmanager
 def _hold_back_interrupts() -> Iterator[None]:
-    """Inside, a Ctrl-C waits; a process that is started here never sees one."""
+    """Hold back SIGINT within the block. A process that is started there never sees one."""
     # Started here, for it lifts the block when it starts by itself.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -335,10 +324,10 @@ def _hold_back_interrupts() -> Iterator[None]:
 
 
 def count_oom_kills(files: Sequence[Path] = OOM_COUNTERS) -> int:
-    """How many processes were killed for want of memory: by this control group, and on this machine.
+    """Count the processes that were killed for want of memory, in this control group and on this machine.
 
     Args:
-        files: lines of a name and a count each, ``oom_kill`` among them; those that are absent count nothing.
+        files: files of lines with a name and a count, ``oom_kill`` among them; absent files count nothing.
     """
     kills = 0
     for file in files:
@@ -348,122 +337,3 @@ def count_oom_kills(files: Sequence[Path] = OOM_COUNTERS) -> int:
                 if name == "oom_kill":
                     kills += int(value)
     return kills
-
-
-def _killed(micro_batch: int, seconds: float) -> Attempt:
-    return Attempt(
-        micro_batch=micro_batch,
-        fits=False,
-        peak_allocated_bytes=None,
-        peak_reserved_bytes=None,
-        seconds=seconds,
-        reason="the host ran out of memory and ended the probe's process",
-    )
-
-
-SPILL_FACTOR = 3.0
-"""A size that takes this much longer a sample than the fastest is not running in the card's own memory."""
-
-
-class SpillGuard:
-    """Refuses sizes that run, but several times slower a sample: some drivers spill to the host's memory.
-
-    Only of larger sizes than ran well: smaller ones are slower a sample for what comes once a window, such as
-    a loss over all of it.
-
-    Args:
-        active: whether this device's driver might.
-    """
-
-    def __init__(self, *, active: bool) -> None:
-        self._active = active
-        self._best: float | None = None
-        self._largest = 0
-
-    def judge(self, outcome: Outcome) -> Outcome:
-        """The outcome, or the same as one that does not fit."""
-        attempted = outcome.attempt
-        if not (self._active and attempted.fits and attempted.step_seconds):
-            return outcome
-        a_sample = attempted.step_seconds / attempted.micro_batch
-        is_larger = attempted.micro_batch > self._largest
-        if self._best is None or not is_larger or a_sample <= SPILL_FACTOR * self._best:
-            self._best = a_sample if self._best is None else min(self._best, a_sample)
-            self._largest = max(self._largest, attempted.micro_batch)
-            return outcome
-        reason = (
-            f"it runs, at {a_sample / self._best:.1f} times the best time a sample: the driver seems to "
-            "spill to the host's memory instead of failing"
-        )
-        return Outcome(msgspec.structs.replace(attempted, fits=False, reason=reason), None)
-
-
-class Prober(Protocol):
-    """Makes attempts, here or in a child process."""
-
-    facts: SetupInfo
-    step: Footprint | None
-    """What `trace_footprint` answered; ``None`` before."""
-
-    def trace_footprint(self) -> Footprint | None:
-        """What is predicted before anything runs, where it can be."""
-
-    def other_order(self) -> Program | None:
-        """What is predicted of the second look that an attempt takes near the limit, where it can be."""
-
-    def others_bytes(self) -> int | None:
-        """What other processes hold on the card now; ``None`` where that cannot be read."""
-
-    def traced_peak(self, micro_batch: int) -> int | None:
-        """Peak reserved as a trace alone predicts it, where the device is a card that runs have measured."""
-
-    def remedies(self) -> list[Remedy]:
-        """What would let a micro-batch fit that does not, as predicted."""
-
-    def run(self, micro_batch: int, level: float | None = None) -> Outcome:
-        """Make one attempt, on samples that cost no more than ``level`` if that is given."""
-
-
-@dataclass
-class LocalProber:
-    """Attempts in this process."""
-
-    setup: TrainSetup
-    facts: SetupInfo
-    step: Footprint | None = None
-
-    def trace_footprint(self) -> Footprint | None:
-        """See `autobatch.probing.limits.trace_footprint`."""
-        self.step = trace_footprint(self.setup)
-        return self.step
-
-    def other_order(self) -> Program | None:
-        """See `autobatch.probing.limits.other_order`."""
-        return other_order(self.setup)
-
-    def others_bytes(self) -> int | None:
-        """See `Prober`."""
-        return self.setup.device.describe().other_processes_bytes
-
-    def traced_peak(self, micro_batch: int) -> int | None:
-        """See `autobatch.probing.limits.traced_peak`."""
-        return traced_peak(self.setup, micro_batch)
-
-    def remedies(self) -> list[Remedy]:
-        """See `autobatch.probing.limits.remedies_of`."""
-        return remedies_of(self.setup, self.step)
-
-    def run(self, micro_batch: int, level: float | None = None) -> Outcome:
-        """See `autobatch.probing.attempt.attempt_at`."""
-        return attempt_at(self.setup, micro_batch, level)
-
-
-@contextmanager
-def open_prober(workload: Workload | str | None, options: Options, *, isolated: bool) -> Iterator[Prober]:
-    """Open what makes the attempts: a child process where a reference can be handed to one, else here."""
-    if isolated and not isinstance(workload, Workload):
-        with ProbeChild(workload, options) as child:
-            yield child
-        return
-    setup = open_setup(find_workload(workload), options, demo=workload is None)
-    yield LocalProber(setup, describe_setup(setup))

@@ -1,26 +1,28 @@
-"""``estimate``: what fits on hardware that need not be here, predicted from shapes alone.
+"""Prediction of what fits on hardware that need not be here, from shapes alone.
 
-The model is built on the meta device where its constructor allows that, so that a model of many billions of
-parameters needs no memory; the step is traced once for each kind of card.
+The model is built on the meta device if its constructor allows that, so that a model of many billions of
+parameters needs no memory. The step is traced once for each kind of GPU.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
 from torch import nn
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError
-from autobatch.core.options import EstimateOptions
 from autobatch.core.records import Estimate, Plan, Precision, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
-from autobatch.device.profiles import HardwareProfile, data_home, list_profiles, load_profile
+from autobatch.device.hardware_profile import HardwareProfile
+from autobatch.device.profiles import list_profiles, load_profile
 from autobatch.device.simulated import simulated_budget
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint, footprint, predict
@@ -28,61 +30,81 @@ from autobatch.footprint.remedies import NATIVE_BF16, Spending, find_remedies, i
 from autobatch.footprint.trace_step import Setting
 from autobatch.planning import make_plan
 from autobatch.probing.cache import prediction_errors
-from autobatch.probing.setup import build_model, find_workload, whole_batch_notes, whole_batch_of
+from autobatch.probing.setup import build_model, whole_batch_notes, whole_batch_of
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
 
 
-def run_estimate(
-    workload: Workload | str | None, options: EstimateOptions, environ: Mapping[str, str]
-) -> Estimates:
-    """Predict what fits; touches no card.
+@dataclass(frozen=True, kw_only=True)
+class EstimateSettings:
+    """What is predicted, and for which GPUs: plain values."""
+
+    device: str = "auto"
+    """``sim:PROFILE`` names a GPU if ``profiles`` names none."""
+    memory_budget: str | int | None = None
+    """None for the GPU's memory less a headroom."""
+    precision: Precision | Literal["auto"] = "auto"
+    seed: int = 0
+    profiles: Sequence[str] = ()
+    """Names or files of hardware profiles; empty for all."""
+    micro_batch: int | None = None
+    """The micro-batch to predict; None to search the largest."""
+    max_micro_batch: int | None = None
+    target_batch: int | None = None
+    """None for no plan."""
+
+
+def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Path) -> Estimates:
+    """Predict what fits. No GPU is touched.
+
+    Args:
+        workload: what to train.
+        settings: what to predict.
+        home: data directory, with saved profiles and limits.
 
     Raises:
-        InputError: an option, a profile or the workload cannot be.
-        Unpredictable: the step cannot be traced; says why.
-        DoesNotFitError: not even a micro-batch of 1 fits on any of the cards.
+        InputError: a profile or the workload is invalid.
+        Unpredictable: the step cannot be traced; the message says why.
+        DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    home = data_home(environ)
-    simulated = [options.device.removeprefix("sim:")] if options.device.startswith("sim:") else []
-    names = options.profile or simulated
+    simulated = [settings.device.removeprefix("sim:")] if settings.device.startswith("sim:") else []
+    names = settings.profiles or simulated
     gpus = (
         [load_profile(name, user_dir=home) for name in names]
         if names
         else list(list_profiles(user_dir=home).profiles)
     )
-    found = find_workload(workload)
     with preserved_random_state():
-        seed_everything(options.seed)
-        tracer = _Tracer(found, whole_batch_of(found, options))
+        seed_everything(settings.seed)
+        tracer = _Tracer(workload, whole_batch_of(workload, settings.target_batch))
     off = {gpu.name: prediction_errors(home, (gpu.title, *gpu.device_names)) for gpu in gpus}
-    estimates = [_estimate(tracer, gpu, options, off[gpu.name]) for gpu in gpus]
+    estimates = [_estimate(tracer, gpu, settings, off[gpu.name]) for gpu in gpus]
     if len(gpus) == 1:
-        remedies = _remedies(tracer, gpus[0], estimates[0], options)
+        remedies = _remedies(tracer, gpus[0], estimates[0], settings)
         estimates = [msgspec.structs.replace(estimates[0], remedies=remedies)]
     if estimates and not any(one.fits for one in estimates):
-        raise DoesNotFitError(_nothing_fits(estimates, options))
+        raise DoesNotFitError(_nothing_fits(estimates, settings))
     compared = [_compared(name, shares) for name, shares in off.items() if shares]
     notes = dict.fromkeys([*tracer.worst_case.notes, *tracer.notes(), *compared])
     return Estimates(estimates=estimates, notes=list(notes))
 
 
 class _Tracer:
-    """Traces a workload once for each way in which cards run it."""
+    """Traces of a workload, one for each way in which GPUs run it."""
 
-    def __init__(self, workload: Workload, window: int | None) -> None:
+    def __init__(self, workload: Workload, whole_batch: int | None) -> None:
         self.workload = workload
-        self.window = window
+        self.whole_batch = whole_batch
         self.model = on_meta(workload)
         self.worst_case = WorstCaseSampler(workload)
         self.worst_case.check_collate()
         self._steps: dict[tuple[bool, Precision], Footprint] = {}
 
     def trace(self, capability: tuple[int, int], precision: Precision) -> Footprint:
-        """The footprint on cards of a compute capability."""
-        # What a step allocates differs only between cards with and without flash attention and bf16.
+        """Return the footprint on GPUs of a compute capability."""
+        # Allocations differ only between GPUs with and without flash attention and bf16.
         key = (capability >= NATIVE_BF16, precision)
         if key not in self._steps:
             tested = bool(self._steps)
@@ -90,25 +112,25 @@ class _Tracer:
         return self._steps[key]
 
     def setting(self, capability: tuple[int, int], precision: Precision) -> Setting:
-        """What is traced for them."""
+        """Return what is traced for them."""
         return Setting(
             workload=self.workload,
             model=self.model,
             batch_of=self.worst_case.batch,
             precision=precision,
             capability=capability,
-            samples=self.window,
+            samples=self.whole_batch,
         )
 
     def notes(self) -> Iterator[str]:
-        """What a person should know of the traces."""
-        yield from whole_batch_notes(self.workload, self.window)
+        """Yield remarks on the traces, one per line."""
+        yield from whole_batch_notes(self.workload, self.whole_batch)
         for step in self._steps.values():
             yield from step.notes
 
 
 def on_meta(workload: Workload) -> nn.Module:
-    """The workload's model without memory for its parameters; with it, where the constructor needs values."""
+    """Build the workload's model without memory for its parameters, if its constructor allows that."""
     try:
         with torch.device("meta"):
             return build_model(workload)
@@ -119,7 +141,7 @@ def on_meta(workload: Workload) -> nn.Module:
 
 
 def _compared(name: str, shares: list[float]) -> str:
-    """What runs on a card said of traces there."""
+    """Compare runs on a GPU with traces for it, in one sentence."""
     low, high = min(shares), max(shares)
     return (
         f"{name}: runs on this machine took {low:+.1%} to {high:+.1%} more than predicted "
@@ -128,20 +150,20 @@ def _compared(name: str, shares: list[float]) -> str:
 
 
 def _estimate(
-    tracer: _Tracer, gpu: HardwareProfile, options: EstimateOptions, prediction_errors: list[float]
+    tracer: _Tracer, gpu: HardwareProfile, settings: EstimateSettings, prediction_errors: list[float]
 ) -> Estimate:
     start = time.perf_counter()
-    budget, source = simulated_budget(gpu, options.memory_budget)
-    precision = _precision(options, gpu.compute_capability)
+    budget, source = simulated_budget(gpu, settings.memory_budget)
+    precision = _precision(settings, gpu.compute_capability)
     step = tracer.trace(gpu.compute_capability, precision)
-    # Runs that took more than predicted widen the interval: what is predicted must then be so much smaller.
+    # Runs that took more than predicted widen the interval by as much.
     margins = [step.margin, *(1 - 1 / (1 + residual) for residual in prediction_errors)]
     step = replace(step, margin=max(margins))
     found = predict(
         step,
         budget_bytes=budget,
-        cap=_cap(tracer.workload, options),
-        micro_batch=options.micro_batch,
+        cap=_cap(tracer.workload, settings),
+        micro_batch=settings.micro_batch,
         workspaces=gpu.workspaces,
     )
     where = explain(step, max(1, found.micro_batch))
@@ -157,7 +179,7 @@ def _estimate(
         peak_allocated_bytes=found.peak_allocated_bytes,
         peak_reserved_bytes=found.peak_reserved_bytes,
         seconds=time.perf_counter() - start,
-        plan=_plan(tracer.workload, found.micro_batch, precision, options) if found.fits else None,
+        plan=_plan(tracer.workload, found.micro_batch, precision, settings) if found.fits else None,
         retries=found.outcome.retries,
         memory=where.by_kind,
         modules=where.by_module,
@@ -165,7 +187,9 @@ def _estimate(
     )
 
 
-def _remedies(tracer: _Tracer, gpu: HardwareProfile, one: Estimate, options: EstimateOptions) -> list[Remedy]:
+def _remedies(
+    tracer: _Tracer, gpu: HardwareProfile, one: Estimate, settings: EstimateSettings
+) -> list[Remedy]:
     capability = gpu.compute_capability
 
     def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
@@ -174,7 +198,7 @@ def _remedies(tracer: _Tracer, gpu: HardwareProfile, one: Estimate, options: Est
     spending = Spending(
         allocator=partial(allocator, one.budget_bytes),
         unlimited=partial(allocator, None),
-        cap=_cap(tracer.workload, options),
+        cap=_cap(tracer.workload, settings),
         workspaces=gpu.workspaces,
     )
     with preserved_random_state():
@@ -182,24 +206,24 @@ def _remedies(tracer: _Tracer, gpu: HardwareProfile, one: Estimate, options: Est
         return find_remedies(tracer.setting(capability, one.precision), step, spending)
 
 
-def _cap(workload: Workload, options: EstimateOptions) -> int:
+def _cap(workload: Workload, settings: EstimateSettings) -> int:
     caps = [len(workload.train_data)]  # type: ignore[arg-type]
-    return min(caps + [cap for cap in (options.max_micro_batch, options.target_batch) if cap is not None])
+    return min(caps + [cap for cap in (settings.max_micro_batch, settings.target_batch) if cap is not None])
 
 
-def _precision(options: EstimateOptions, capability: tuple[int, int]) -> Precision:
-    if options.precision != "auto":
-        return options.precision
+def _precision(settings: EstimateSettings, capability: tuple[int, int]) -> Precision:
+    if settings.precision != "auto":
+        return settings.precision
     return "bf16" if capability >= NATIVE_BF16 else "fp32"
 
 
 def _plan(
-    workload: Workload, micro_batch: int, precision: Precision, options: EstimateOptions
+    workload: Workload, micro_batch: int, precision: Precision, settings: EstimateSettings
 ) -> Plan | None:
-    if options.target_batch is None:
+    if settings.target_batch is None:
         return None
     return make_plan(
-        target_batch=options.target_batch,
+        target_batch=settings.target_batch,
         micro_batch_limit=micro_batch,
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,
@@ -207,8 +231,8 @@ def _plan(
     )
 
 
-def _nothing_fits(estimates: list[Estimate], options: EstimateOptions) -> str:
-    asked = 1 if options.micro_batch is None else options.micro_batch
+def _nothing_fits(estimates: list[Estimate], settings: EstimateSettings) -> str:
+    asked = 1 if settings.micro_batch is None else settings.micro_batch
     most = max(estimates, key=lambda one: one.budget_bytes)
     where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])
     names = ", ".join(one.profile for one in estimates)
@@ -216,5 +240,5 @@ def _nothing_fits(estimates: list[Estimate], options: EstimateOptions) -> str:
     return (
         f"a micro-batch of {asked} is predicted {where_not}: it takes "
         f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has "
-        f"{format_bytes(most.budget_bytes)} to spend; what would help: a larger card{in_words(most.remedies)}"
+        f"{format_bytes(most.budget_bytes)} to spend; what would help: a larger GPU{in_words(most.remedies)}"
     )

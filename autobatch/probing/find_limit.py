@@ -1,208 +1,135 @@
-"""Probing a workload: what fitted before is confirmed by one run, else a search decides; then it is saved."""
+"""The largest micro-batch that fits: confirm a cached limit with one run, else search, then save."""
 
 from __future__ import annotations
 
 import datetime
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import Options, PlanOptions, SearchOptions
-from autobatch.core.progress import Progress, Silent
-from autobatch.core.records import Attempt, LengthLimit, LimitedBy, Plan, Probe
+from autobatch.core.progress import Progress
+from autobatch.core.records import Attempt, LengthLimit, LimitedBy, Probe
 from autobatch.core.units import MiB, format_bytes
-from autobatch.device.profiles import data_home
 from autobatch.footprint.explain import explain
+from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.remedies import in_words
-from autobatch.planning import make_plan, rank_share
+from autobatch.planning import rank_share
+from autobatch.probing import questions
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup, store
-from autobatch.probing.child import Prober, SpillGuard
+from autobatch.probing.child import SetupProcess
 from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import search
 from autobatch.probing.setup import SetupInfo, new_allocator
+from autobatch.probing.spill import SpillGuard
 from autobatch.workload.user_code import describe
 
 ASKED_FOR = {
-    "budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm", "ema", "window",
+    "budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm", "ema",
+    "whole_batch",
 }  # fmt: skip
-"""What a user changes by asking for it; an answer to another question is not stale."""
-
-
+"""Fields of the key that a user changes by asking: an answer to another question is not stale."""
 NOTABLE_GROWTH = 64 * MiB
-"""Of what other processes hold while a probe runs: less is noise of drivers and desktops."""
-
-
+"""Growth of what other processes hold during a probe that is worth a note: less is noise of drivers."""
 CLOSE_BUDGETS = 0.05
-"""Budgets that were not asked for by number follow what is free; within this share they count as the same."""
+"""Share within which two budgets that follow free memory count as the same."""
 
 
-def run_probe(
-    prober: Prober,
-    options: Options,
+@dataclass(frozen=True, kw_only=True)
+class ProbeLimits:
+    """Bounds of a probe: plain values."""
+
+    target_batch: int | None = None
+    """None if the probe is not for a plan."""
+    max_micro_batch: int | None = None
+    time_limit_s: float = math.inf
+    has_own_budget: bool = False
+    """The budget was asked for, and does not follow free memory."""
+
+
+class Limit(NamedTuple):
+    """The answer of a probe, and what later stages use of it."""
+
+    probe: Probe
+    file: Path | None = None
+    """File that keeps the answer; None if nothing was kept."""
+    footprint: Footprint | None = None
+    """The traced step; None if nothing was traced."""
+
+
+class _Probing(NamedTuple):
+    """What all parts of one probe need."""
+
+    process: SetupProcess
+    limits: ProbeLimits
+    caps: dict[LimitedBy, int]
+    guard: SpillGuard
+    progress: Progress
+
+    def run(self, size: int) -> Outcome:
+        """Make one attempt and report it."""
+        outcome = self.guard.judge(questions.run_attempt(self.process, size))
+        self.progress.attempted(outcome.attempt)
+        return outcome
+
+
+def find_limit(
+    process: SetupProcess,
+    limits: ProbeLimits,
     *,
-    progress: Progress | None = None,
-    home: Path | None = None,
+    home: Path,
+    progress: Progress,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[Probe, Path | None]:
-    """Confirm what fitted before, or search; save the answer.
+) -> Limit:
+    """Find the largest micro-batch that fits.
 
     Args:
-        prober: makes the attempts.
-        options: the caps, and the time limit.
-        progress: told of each attempt.
-        home: where answers are kept.
+        process: holds the setup.
+        limits: caps and time limit.
+        home: data directory, in which answers are kept.
+        progress: receives each attempt and the answer.
         clock: seconds.
-
-    Returns:
-        The answer, and the file that remembers it, if one does.
 
     Raises:
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    progress = progress or Silent()
-    home = home or data_home(os.environ)
-    facts = prober.facts
-    progress.opened(facts.device)
-    for line in facts.notes:
-        progress.note(line)
-    caps = caps_of(facts, options)
-    asked = getattr(options, "micro_batch", None)
-
-    guard = SpillGuard(active=facts.device.kind == "cuda")
-
-    def run(size: int) -> Outcome:
-        outcome = guard.judge(prober.run(size))
-        progress.attempted(outcome.attempt)
-        return outcome
-
-    if asked is not None:
-        # An answer to another question: what is remembered stays.
-        result = _single(run(asked).attempt, facts)
-        progress.probed(result)
-        return result, None
-    saved = _saved(facts, options, home, progress)
-    confirmed = _confirm(run, saved, caps, progress) if saved else None
-    result = confirmed or _search(run, prober, caps, _expiry(options, clock))
-    result = _with_others(result, prober, progress)
-    progress.probed(result)
-    if saved is not None and confirmed is not None:
-        return result, entry_path(saved.key, home)
-    return result, _remember(result, prober, min(caps.values()), home, progress)
+    probing = _open(process, limits, progress)
+    info, cap = process.info, min(probing.caps.values())
+    cached = _cached(info, limits, home, progress)
+    confirmed = _confirm(probing, cached) if cached else None
+    if cached is not None and confirmed is not None:
+        found, footprint, file = confirmed, None, entry_path(cached.key, home)
+    else:
+        found, footprint = _search(probing, limits.time_limit_s, clock)
+        file = None
+    found = _with_others(found, process, progress)
+    progress.probed(found)
+    return Limit(found, file or _store(found, process, cap, home, progress), footprint)
 
 
-def run_lengths(prober: Prober, options: Options, found: Probe, progress: Progress) -> Probe:
-    """Also find what fits of shorter samples, where they differ: a table from size to micro-batch.
-
-    The limit on tokens of a micro-batch follows from it: size times micro-batch, where that is flat.
-    """
-    caps = caps_of(prober.facts, options)
-    if not prober.facts.size_quartiles or found.stopped_by is not None:
-        return found
-    *shorter, longest = prober.facts.size_quartiles
-    lengths = [LengthLimit(size=longest, micro_batch=found.micro_batch, upper_bound_by=found.upper_bound_by)]
-    for level in reversed(shorter):
-        one = search(
-            lambda size, level=level: prober.run(size, level),  # type: ignore[misc]
-            cap=min(caps.values()),
-            predictor=ReplayPredictor(lambda: new_allocator(prober.facts)),
-        )
-        lengths.append(
-            LengthLimit(size=level, micro_batch=one.micro_batch, upper_bound_by=one.upper_bound_by)
-        )
-        progress.note(f"of samples of size {level:g} and less, {one.micro_batch:,} fit")
-    return msgspec.structs.replace(found, lengths=lengths[::-1])
-
-
-def caps_of(facts: SetupInfo, options: Options) -> dict[LimitedBy, int]:
-    """What the micro-batch cannot exceed besides memory, in samples."""
-    caps: dict[LimitedBy, int] = {}
-    if isinstance(options, PlanOptions):
-        caps["target_batch"] = rank_share(options.target_batch, 1, 0)
-    if isinstance(options, SearchOptions) and options.max_micro_batch is not None:
-        caps["max_micro_batch"] = options.max_micro_batch
-    caps["dataset"] = facts.samples
-    return caps
-
-
-def plan_from(facts: SetupInfo, limit: int, options: PlanOptions) -> Plan:
-    """Plan the batch for a limit on the micro-batch.
+def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -> Probe:
+    """Answer whether one micro-batch fits. What is cached stays as it is.
 
     Raises:
-        InputError: a rule for the learning rate lacks the batch that it was tuned for.
+        DoesNotFitError: it does not.
     """
-    return make_plan(
-        target_batch=options.target_batch,
-        micro_batch_limit=limit,
-        learning_rate=facts.learning_rate,
-        base_batch=options.base_batch or facts.base_batch,
-        rule=options.lr_rule,
-        precision=facts.precision,
-    )
-
-
-def _expiry(options: Options, clock: Callable[[], float]) -> Callable[[], bool]:
-    start = clock()
-    limit = getattr(options, "time_limit", None) or math.inf
-    return lambda: clock() - start > limit
-
-
-def _search(
-    run: Callable[[int], Outcome], prober: Prober, caps: dict[LimitedBy, int], expired: Callable[[], bool]
-) -> Probe:
-    step = prober.trace_footprint()
-    predictor = ReplayPredictor(
-        lambda: new_allocator(prober.facts), None if step is None else step.program, prober.other_order
-    )
-    tried: list[Attempt] = []
-
-    def noted(size: int) -> Outcome:
-        try:
-            outcome = run(size)
-        except Exception as error:
-            # A batch of one is a special case to some operators (batch statistics), and the last resort.
-            if size == 1 and tried and not any(one.fits for one in tried):
-                raise nothing_fits(tried, prober, cannot=describe(error)) from error
-            raise
-        tried.append(outcome.attempt)
-        return outcome
-
-    found = search(noted, cap=min(caps.values()), predictor=predictor, expired=expired)
-    if not found.micro_batch:
-        if found.stopped_by == "interrupt":
-            raise KeyboardInterrupt
-        raise nothing_fits(found.attempts, prober)
-    return Probe(
-        micro_batch=found.micro_batch,
-        limited_by=_limit(found.micro_batch, caps),
-        upper_bound_by=found.upper_bound_by,
-        predicted_micro_batch=found.predicted,
-        oom_count=sum(not attempt.fits for attempt in found.attempts),
-        attempts=found.attempts,
-        stopped_by=found.stopped_by,
-    )
-
-
-def _limit(micro_batch: int, caps: dict[LimitedBy, int]) -> LimitedBy:
-    return next((name for name, cap in caps.items() if cap == micro_batch == min(caps.values())), "memory")
-
-
-def _single(attempted: Attempt, facts: SetupInfo) -> Probe:
-    """The answer to "does this one fit?"."""
+    probing = _open(process, ProbeLimits(), progress)
+    attempted = probing.run(micro_batch).attempt
     if not attempted.fits:
         raise DoesNotFitError(
-            f"a micro-batch of {attempted.micro_batch} does not fit in "
-            f"{format_bytes(facts.device.budget_bytes)}: {attempted.reason}"
+            f"a micro-batch of {micro_batch} does not fit in "
+            f"{format_bytes(process.info.device.budget_bytes)}: {attempted.reason}"
         )
-    return Probe(
-        micro_batch=attempted.micro_batch,
+    found = Probe(
+        micro_batch=micro_batch,
         limited_by="max_micro_batch",
         upper_bound_by="cap",
         predicted_micro_batch=None,
@@ -210,103 +137,198 @@ def _single(attempted: Attempt, facts: SetupInfo) -> Probe:
         attempts=[attempted],
         source="asked",
     )
+    progress.probed(found)
+    return found
 
 
-def _saved(facts: SetupInfo, options: Options, home: Path, progress: Progress) -> CachedLimit | None:
-    """What fitted before under these very circumstances; where they differ, says which did."""
-    saved = lookup(facts.key, home)
-    if not isinstance(saved, StaleEntry):
-        return saved
-    if options.memory_budget is None and [one.field for one in saved.changed] == ["budget_bytes"]:
-        old, new = saved.changed[0].old, saved.changed[0].new
+def find_limits_by_size(
+    process: SetupProcess, limits: ProbeLimits, found: Probe, *, progress: Progress
+) -> Probe:
+    """Find also the largest micro-batch of shorter samples, if sizes differ: one per quartile of the sizes.
+
+    The limit on the tokens of a micro-batch follows from it: size times micro-batch, where that is flat.
+    """
+    quartiles = process.info.size_quartiles
+    if not quartiles or found.stopped_by is not None:
+        return found
+    cap = min(caps_of(process.info, limits).values())
+    *shorter, longest = quartiles
+    lengths = [LengthLimit(size=longest, micro_batch=found.micro_batch, upper_bound_by=found.upper_bound_by)]
+    for size in reversed(shorter):
+        one = search(
+            lambda micro_batch, size=size: questions.run_attempt(process, micro_batch, size),  # type: ignore[misc]
+            cap=cap,
+            predictor=ReplayPredictor(lambda: new_allocator(process.info)),
+        )
+        limit = LengthLimit(size=size, micro_batch=one.micro_batch, upper_bound_by=one.upper_bound_by)
+        lengths.append(limit)
+        progress.note(f"a micro-batch of {one.micro_batch:,} fits of samples up to a size of {size:g}")
+    return msgspec.structs.replace(found, lengths=lengths[::-1])
+
+
+def caps_of(info: SetupInfo, limits: ProbeLimits) -> dict[LimitedBy, int]:
+    """Return the caps of the micro-batch besides memory, in samples, by their name."""
+    caps: dict[LimitedBy, int] = {}
+    if limits.target_batch is not None:
+        caps["target_batch"] = rank_share(limits.target_batch, 1, 0)
+    if limits.max_micro_batch is not None:
+        caps["max_micro_batch"] = limits.max_micro_batch
+    caps["dataset"] = info.samples
+    return caps
+
+
+def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> _Probing:
+    info = process.info
+    progress.opened(info.device)
+    for line in info.notes:
+        progress.note(line)
+    guard = SpillGuard(active=info.may_spill)
+    return _Probing(process, limits, caps_of(info, limits), guard, progress)
+
+
+def _search(
+    probing: _Probing, time_limit_s: float, clock: Callable[[], float]
+) -> tuple[Probe, Footprint | None]:
+    process, caps = probing.process, probing.caps
+    start = clock()
+    step = questions.trace(process)
+    predictor = ReplayPredictor(
+        lambda: new_allocator(process.info),
+        None if step is None else step.program,
+        lambda: questions.trace_other_order(process),
+    )
+    tried: list[Attempt] = []
+
+    def run(size: int) -> Outcome:
+        try:
+            outcome = probing.run(size)
+        except Exception as error:
+            # A batch of one is a special case to some operators (batch statistics), and the last resort.
+            if size == 1 and tried and not any(one.fits for one in tried):
+                raise nothing_fits(tried, process, step, cannot=describe(error)) from error
+            raise
+        tried.append(outcome.attempt)
+        return outcome
+
+    found = search(
+        run, cap=min(caps.values()), predictor=predictor, expired=lambda: clock() - start > time_limit_s
+    )
+    if not found.micro_batch:
+        if found.stopped_by == "interrupt":
+            raise KeyboardInterrupt
+        raise nothing_fits(found.attempts, process, step)
+    probe = Probe(
+        micro_batch=found.micro_batch,
+        limited_by=_limited_by(found.micro_batch, caps),
+        upper_bound_by=found.upper_bound_by,
+        predicted_micro_batch=found.predicted,
+        oom_count=sum(not attempt.fits for attempt in found.attempts),
+        attempts=found.attempts,
+        stopped_by=found.stopped_by,
+    )
+    return probe, step
+
+
+def _limited_by(micro_batch: int, caps: dict[LimitedBy, int]) -> LimitedBy:
+    return next((name for name, cap in caps.items() if cap == micro_batch == min(caps.values())), "memory")
+
+
+def _cached(info: SetupInfo, limits: ProbeLimits, home: Path, progress: Progress) -> CachedLimit | None:
+    """Return the cached limit of this very key; name the changed fields if there is only a stale one."""
+    cached = lookup(info.key, home)
+    if not isinstance(cached, StaleEntry):
+        return cached
+    if not limits.has_own_budget and [one.field for one in cached.changed] == ["budget_bytes"]:
+        old, new = cached.changed[0].old, cached.changed[0].new
         if isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new:
-            return saved.fit
-    if {one.field for one in saved.changed} - ASKED_FOR:
-        progress.note(f"{saved}: probing anew")
+            return cached.limit
+    if {one.field for one in cached.changed} - ASKED_FOR:
+        progress.note(f"{cached}: probing again")
     return None
 
 
-def _confirm(
-    run: Callable[[int], Outcome], saved: CachedLimit, caps: dict[LimitedBy, int], progress: Progress
-) -> Probe | None:
-    """Run what fitted before once; ``None`` where it answers another question, or fits no more."""
-    cap = min(caps.values())
-    if saved.limited_by != "memory" and saved.micro_batch < cap:
+def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
+    """Run the cached limit once. Return None if it answers another question, or no longer fits."""
+    cap = min(probing.caps.values())
+    if cached.limited_by != "memory" and cached.micro_batch < cap:
         return None
-    size = min(saved.micro_batch, cap)
-    attempted = run(size).attempt
+    size = min(cached.micro_batch, cap)
+    attempted = probing.run(size).attempt
     if not attempted.fits:
-        progress.note(f"the saved micro-batch of {size} does not fit any more: probing anew")
+        probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
         return None
     return Probe(
         micro_batch=size,
-        limited_by=_limit(size, caps),
-        upper_bound_by="cap" if size == cap else saved.upper_bound_by,
-        predicted_micro_batch=saved.micro_batch,
+        limited_by=_limited_by(size, probing.caps),
+        upper_bound_by="cap" if size == cap else cached.upper_bound_by,
+        predicted_micro_batch=cached.micro_batch,
         oom_count=0,
         attempts=[attempted],
-        source=f"saved {saved.date}",
+        source=f"saved {cached.date}",
     )
 
 
-def _remember(result: Probe, prober: Prober, cap: int, home: Path, progress: Progress) -> Path | None:
-    """Save the answer of a search that came to its end; where it is saved."""
-    if result.upper_bound_by is None:
+def _store(found: Probe, process: SetupProcess, cap: int, home: Path, progress: Progress) -> Path | None:
+    """Keep the answer of a search that ran to its end, and return its file."""
+    if found.upper_bound_by is None:
         return None
-    traced_bytes = prober.traced_peak(result.micro_batch)
-    fit = CachedLimit(
-        key=prober.facts.key,
-        micro_batch=result.micro_batch,
-        limited_by=result.limited_by,
-        upper_bound_by=result.upper_bound_by,
+    traced_bytes = questions.traced_peak(process, found.micro_batch)
+    limit = CachedLimit(
+        key=process.info.key,
+        micro_batch=found.micro_batch,
+        limited_by=found.limited_by,
+        upper_bound_by=found.upper_bound_by,
         cap=cap,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         traced_bytes=traced_bytes,
-        measured_bytes=None if traced_bytes is None else _peak_of(result),
+        measured_bytes=None if traced_bytes is None else _peak_of(found),
     )
     try:
-        return store(fit, home)
+        return store(limit, home)
     except InputError as error:
-        progress.note(f"what fitted is not remembered: {error}")
+        progress.note(f"the limit was not saved: {error}")
         return None
 
 
-def _with_others(result: Probe, prober: Prober, progress: Progress) -> Probe:
-    """The answer with what others hold by now; says so where that has become more."""
-    before, after = prober.facts.device.other_processes_bytes, prober.others_bytes()
+def _with_others(found: Probe, process: SetupProcess, progress: Progress) -> Probe:
+    """Add what other processes hold after the probe, with a note if that grew."""
+    before, after = process.info.device.other_processes_bytes, questions.others_bytes(process)
     if before is not None and after is not None and after - before >= NOTABLE_GROWTH:
         progress.note(
-            f"other processes held {format_bytes(before)} of the card before the probe and hold "
-            f"{format_bytes(after)} now: what fitted may not fit beside them; probe again, or give "
+            f"other processes held {format_bytes(before)} of the GPU before the probe and hold "
+            f"{format_bytes(after)} now: what fitted may no longer fit beside them; probe again, or give "
             "--memory-budget"
         )
-    return msgspec.structs.replace(result, other_processes_bytes=after)
+    return msgspec.structs.replace(found, other_processes_bytes=after)
 
 
-def _peak_of(result: Probe) -> int | None:
-    """Peak reserved of the attempt that is the answer."""
-    of_answer = (one for one in result.attempts if one.fits and one.micro_batch == result.micro_batch)
+def _peak_of(found: Probe) -> int | None:
+    """Return the peak reserved bytes of the attempt that is the answer."""
+    of_answer = (one for one in found.attempts if one.fits and one.micro_batch == found.micro_batch)
     return next((one.peak_reserved_bytes for one in of_answer), None)
 
 
-def nothing_fits(attempts: list[Attempt], prober: Prober, *, cannot: str | None = None) -> DoesNotFitError:
-    """Say where the memory of the smallest micro-batch goes, and what would help, as far as it can be traced.
+def nothing_fits(
+    attempts: list[Attempt], process: SetupProcess, step: Footprint | None, *, cannot: str | None = None
+) -> DoesNotFitError:
+    """Build the error that says where the memory of the smallest micro-batch goes, and what would help.
 
     Args:
         attempts: what ran.
-        prober: knows the device, its budget, and what was predicted, if anything was.
-        cannot: what a micro-batch of 1 raised, where that is no matter of memory.
+        process: knows the device and its budget.
+        step: the traced step; None if it could not be traced.
+        cannot: the error of a micro-batch of 1 if that was not about memory.
     """
     last = attempts[-1]
     where = f" (in the {last.phase})" if last.phase else ""
-    if prober.step is not None:
+    if step is not None:
         with suppress(Untraceable):
-            where += f"; it takes {explain(prober.step, last.micro_batch).text()}"
-    # What a loss over the whole window takes follows the target batch, whatever the micro-batch.
+            where += f"; it takes {explain(step, last.micro_batch).text()}"
+    # The memory of a loss over the whole batch follows the target batch, whatever the micro-batch.
     smaller = ", a smaller target batch" if last.phase == "loss" else ""
     one = f"; and one of 1 cannot run: {cannot}" if cannot else ""
     return DoesNotFitError(
         f"a micro-batch of {last.micro_batch} does not fit in the budget of "
-        f"{format_bytes(prober.facts.device.budget_bytes)}: {last.reason}{where}{one}; what would help: a "
-        f"larger --memory-budget{smaller}{in_words(prober.remedies())}"
+        f"{format_bytes(process.info.device.budget_bytes)}: {last.reason}{where}{one}; what would help: a "
+        f"larger --memory-budget{smaller}{in_words(questions.remedies(process))}"
     )

@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from autobatch.core.errors import AutobatchError
 from autobatch.core.knobs import COMPILE
 from autobatch.core.records import Attempt, MemoryCurve, PredictedPoint, Remedy
@@ -190,7 +188,7 @@ def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> 
         setup: what attempts run on.
         steps: micro-batches of each step.
     """
-    if setup.device.kind == "cuda":
+    if not setup.device.is_traceable:
         return None
     try:
         # Data that is augmented draws while it is read.
@@ -212,10 +210,10 @@ def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
 
     For comparison with what a run measured there; ``None`` on other devices, and where it cannot be traced.
     """
-    if setup.device.kind != "cuda":
+    capability = setup.device.compute_capability
+    if capability is None:
         return None
     device = setup.device.describe()
-    capability = torch.cuda.get_device_capability(setup.device.torch_device)
     gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
     try:
         with preserved_random_state():
@@ -236,7 +234,7 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
     facts = describe_setup(setup)
 
     def allocator(expandable: bool) -> Allocator | None:
-        if expandable and facts.device.kind == "cpu":
+        if expandable and facts.allocator is None:
             return None
         return new_allocator(facts, expandable=expandable)
 
@@ -244,7 +242,7 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
         allocator=allocator,
         unlimited=lambda expandable: new_allocator(facts, capped=False, expandable=expandable),
         cap=facts.samples,
-        expandable=facts.expandable_segments,
+        expandable=facts.allocator is not None and facts.allocator.expandable_segments,
     )
     setting = _setting(setup)
     try:
@@ -254,7 +252,7 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
         return []
 
 
-def pictures(
+def predicted_memory(
     step: Footprint | None, facts: SetupInfo, micro_batch: int
 ) -> tuple[list[PredictedPoint], MemoryCurve | None]:
     """Predicted peaks around an answer, and where the memory goes over a step at it; where it was traced."""
@@ -273,15 +271,14 @@ def pictures(
 
 def _setting(setup: TrainSetup) -> Setting:
     """What an attempt on the bench does; with the operators of the card, where it is one."""
-    gpu = setup.device.torch_device if setup.device.kind == "cuda" else None
     return Setting(
         workload=setup.workload,
         model=setup.model,
         batch_of=setup.worst_case.batch,
         precision=setup.precision,
-        capability=None if gpu is None else torch.cuda.get_device_capability(gpu),
+        capability=setup.device.compute_capability,
         steps=ATTEMPT_STEPS,
-        samples=setup.window,
+        samples=setup.whole_batch,
         max_grad_norm=setup.max_grad_norm,
         ema=setup.ema,
         # A compiled model is predicted as its module runs without the compiler.

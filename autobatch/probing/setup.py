@@ -5,22 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
-from autobatch.core.options import Options
 from autobatch.core.records import DeviceRecord, Precision, Record
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
-from autobatch.device.cpu import CpuDevice
-from autobatch.device.cuda import CudaDevice
-from autobatch.device.profiles import data_home, load_profile
-from autobatch.device.simulated import SimulatedDevice
+from autobatch.device.select import device_kind, open_device
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
@@ -33,8 +30,25 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
 
 
+@dataclass(frozen=True, kw_only=True)
+class SetupSettings:
+    """Settings that a setup is opened with: plain values, which travel to a child process."""
+
+    device: str = "auto"
+    memory_budget: str | int | None = None
+    """None for what is free less a headroom."""
+    precision: Precision | Literal["auto"] = "auto"
+    seed: int = 0
+    max_grad_norm: float | None = None
+    """None for no clipping."""
+    ema: float | None = None
+    """Decay of the averaged weights; None for no average."""
+    target_batch: int | None = None
+    """None if unknown."""
+
+
 class SetupInfo(Record, frozen=True, kw_only=True):
-    """What a plan needs to know of a bench, without the bench."""
+    """Description of a setup: what a plan needs to know of it, as plain values."""
 
     device: DeviceRecord
     key: dict[str, KeyValue]
@@ -45,30 +59,15 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     base_batch: int | None
     precision: Precision
     name: str
-    expandable_segments: bool = False
-    """How the device's allocator grows, for those that cache."""
+    allocator: AllocatorConfig | None = None
+    """Settings of the device's caching allocator; None if it caches nothing."""
+    compute_capability: tuple[int, int] | None = None
+    """Of the GPU that runs the operators; None if the CPU runs them."""
+    may_spill: bool = False
+    """True if the driver may move memory to the host where an allocation should fail."""
     size_quartiles: list[float] = []
     """Quartiles of the samples' costs; empty where all cost alike."""
     notes: list[str] = []
-
-
-def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[str, str]) -> Device:
-    """Find the device that ``auto``, ``cuda``, ``cuda:N``, ``cpu`` or ``sim:PROFILE`` names.
-
-    Raises:
-        InputError: there is no such device or profile, or the budget is more than it has.
-    """
-    kind, _, which = spec.partition(":")
-    if spec == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu" and not which:
-        return CpuDevice(memory_budget=memory_budget)
-    if kind == "cuda" and (not which or which.isdecimal()):
-        return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
-    if kind == "sim" and which:
-        profile = load_profile(which, user_dir=data_home(environ))
-        return SimulatedDevice(profile, memory_budget=memory_budget)
-    raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
 
 
 def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
@@ -95,53 +94,54 @@ def find_workload(workload: object) -> Workload:
 
 
 def open_setup(
-    workload: Workload, options: Options, *, environ: Mapping[str, str] = os.environ, demo: bool = False
+    workload: Workload,
+    settings: SetupSettings,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    is_demo: bool = False,
 ) -> TrainSetup:
-    """Build what attempts run on; the caller's random states are left alone.
+    """Build what real steps run on. The caller's random states are left alone.
+
+    Samples are read when the first attempt, or a description, asks for them.
 
     Args:
         workload: what the user handed over.
-        options: device, budget, precision, seed.
-        environ: where AUTOBATCH_HOME may stand.
-        demo: the embedded demo runs, which brings a budget of its own.
+        settings: device, budget, precision, seed.
+        environ: may hold AUTOBATCH_HOME.
+        is_demo: the embedded demo runs, which brings a budget of its own.
 
     Raises:
-        InputError: the device, the budget or the model cannot be.
+        InputError: the device, the budget or the model is invalid.
     """
-    device = open_device(options.device, memory_budget=budget_of(options, demo=demo), environ=environ)
+    budget = budget_of(settings, is_demo=is_demo)
+    device = open_device(settings.device, memory_budget=budget, environ=environ)
     with preserved_random_state():
-        seed_everything(options.seed)
+        seed_everything(settings.seed)
         model = build_model(workload)
-        worst_case = WorstCaseSampler(workload)
-        worst_case.check_collate()
     return TrainSetup(
         workload=workload,
         model=model,
         device=device,
-        worst_case=worst_case,
-        precision=precision_of(options, device),
-        max_grad_norm=getattr(options, "max_grad_norm", None),
-        ema=getattr(options, "ema", None),
-        window=whole_batch_of(workload, options),
+        worst_case=WorstCaseSampler(workload, seed=settings.seed),
+        precision=precision_of(settings, device),
+        max_grad_norm=settings.max_grad_norm,
+        ema=settings.ema,
+        whole_batch=whole_batch_of(workload, settings.target_batch),
     )
 
 
-def whole_batch_of(workload: Workload, options: Options) -> int | None:
-    """Samples of an optimizer step, where the loss sees all of them and they are known."""
-    if not isinstance(workload.loss, WholeBatchLoss):
+def whole_batch_of(workload: Workload, target_batch: int | None) -> int | None:
+    """Return the samples of a step if the loss sees all of them; None if it does not or they are unknown."""
+    if target_batch is None or not isinstance(workload.loss, WholeBatchLoss):
         return None
-    target: int | None = getattr(options, "target_batch", None)
-    return None if target is None else rank_share(target, 1, 0)
+    return rank_share(target_batch, 1, 0)
 
 
-def budget_of(options: Options, *, demo: bool) -> str | int | None:
-    """The budget that was asked for; the demo's own where none was."""
-    if options.memory_budget is not None or not demo:
-        return options.memory_budget
-    kind = options.device.partition(":")[0]
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return MEMORY_BUDGET.get(kind)
+def budget_of(settings: SetupSettings, *, is_demo: bool) -> str | int | None:
+    """Return the budget that was asked for, else the demo's own for the demo."""
+    if settings.memory_budget is not None or not is_demo:
+        return settings.memory_budget
+    return MEMORY_BUDGET.get(device_kind(settings.device))
 
 
 def build_model(workload: Workload) -> nn.Module:
@@ -157,20 +157,21 @@ def build_model(workload: Workload) -> nn.Module:
     return model
 
 
-def precision_of(options: Options, device: Device) -> Precision:
-    """The precision that was asked for; ``auto`` is bf16 on cards built for it (8.0 and later), else fp32."""
-    if options.precision != "auto":
-        return options.precision
-    if device.kind == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (8, 0):
-        return "bf16"
-    return "fp32"
+def precision_of(settings: SetupSettings, device: Device) -> Precision:
+    """Return the precision that was asked for; ``auto`` leaves it to the device."""
+    return device.default_precision() if settings.precision == "auto" else settings.precision
 
 
 def describe_setup(setup: TrainSetup) -> SetupInfo:
-    """Describe a bench."""
+    """Describe a setup, after a look at all samples.
+
+    Raises:
+        InputError: the samples cannot be collated.
+    """
     workload = setup.workload
     device = setup.device.describe()
     with preserved_random_state():
+        setup.worst_case.check_collate()
         key = _key(setup, device)
     return SetupInfo(
         device=device,
@@ -180,15 +181,29 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         base_batch=workload.base_batch,
         precision=setup.precision,
         name=workload.name,
-        expandable_segments=_is_expandable(setup.device.new_allocator()),
+        allocator=setup.device.allocator_config,
+        compute_capability=setup.device.compute_capability,
+        may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
-        notes=[*device.notes, *setup.worst_case.notes, *whole_batch_notes(workload, setup.window)],
+        notes=[*device.notes, *setup.worst_case.notes, *whole_batch_notes(workload, setup.whole_batch)],
     )
 
 
-def whole_batch_notes(workload: Workload, window: int | None) -> list[str]:
+def device_key(setup: TrainSetup) -> dict[str, KeyValue]:
+    """Return the part of the key that a bit-exact resume depends on: hardware, torch and precision."""
+    device = setup.device.describe()
+    return {
+        "precision": setup.precision,
+        "device": device.name,
+        "device_kind": device.kind,
+        "total_bytes": device.total_bytes,
+        "torch": str(torch.__version__),
+    }
+
+
+def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
     """What a person should know of an answer for a loss over a whole window of an unknown size."""
-    if window is not None or not isinstance(workload.loss, WholeBatchLoss):
+    if whole_batch is not None or not isinstance(workload.loss, WholeBatchLoss):
         return []
     return [
         "the loss sees all samples of an optimizer step, and without a target batch two micro-batches were "
@@ -205,14 +220,10 @@ def new_allocator(facts: SetupInfo, *, capped: bool = True, expandable: bool | N
         expandable: how an allocator that caches grows; ``None``: as on the device.
     """
     limit = facts.device.budget_bytes if capped else None
-    if facts.device.kind == "cpu":
+    if facts.allocator is None:
         return CountingAllocator(limit)
-    asked = facts.expandable_segments if expandable is None else expandable
-    return CachingAllocator(limit, AllocatorConfig(expandable_segments=asked))
-
-
-def _is_expandable(allocator: Allocator) -> bool:
-    return isinstance(allocator, CachingAllocator) and allocator.config.expandable_segments
+    asked = facts.allocator.expandable_segments if expandable is None else expandable
+    return CachingAllocator(limit, replace(facts.allocator, expandable_segments=asked))
 
 
 def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
@@ -230,17 +241,13 @@ def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
         ),
         "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
         "loss": "+".join(map(_name_of, functions)),
-        "window": setup.window,
+        "whole_batch": setup.whole_batch,
         "optimizer": _digest(_optimizer_line(setup.workload)),
-        "precision": setup.precision,
         "max_grad_norm": None if setup.max_grad_norm is None else str(setup.max_grad_norm),
         # What it weighs does not depend on the decay.
         "ema": None if setup.ema is None else "on",
-        "device": device.name,
-        "device_kind": device.kind,
-        "total_bytes": device.total_bytes,
+        **device_key(setup),
         "budget_bytes": device.budget_bytes,
-        "torch": str(torch.__version__),
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
         "world_size": 1,
     }

@@ -1,1 +1,1 @@
-"""Records in; terminal text, figures and one-file pages out. Nothing here imports torch."""
+"""The report: reads records, and writes charts, pages and notebook output. Never imports torch."""

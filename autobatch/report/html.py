@@ -1,4 +1,4 @@
-"""HTML as values: text is escaped by default, only markup that was built here passes as it is."""
+"""HTML as values. Text is escaped, and only `Markup` that this module built passes unescaped."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from autobatch.report.charts.drawing import Mark, Picture, Table
 
 _VOID = frozenset({"meta", "br"})
 
-
 _LONG = 24
-"""Characters from which a cell is a sentence, and gets room for it."""
-
+"""Length in characters above which a cell counts as a sentence and gets a minimum width."""
 
 _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( [KMGT]?i?B)?")
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
@@ -31,10 +29,10 @@ def element(tag: str, *children: Child, **attributes: str | bool | None) -> Mark
     """Build an element.
 
     Args:
-        tag: its name.
-        children: text (escaped), :class:`Markup` (kept), lists of those, or ``None`` (nothing).
-        attributes: by name; ``_`` becomes ``-`` and a trailing ``_`` is dropped, ``True`` writes the bare
-            name, ``None`` and ``False`` leave it out.
+        tag: name of the element.
+        children: text (escaped), `Markup` (kept), lists of both, or ``None`` for nothing.
+        attributes: attributes by name. ``_`` becomes ``-``, and a trailing ``_`` is dropped. ``True`` writes
+            the bare name. ``None`` and ``False`` omit the attribute.
     """
     written = "".join(_attribute(name, value) for name, value in attributes.items())
     if tag in _VOID:
@@ -43,8 +41,21 @@ def element(tag: str, *children: Child, **attributes: str | bool | None) -> Mark
 
 
 def join(*children: Child) -> Markup:
-    """Put children one after another."""
+    """Concatenate children."""
     return Markup("".join(_text(child) for child in children))
+
+
+def unbroken(word: str) -> Markup:
+    """Build a word that moves to the next line as a whole if it fits there."""
+    return element("span", word, class_="unbroken")
+
+
+def prose(text: str) -> Markup:
+    """Build text whose options, such as ``--steps``, do not break after their dashes."""
+    words = text.split(" ")
+    return join(
+        *(join(" " if at else "", unbroken(one) if "--" in one else one) for at, one in enumerate(words))
+    )
 
 
 def _attribute(name: str, value: str | bool | None) -> str:
@@ -65,7 +76,7 @@ def _text(child: Child) -> str:
 
 
 def table(data: Table) -> Markup:
-    """Build a table that scrolls inside itself where the page is too narrow."""
+    """Build a table that scrolls sideways in its own box if the page is too narrow."""
     head = element("tr", [element("th", name, scope="col") for name in data.head])
     body = [element("tr", [_cell(at, text) for at, text in enumerate(row)]) for row in data.rows]
     whole = element("table", element("caption", data.caption), element("thead", head), element("tbody", body))
@@ -78,15 +89,16 @@ def _cell(at: int, text: str) -> Markup:
 
 
 def figure(picture: Picture) -> Markup:
-    """Build a figure with its legend, and its data as a table to open."""
+    """Build a figure with its legend, and its data as a collapsed table."""
     caption = element(
-        "figcaption", _legend(picture.legend), element("p", picture.note) if picture.note else None
+        "figcaption", legend(picture.legend), element("p", picture.note) if picture.note else None
     )
     data = element("details", element("summary", "Data of this figure"), table(picture.table))
     return element("figure", Markup(picture.svg), caption, data, id=f"figure-{picture.slug}")
 
 
-def _legend(marks: list[Mark]) -> Markup | None:
+def legend(marks: list[Mark]) -> Markup | None:
+    """Build the legend of a picture. Return None if it has no entries."""
     items = [
         element(
             "li",
@@ -101,7 +113,7 @@ def _legend(marks: list[Mark]) -> Markup | None:
 
 
 def facts(pairs: Iterable[tuple[str, Child]]) -> Markup:
-    """Build a list of names and what they are; pairs without a value are left out."""
+    """Build a list of names and values, without the pairs that have no value."""
     rows = [
         element("div", element("dt", name), element("dd", value))
         for name, value in pairs

@@ -1,8 +1,8 @@
-"""What a notebook shows of a result: a sentence, a table and the figures of the report, in one fragment.
+"""Notebook output of a result: one HTML fragment with a sentence, a table and the charts of the report.
 
-A notebook's theme is its own affair (and may differ from the system's), so text and background are inherited
-and figures are drawn in mid-tones that read on both. There is no style sheet and no script, for notebooks
-strip them from what they do not trust; ids are made unique, for a notebook shows many fragments on one page.
+A notebook chooses its own theme, so text and background are inherited, and charts use mid-tones that are
+readable on light and dark. A fragment has no style sheet and no script, because notebooks strip them from
+untrusted output. Its ids are unique, because a notebook shows many fragments on one page.
 """
 
 from __future__ import annotations
@@ -36,20 +36,17 @@ from autobatch.report.theme import EITHER
 
 WIDEST = "max-width:720px"
 
-
 _LEFT = "text-align:left"
-
 
 _GLYPHS = {
     "line": "—", "dash": "┄", "dot": "●", "ring": "○", "cross": "✕", "block": "■", "triangle": "▲",
 }  # fmt: skip
 
-
 Facts = Iterable[tuple[str, str | None]]
 
 
 def probe_html(probe: Probe, device: DeviceRecord) -> str:
-    """Show the largest micro-batch that fits, and how it was found."""
+    """Return the HTML of a probe: the largest micro-batch that fits, and the evidence for it."""
     data = RunRecord(device=device, probe=probe)
     return _fragment(
         headline(data), [*_device_facts(device), *_probe_facts(probe)], [memory_figure(device, probe)]
@@ -57,7 +54,7 @@ def probe_html(probe: Probe, device: DeviceRecord) -> str:
 
 
 def plan_html(plan: Plan, device: DeviceRecord, probe: Probe | None = None) -> str:
-    """Show how the target batch is made."""
+    """Return the HTML of a plan: the split of the target batch."""
     data = RunRecord(device=device, probe=probe, plan=plan)
     rows = [*_device_facts(device), *_probe_facts(probe), *_plan_facts(plan)]
     return _fragment(
@@ -66,12 +63,12 @@ def plan_html(plan: Plan, device: DeviceRecord, probe: Probe | None = None) -> s
 
 
 def run_html(result: RunRecord, *, metrics: list[StepRecord], report: Path | None) -> str:
-    """Show all that ran.
+    """Return the HTML of a run.
 
     Args:
         result: the records of the run.
-        metrics: one for each window, for the curves of training.
-        report: the page of the run.
+        metrics: one record per optimizer step, for the training curves.
+        report: the report page of the run; None if it was not written.
     """
     rows: list[tuple[str, str | None]] = [*_device_facts(result.device), *_probe_facts(result.probe)]
     pictures: list[Picture | None] = []
@@ -84,7 +81,7 @@ def run_html(result: RunRecord, *, metrics: list[StepRecord], report: Path | Non
         rows.append(("Tuning", tuning_in_words(result.tuning) if result.tuning.trials else None))
         pictures.append(trials_figure(result.tuning.history))
         found = result.tuning.learning_rate
-        rows.append(("Learning rates", None if found is None else rates_in_words(found)))
+        rows.append(("Learning-rate study", None if found is None else rates_in_words(found)))
         pictures.append(None if found is None else rates_figure(found))
     if result.training is not None:
         rows.append(("Training", training_in_words(result.training)))
@@ -99,10 +96,10 @@ def run_html(result: RunRecord, *, metrics: list[StepRecord], report: Path | Non
 
 
 def estimates_html(estimates: Sequence[Estimate], notes: Iterable[str]) -> str:
-    """Show what is predicted to fit, a card a row."""
+    """Return the HTML of an estimate: one row per GPU."""
     fitting = [one for one in estimates if one.fits]
-    words = f"Predicted to fit on {len(fitting)} of {plural(len(estimates), 'card')}; none was touched."
-    head = ["Card", "Budget", "Precision", "Micro-batch", "Peak reserved", "One optimizer step"]
+    words = f"Predicted to fit on {len(fitting)} of {plural(len(estimates), 'GPU')}. No GPU was used."
+    head = ["GPU", "Budget", "Precision", "Micro-batch", "Peak reserved", "Optimizer step"]
     table = Table(caption=words, head=head, rows=[_estimate_row(one) for one in estimates])
     lines = [element("p", note) for note in notes]
     return _named(element("div", element("p", element("strong", words)), _table(table), lines))
@@ -123,7 +120,7 @@ def _estimate_row(one: Estimate) -> list[str]:
 
 
 def _device_facts(device: DeviceRecord) -> Facts:
-    return [("Device", f"{device.name} ({device.kind}), {format_bytes(device.budget_bytes)} to spend")]
+    return [("Device", f"{device.name} ({device.kind}), memory budget {format_bytes(device.budget_bytes)}")]
 
 
 def _probe_facts(probe: Probe | None) -> Facts:
@@ -135,7 +132,7 @@ def _plan_facts(plan: Plan) -> Facts:
         ("Target batch", f"{plural(plan.target_batch, 'sample')}: {split_in_words(plan)}"),
         ("Learning rate", rate_in_words(plan)),
         ("Precision", plan.precision),
-        ("Chosen besides", ", ".join(f"{name} = {value}" for name, value in plan.knobs.items()) or None),
+        ("Tuned knobs", ", ".join(f"{name} = {value}" for name, value in plan.knobs.items()) or None),
     ]
 
 
@@ -150,9 +147,9 @@ def _fragment(words: str, rows: Facts, pictures: Sequence[Picture | None]) -> st
 
 
 def _figure(picture: Picture) -> Markup:
-    # Drawn for wide and for narrow pages; without a style sheet both would show.
+    # A picture holds a wide and a narrow drawing. Without a style sheet both would show: keep the first.
     wide = picture.svg[: picture.svg.index("</svg>") + len("</svg>")]
-    # matplotlib's own style sheet would hold for the whole notebook; inherited, it holds for the figure.
+    # matplotlib's style sheet would apply to the whole notebook. Inherited styles apply to the chart alone.
     wide = re.sub(r"<style[^>]*>.*?</style>", "", wide, flags=re.DOTALL)
     wide = wide.replace("<svg ", '<svg style="stroke-linejoin:round;stroke-linecap:butt" ', 1)
     legend = [_mark(mark) for mark in picture.legend]
@@ -174,7 +171,7 @@ def _table(table: Table) -> Markup:
 
 
 def _named(markup: Markup) -> str:
-    """Write the colours out, and give the ids of this fragment a name of its own."""
+    """Replace colour variables by their values, and make the ids of this fragment unique."""
     html = re.sub(r"var\(--sans, ([^)]*)\)", r"\1", markup)
     html = re.sub(r"var\(--([\w-]+), #[0-9a-f]{6}\)", lambda found: EITHER[found[1]], html)
     name = "autobatch-" + hashlib.sha256(html.encode()).hexdigest()[:12]

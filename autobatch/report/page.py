@@ -1,4 +1,7 @@
-"""One self-contained HTML file: readable anywhere, with no network, no script and no other file."""
+"""The report page: one self-contained HTML file, without scripts, network access or other files.
+
+To add a section, write a function that turns a `RunRecord` into `Markup`, and list it in `sections`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,12 @@ from typing import NamedTuple
 from autobatch.core.files import write_atomic
 from autobatch.core.records import DeviceRecord, LrTuning, RunRecord
 from autobatch.core.units import format_bytes
-from autobatch.report.charts import curves, trials
-from autobatch.report.charts import memory as figures
-from autobatch.report.charts.drawing import Picture, Table
-from autobatch.report.charts.memory import held_bytes, memory_curve_figure
+from autobatch.report.charts.curves import training_figure
+from autobatch.report.charts.drawing import Mark, Picture, Table
+from autobatch.report.charts.memory import held_bytes, memory_curve_figure, memory_figure
 from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import pairs_table, rates_figure
-from autobatch.report.html import Child, Markup, element, facts, figure, join, table
+from autobatch.report.charts.trials import importance_figure, pairs_table, rates_figure, trials_figure
+from autobatch.report.html import Child, Markup, element, facts, figure, join, legend, prose, table, unbroken
 from autobatch.report.sentences import (
     budget_in_words,
     count,
@@ -34,7 +36,7 @@ from autobatch.report.theme import style_sheet
 
 
 class Section(NamedTuple):
-    """One part of the page."""
+    """A section of the page."""
 
     slug: str
     title: str
@@ -42,7 +44,7 @@ class Section(NamedTuple):
 
 
 def sections(data: RunRecord) -> list[Section]:
-    """Build every part that there are data for, in reading order."""
+    """Build the sections that have data, in reading order."""
     candidates = [
         Section("device", "Device and budget", _device(data.device)),
         Section("memory", "What fits", _memory(data)),
@@ -59,26 +61,22 @@ def _pictures(*pictures: Picture | None) -> list[Markup]:
 
 
 def _notes(lines: list[str]) -> Markup | None:
-    return element("ul", [element("li", line) for line in lines], class_="notes") if lines else None
+    return element("ul", [element("li", prose(line)) for line in lines], class_="notes") if lines else None
 
 
 def _device(device: DeviceRecord) -> Markup:
     holders = [
-        [
-            holder.name or "unknown",
-            "" if holder.pid is None else str(holder.pid),
-            format_bytes(holder.used_bytes),
-        ]
-        for holder in device.holders
+        [one.name or "unknown", "" if one.pid is None else str(one.pid), format_bytes(one.used_bytes)]
+        for one in device.holders
     ]
-    held = Table(caption="Who holds memory of this device", head=["Process", "Pid", "Memory"], rows=holders)
+    held = Table(caption="Processes that hold memory", head=["Process", "PID", "Memory"], rows=holders)
     return join(
-        element("p", budget_in_words(device)),
+        element("p", prose(budget_in_words(device))),
         _bar(device),
         facts(
             [
                 ("Device", f"{device.name} ({device.kind})"),
-                ("Memory", format_bytes(device.total_bytes)),
+                ("Total memory", format_bytes(device.total_bytes)),
                 ("Other processes", format_bytes(device.other_processes_bytes)),
             ]
         ),
@@ -88,25 +86,20 @@ def _device(device: DeviceRecord) -> Markup:
 
 
 def _bar(device: DeviceRecord) -> Markup:
-    """Draw the memory of the device as one bar: others, the budget, and what is left aside."""
+    """Draw the memory of the device as one bar: the budget, other processes, and the rest."""
     others = device.other_processes_bytes or 0
     rest = max(device.total_bytes - device.budget_bytes - others, 0)
     parts = [("budget", "accent", device.budget_bytes), ("other processes", "series-3", others)]
-    parts = [part for part in [*parts, ("left aside or in use", "rule", rest)] if part[2]]
+    parts = [part for part in [*parts, ("remaining", "rule", rest)] if part[2]]
     names = [f"{name} {format_bytes(size)}" for name, _, size in parts]
     blocks = [element("span", style=f"--mark:var(--{role});flex:{size} 1 0") for _, role, size in parts]
     marks = [
-        element(
-            "li",
-            element("span", class_="mark block", style=f"--mark:var(--{role})", aria_hidden="true"),
-            name,
-        )
-        for (_, role, _), name in zip(parts, names, strict=True)
+        Mark(role=role, label=name, shape="block") for (_, role, _), name in zip(parts, names, strict=True)
     ]
-    label = f"Memory of the device: {', '.join(names)}"
+    label = f"Device memory: {', '.join(names)}"
     return join(
         element("div", blocks, class_="bar", role="img", aria_label=label),
-        element("ul", marks, class_="legend"),
+        legend(marks),
     )
 
 
@@ -115,12 +108,12 @@ def _memory(data: RunRecord) -> Markup:
     curve = memory_curve_figure(data.memory_curve) if data.memory_curve else None
     if probe is None:
         return join(_pictures(curve))
-    pictures = _pictures(figures.memory_figure(data.device, probe, data.predicted), curve)
+    pictures = _pictures(memory_figure(data.device, probe, data.predicted), curve)
     predicted = None if probe.predicted_micro_batch is None else count(probe.predicted_micro_batch)
     pairs: list[tuple[str, Child]] = [
         ("Largest micro-batch", plural(probe.micro_batch, "sample")),
         ("Limited by", probe.limited_by.replace("_", " ")),
-        ("Predicted before it ran", predicted),
+        ("Predicted micro-batch", predicted),
     ]
     return join(element("p", fits_in_words(probe)), pictures, facts(pairs))
 
@@ -131,19 +124,17 @@ def _plan(data: RunRecord) -> Markup:
         return Markup()
     chosen = ", ".join(f"{name} = {value}" for name, value in plan.knobs.items())
     words = (
-        f"Every optimizer step takes exactly {plural(plan.target_batch, 'sample')}: {split_in_words(plan)}."
+        f"Each optimizer step takes exactly {plural(plan.target_batch, 'sample')}: {split_in_words(plan)}."
     )
+    steps, size = count(plan.accumulation_steps), plural(plan.micro_batch, "sample")
     pairs: list[tuple[str, Child]] = [
-        (
-            "Micro-batches",
-            f"{count(plan.accumulation_steps)}, of at most {plural(plan.micro_batch, 'sample')}",
-        ),
+        ("Micro-batches", f"{steps}, of at most {size}"),
         ("Ranks", count(plan.world_size)),
         ("Precision", plan.precision),
         ("Learning rate", rate_in_words(plan)),
-        ("Tuned for a batch of", None if plan.base_batch is None else count(plan.base_batch)),
-        ("End of an epoch", plan.last_batch),
-        ("Chosen besides", chosen),
+        ("Base batch", None if plan.base_batch is None else plural(plan.base_batch, "sample")),
+        ("Last batch of an epoch", plan.last_batch),
+        ("Tuned knobs", chosen),
     ]
     return join(element("p", words), _pictures(plan_figure(plan)), facts(pairs))
 
@@ -153,11 +144,9 @@ def _tuning(data: RunRecord) -> Markup:
         return join([])
     if not data.tuning.trials:
         return join(_rates(data.tuning.learning_rate))
-    pictures = _pictures(
-        trials.trials_figure(data.tuning.history), trials.importance_figure(data.tuning.importance)
-    )
+    pictures = _pictures(trials_figure(data.tuning.history), importance_figure(data.tuning.importance))
     best = ", ".join(f"{name} = {value}" for name, value in data.tuning.best.items())
-    pairs: list[tuple[str, Child]] = [("Best", best), ("Study", data.tuning.study)]
+    pairs: list[tuple[str, Child]] = [("Best configuration", best), ("Study", data.tuning.study)]
     words = element("p", tuning_in_words(data.tuning))
     return join(words, pictures, facts(pairs), _rates(data.tuning.learning_rate))
 
@@ -166,33 +155,32 @@ def _rates(found: LrTuning | None) -> list[Markup]:
     if found is None:
         return []
     return [
+        element("h3", "Learning rate"),
         element("p", rates_in_words(found)),
         *_pictures(rates_figure(found)),
         *([table(pairs_table(found))] if found.pairs else []),
-        facts([("Study of the learning rate", found.study)]),
+        facts([("Learning-rate study", found.study)]),
         *filter(None, [_notes(found.notes)]),
     ]
 
 
 def _training(data: RunRecord) -> Markup:
     training = data.training
-    pictures = _pictures(curves.training_figure(data.metrics, data.checkpoints))
+    pictures = _pictures(training_figure(data.metrics, data.checkpoints))
     if training is None:
         return join(pictures)
-    ended = None if training.micro_batch is None else count(training.micro_batch)
+    last_size = None if training.micro_batch is None else plural(training.micro_batch, "sample")
+    averaged = None if training.ema is None else f"decay {training.ema:g}, exported to model-ema.safetensors"
     pairs: list[tuple[str, Child]] = [
         ("Optimizer steps", count(training.optimizer_steps)),
-        ("Loss", f"{decimal(training.first_loss)} at first, {decimal(training.final_loss)} at the end"),
+        ("Loss", f"{decimal(training.first_loss)} at the start, {decimal(training.final_loss)} at the end"),
         *(
             (f"Validation {name}", "not finite" if value is None else decimal(value))
             for name, value in training.validation.items()
         ),
-        (
-            "Averaged weights",
-            None if training.ema is None else f"of decay {training.ema:g}, exported besides",
-        ),
+        ("Averaged weights", averaged),
         ("Gradient noise scale", training.noise_advice),
-        ("Micro-batch at the end", ended),
+        ("Final micro-batch", last_size),
         ("Resumed from", training.resumed_from),
         ("Checkpoint", training.checkpoint),
     ]
@@ -208,13 +196,13 @@ def _repeat(data: RunRecord) -> Markup:
 
 
 def _command(text: str) -> Markup:
-    """Show a command so that lines break between its words only: ``--`` alone at an end misleads."""
-    words = [join(" " if at else "", element("span", word)) for at, word in enumerate(text.split(" "))]
+    """Show a command that breaks lines only between its words: a ``--`` alone at a line end misleads."""
+    words = [join(" " if at else "", unbroken(word)) for at, word in enumerate(text.split(" "))]
     return element("pre", element("code", words))
 
 
 def tiles(data: RunRecord) -> Markup:
-    """Build the few figures that matter most."""
+    """Build the few figures that matter most, as tiles below the headline."""
     made = [
         element("div", element("dt", name), element("dd", value, element("small", below) if below else None))
         for name, value, below in _tiles(data)
@@ -225,7 +213,7 @@ def tiles(data: RunRecord) -> Markup:
 def _tiles(data: RunRecord) -> Iterator[tuple[str, str, str]]:
     if data.plan is not None:
         steps = plural(data.plan.accumulation_steps, "accumulation step")
-        yield "Batch", count(data.plan.effective_batch), f"exactly, in {steps}"
+        yield "Target batch", count(data.plan.effective_batch), f"exactly, in {steps}"
         limit = ""
         if data.probe is not None:
             known = "largest that fits" if data.probe.stopped_by is None else "known to fit"
@@ -246,15 +234,15 @@ def _tiles(data: RunRecord) -> Iterator[tuple[str, str, str]]:
     if data.training is not None and data.training.samples_per_s is not None:
         yield "Throughput", decimal(data.training.samples_per_s), "samples/s"
     elif data.tuning is not None and data.tuning.trials:
-        yield "Throughput", decimal(data.tuning.best_samples_per_s), "samples/s, measured by the tuner"
+        yield "Throughput", decimal(data.tuning.best_samples_per_s), "samples/s, measured while tuning"
 
 
 def write_report(path: Path, data: RunRecord) -> Path:
-    """Write the report of a run as one HTML file, whole or not at all.
+    """Write the report of a run to one HTML file, atomically.
 
     Args:
-        path: where the file shall stand; missing directories are made.
-        data: what there is to report.
+        path: the file to write; missing directories are created.
+        data: the records of the run.
 
     Returns:
         ``path``.
@@ -266,7 +254,7 @@ def write_report(path: Path, data: RunRecord) -> Path:
 
 
 def render(data: RunRecord) -> str:
-    """Build the page; the same data give the same text."""
+    """Build the page. The same data always give the same text."""
     parts = sections(data)
     body = element(
         "body",
@@ -301,7 +289,7 @@ def _title(data: RunRecord) -> Markup:
 
 def _contents(parts: list[Section]) -> Markup:
     links = [element("li", element("a", part.title, href=f"#{part.slug}")) for part in parts]
-    return element("nav", element("ul", links), aria_label="Parts of the report")
+    return element("nav", element("ul", links), aria_label="Sections of the report")
 
 
 def _section(part: Section) -> Markup:

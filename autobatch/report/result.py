@@ -1,4 +1,4 @@
-"""What a call returns: its records, the JSON that the command line prints, and what a notebook shows."""
+"""Results of the library calls, with their JSON and their notebook output."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import DeviceRecord, Estimate, Plan, Probe, Record, RunRecord, StepRecord
 from autobatch.core.version import __version__
 from autobatch.report.notebook import estimates_html, plan_html, probe_html, run_html
+from autobatch.report.sentences import plural
 
 SCHEMA = 1
 NOT_IN_JSON = ("model", "metrics", "notes")
 
 
 class Result(RunRecord, frozen=True, kw_only=True):
-    """The records of every part that ran; a part that did not run is ``None``."""
+    """The records of a run. A part that did not run is ``None``."""
 
     profile: Path | None = None
-    """The file that remembers what fitted."""
+    """The file in which the limit is saved."""
     report: Path | None = None
     out: Path | None = None
     """The folder of the run."""
     model: Any = None
-    """The trained ``torch.nn.Module``; not part of the JSON."""
+    """The trained ``torch.nn.Module``, which the JSON leaves out."""
 
     def to_json(self, *parts: str) -> dict[str, Any]:
-        """Return the object of ``--json``.
+        """Return the object that ``--json`` prints.
 
         Args:
-            parts: names of the parts to print; without any, all of them.
+            parts: names of the parts to print; all parts if none are given.
         """
         head: dict[str, Any] = {"schema": SCHEMA, "autobatch": __version__}
         names = parts or tuple(name for name in self.__struct_fields__ if name not in NOT_IN_JSON)
@@ -46,13 +47,13 @@ class Result(RunRecord, frozen=True, kw_only=True):
 
 
 class ProbeResult(Probe, frozen=True, kw_only=True):
-    """A probe, with the device that it ran on."""
+    """A probe and the device that it ran on."""
 
     device: DeviceRecord
 
     @property
     def probe(self) -> Probe:
-        """The probe itself, under the name that it has in the JSON."""
+        """The probe, under its name in the JSON."""
         return self
 
     def _repr_html_(self) -> str:
@@ -60,14 +61,14 @@ class ProbeResult(Probe, frozen=True, kw_only=True):
 
 
 class PlanResult(Plan, frozen=True, kw_only=True):
-    """A plan, with the device and the probe that it rests on."""
+    """A plan, with the device and the probe that it is based on."""
 
     device: DeviceRecord
     probe: Probe
 
     @property
     def plan(self) -> Plan:
-        """The plan itself, under the name that it has in the JSON."""
+        """The plan, under its name in the JSON."""
         return self
 
     def _repr_html_(self) -> str:
@@ -75,13 +76,13 @@ class PlanResult(Plan, frozen=True, kw_only=True):
 
 
 class Estimates(Record, frozen=True, kw_only=True):
-    """Predictions for one workload, a card each."""
+    """Predictions for one workload, one per GPU."""
 
     estimates: list[Estimate]
     notes: list[str] = []
 
     def to_json(self, *_: str) -> dict[str, Any]:
-        """Return the object of ``--json``."""
+        """Return the object that ``--json`` prints."""
         return {"schema": SCHEMA, "autobatch": __version__, **msgspec.to_builtins(self)}
 
     def _repr_html_(self) -> str:
@@ -92,11 +93,11 @@ def load_run(folder: Path) -> RunRecord:
     """Read the folder of a run.
 
     Args:
-        folder: holds ``result.json`` and, where something was trained, ``metrics.jsonl``.
+        folder: contains ``result.json`` and, after training, ``metrics.jsonl``.
 
     Returns:
-        The data of its report; parts that the run did not have are ``None`` or empty. Rows of metrics that
-        cannot be read (the last one of a killed run) are left out, and a note says how many.
+        The data of the report. Parts that did not run are ``None`` or empty. Unreadable rows of metrics (such
+        as the last row of a killed run) are left out, and a note states their number.
 
     Raises:
         InputError: ``result.json`` is missing, or is not the result of a run.
@@ -105,28 +106,34 @@ def load_run(folder: Path) -> RunRecord:
     try:
         found = msgspec.json.decode(path.read_bytes())
     except OSError as error:
-        raise InputError(f"no run in {folder}: cannot read {path.name}: {error.strerror or error}") from error
+        raise InputError(
+            f"cannot read {path}: {error.strerror or error}. Give the folder of a run, which has {path.name}"
+        ) from error
     except (UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise InputError(f"{path} is not the result of a run: {error}") from error
+        raise _not_a_run(path, error) from error
     metrics, unreadable = _read_rows(folder / "metrics.jsonl")
     if not isinstance(found, dict):
-        raise InputError(f"{path} is not the result of a run: it holds no object")
+        raise _not_a_run(path, f"expected a JSON object, found {type(found).__name__}")
     fields = {name: value for name, value in found.items() if name in RunRecord.__struct_fields__}
     fields.setdefault("title", folder.resolve().name)
     fields.setdefault("versions", {"autobatch": found["autobatch"]} if "autobatch" in found else {})
     fields["metrics"] = metrics
     if unreadable:
-        notes = fields.get("notes") or []
-        fields["notes"] = [*notes, f"{unreadable} lines of metrics.jsonl could not be read and are left out"]
+        left_out = f"left out {plural(unreadable, 'unreadable line')} of metrics.jsonl"
+        fields["notes"] = [*(fields.get("notes") or []), left_out]
     present = {name: value for name, value in fields.items() if value is not None}
     try:
         return msgspec.convert(present, RunRecord)
     except msgspec.ValidationError as error:
-        raise InputError(f"{path} is not the result of a run: {error}") from error
+        raise _not_a_run(path, error) from error
+
+
+def _not_a_run(path: Path, reason: object) -> InputError:
+    return InputError(f"{path} is not the result of a run: {reason}. Give the folder of a run")
 
 
 def _read_rows(path: Path) -> tuple[list[StepRecord], int]:
-    """Read the rows that can be read, and count those that cannot."""
+    """Return the readable rows of metrics and the number of unreadable ones."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -143,7 +150,7 @@ def _read_rows(path: Path) -> tuple[list[StepRecord], int]:
 
 
 def _metrics_of(result: Result) -> list[StepRecord]:
-    """Return the run's own records; none if its folder is gone or holds another run by now."""
+    """Return the metrics of the run; empty if its folder is gone or now contains another run."""
     if result.out is None:
         return []
     try:

@@ -1,4 +1,4 @@
-"""The colours of a report, by role, for light and for dark pages."""
+"""The colours of a report by role, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -72,11 +72,14 @@ EITHER: Mapping[str, str] = MappingProxyType(
         "series-7": "#7a69a6",
     }
 )
-"""Mid-tones that read on white and on near-black alike: for places whose theme cannot be known."""
+"""Mid-tones that are readable on white and on near-black, for places whose theme is unknown."""
 
 
 def style_sheet() -> str:
-    """Write the colours as CSS variables: light, dark where the system asks, either where the page says."""
+    """Return the colours as CSS variables.
+
+    The system's theme decides between light and dark, unless the page sets ``data-theme``.
+    """
     light, dark = (
         "".join(f"--{role}:{value};" for role, value in palette.items()) for palette in (LIGHT, DARK)
     )

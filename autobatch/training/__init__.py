@@ -1,1 +1,1 @@
-"""The training loop: which samples, in which order, the steps, the checkpoints and the figures."""
+"""The training run: its loop, its checkpoints and resumes, its validation and its metrics."""

@@ -1,4 +1,4 @@
-"""What a person should know before a model with BatchNorm trains in micro-batches."""
+"""BatchNorm in micro-batches: a note with the numbers, and the equivalent momentum."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autobatch.planning import micro_batches
 from autobatch.workload.order import GlobalBatchSampler
 
 
-def advice(model: nn.Module, sampler: GlobalBatchSampler, micro_batch: int) -> list[str]:
-    """Notes on batch statistics, with the numbers; none where no layer computes any, or no window is split.
+def batch_norm_notes(model: nn.Module, sampler: GlobalBatchSampler, micro_batch: int) -> list[str]:
+    """Return notes on batch statistics; empty without BatchNorm or if batches are not split.
 
     Args:
-        model: what trains.
-        sampler: the windows of the run.
+        model: the model that trains.
+        sampler: the batches of the run.
         micro_batch: the largest micro-batch, in samples.
     """
     layers = batch_norms(model)
@@ -29,45 +29,45 @@ def advice(model: nn.Module, sampler: GlobalBatchSampler, micro_batch: int) -> l
     rate = (
         ""
         if momentum is None
-        else f"; their running averages move {len(sizes)} times a step, where a momentum of "
-        f"{equivalent_momentum(momentum, len(sizes)):.4g} instead of {momentum:g} would match the whole "
-        "batch (--bn-momentum auto sets it)"
+        else f". The running averages move {len(sizes)} times per step: to match the whole batch, set their "
+        f"momentum to {equivalent_momentum(momentum, len(sizes)):.4g} instead of {momentum:g} "
+        "(--bn-momentum auto does this)"
     )
     return [
-        f"{len(layers)} BatchNorm layers take their statistics over {sizes[-1]} to {sizes[0]} samples, not "
-        f"over the {sum(sizes)} of the batch: here the micro-batch is part of the model{rate}"
+        f"{len(layers)} BatchNorm layers compute their statistics over micro-batches of {sizes[-1]} to "
+        f"{sizes[0]} samples, not over the batch of {sum(sizes)}: results depend on the micro-batch{rate}"
     ]
 
 
 def equivalent_momentum(momentum: float, num_micro_batches: int) -> float:
-    """The momentum with which that many updates weigh a step as one update does with ``momentum``."""
+    """Return the momentum at which this many updates equal one update with ``momentum``."""
     return 1.0 - math.pow(1.0 - momentum, 1.0 / num_micro_batches)
 
 
 @contextmanager
 def rescaled_momentum(layers: Sequence[_BatchNorm], num_micro_batches: int) -> Iterator[None]:
-    """Inside, so many updates move the running averages as far as one would; then momenta are as they were.
+    """Rescale BatchNorm momentum within the block, so that a step counts as one update.
 
-    Layers without a momentum average over all that they saw, and need no other.
+    Layers without a momentum keep a cumulative average and are left alone.
     """
-    kept = [(layer, layer.momentum) for layer in layers]
+    originals = [(layer, layer.momentum) for layer in layers]
     try:
-        for layer, momentum in kept:
+        for layer, momentum in originals:
             if momentum is not None:
                 layer.momentum = equivalent_momentum(momentum, num_micro_batches)
         yield
     finally:
-        for layer, momentum in kept:
+        for layer, momentum in originals:
             layer.momentum = momentum
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Layers that normalise by the statistics of the batch while training."""
+    """Return the layers that normalise by batch statistics in train mode."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
 def smallest_micro_batch(sampler: GlobalBatchSampler, micro_batch: int) -> int:
-    """The fewest samples that any micro-batch of the run has; only its last windows may be short."""
+    """Return the fewest samples in any micro-batch of the run; only a last batch may be short."""
     indices = {0, sampler.total - 1}
     if sampler.epochs is not None and sampler.last_batch == "flush":
         indices.add(min(-(-sampler.samples // sampler.target_batch), sampler.total) - 1)

@@ -1,16 +1,16 @@
-"""Opening the loop of a run: what the options and the plan say, as one `Loop`."""
+"""Construction of the training loop from the options and the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
-from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.probing.attempt import TrainSetup
@@ -22,19 +22,44 @@ from autobatch.training.loop import Loop
 from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import GlobalBatchSampler, LastBatch
 from autobatch.workload.rng import seed_everything
 from autobatch.workload.user_code import user_code
 
 
-def build_sampler(workload: Workload, options: FitOptions) -> GlobalBatchSampler:
-    """All windows of a run.
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """Settings of a training loop: plain values."""
+
+    target_batch: int
+    seed: int = 0
+    steps: int | None = None
+    """Optimizer steps of the run; if both are given, the fewer count."""
+    epochs: int | None = None
+    last_batch: LastBatch = "carry"
+    max_grad_norm: float | None = None
+    """None for no clipping."""
+    ema: float | None = None
+    """Decay of the averaged weights; None for no average."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    warmup_samples: int | None = None
+    """None for no warm-up."""
+    bn_momentum: Literal["keep", "auto"] = "keep"
+    workers: int | None = None
+    """Loader workers; None for what the plan says."""
+    prefetch: int | None = None
+    """Micro-batches per worker; None for what the plan says."""
+    sample_seeds: bool = False
+
+
+def build_sampler(samples: int, options: LoopSettings) -> GlobalBatchSampler:
+    """Build the sampler of all batches of a run.
 
     Raises:
-        InputError: there is none.
+        InputError: the run would have no batch.
     """
     sampler = GlobalBatchSampler(
-        samples=len(workload.train_data),  # type: ignore[arg-type]
+        samples=samples,
         target_batch=options.target_batch,
         seed=options.seed,
         steps=options.steps,
@@ -43,50 +68,50 @@ def build_sampler(workload: Workload, options: FitOptions) -> GlobalBatchSampler
     )
     if sampler.total == 0:
         raise InputError(
-            f"--last-window drop leaves no window: {sampler.samples} samples for a target batch of "
-            f"{sampler.target_batch}; carry or flush keeps them"
+            f"--last-batch drop leaves no batch: the {sampler.samples} training samples do not fill a target "
+            f"batch of {sampler.target_batch}. Lower --target-batch, or use --last-batch carry or flush"
         )
     return sampler
 
 
 @contextmanager
-def opened(
+def open_loop(
     setup: TrainSetup,
-    planned: Plan,
-    options: FitOptions,
+    plan: Plan,
+    options: LoopSettings,
     sampler: GlobalBatchSampler,
     *,
     seeded_before: bool | None,
     note: Callable[[str], None],
 ) -> Iterator[Loop]:
-    """A loop at its first window, on the device and with what feeds it; both are let go of afterwards.
+    """Build a loop at its first batch, on the device and with its feed; close both at the end of the block.
 
     Args:
-        setup: the model, which is trained itself, and the device.
-        planned: the plan.
-        options: of the run.
-        sampler: its windows.
-        seeded_before: of a run that goes on, whether its samples were seeded one by one; ``None``: it begins.
-        note: told what a person should know.
+        setup: the model, which is trained in place, and the device.
+        plan: the plan.
+        options: the options of the run.
+        sampler: the batches of the run.
+        seeded_before: whether the resumed run seeded its samples one by one; ``None`` for a new run.
+        note: called with each note for the user.
 
     Raises:
-        InputError: a part of the workload cannot be, or raised on two held-out samples.
+        InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
-    feeding = _feeding(planned, options, seeded_before, note)
+    feed_options = _feed_options(plan, options, seeded_before, note)
     with (
         setup.device.training() as meter,
         open_feed(
-            setup.workload, sampler.batches, gpu=gpu_of(setup.device, planned.knobs), **feeding
+            setup.workload, sampler.batches, gpu=gpu_of(setup.device, plan.knobs), **feed_options
         ) as feed,
     ):
-        loop = _open_loop(setup, planned, options, sampler, meter)
+        loop = _build_loop(setup, plan, options, sampler, meter)
         loop.feed = feed
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
         yield loop
 
 
-def _open_loop(
-    setup: TrainSetup, planned: Plan, options: FitOptions, sampler: GlobalBatchSampler, meter: Meter
+def _build_loop(
+    setup: TrainSetup, plan: Plan, options: LoopSettings, sampler: GlobalBatchSampler, meter: Meter
 ) -> Loop:
     workload = setup.workload
     seed_everything(options.seed)
@@ -97,11 +122,11 @@ def _open_loop(
         workload,
         model,
         setup.device.torch_device,
-        precision=planned.precision,
-        learning_rate=planned.learning_rate,
+        precision=plan.precision,
+        learning_rate=plan.learning_rate,
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
-        knobs=planned.knobs,
+        knobs=plan.knobs,
     )
     return Loop(
         workload=workload,
@@ -109,44 +134,49 @@ def _open_loop(
         sampler=sampler,
         device=setup.device,
         meter=meter,
-        micro_batch=planned.micro_batch,
-        schedules=_schedules(workload, train_state.optimizers, sampler),
+        micro_batch=plan.micro_batch,
+        schedules=_build_schedules(workload, train_state.optimizers, sampler),
         on_nonfinite=options.on_nonfinite,
         warmup_samples=options.warmup_samples,
         rescaled_norms=batch_norms(train_state.model) if options.bn_momentum == "auto" else [],
     )
 
 
-def _schedules(workload: Workload, optimizers: Optimizers, sampler: GlobalBatchSampler) -> list[LRScheduler]:
-    """A schedule for each optimizer; none where the workload has none."""
+def _build_schedules(
+    workload: Workload, optimizers: Optimizers, sampler: GlobalBatchSampler
+) -> list[LRScheduler]:
+    """Build a schedule for each optimizer; empty if the workload has no schedule."""
     if workload.schedule is None:
         return []
     with user_code("schedule"):
         schedules = [workload.schedule(optimizer, sampler.total) for optimizer in optimizers]
-    for one in schedules:
-        if isinstance(one, ReduceLROnPlateau):
+    for schedule in schedules:
+        if isinstance(schedule, ReduceLROnPlateau):
             raise InputError(
-                "Workload(schedule=…) returned a ReduceLROnPlateau, which follows a figure: schedules are "
-                "stepped once an optimizer step, with none"
+                "Workload(schedule=…) returned a ReduceLROnPlateau, which needs a metric, but schedules are "
+                "stepped after every optimizer step without one: use a schedule of the step number alone"
             )
-        if not (hasattr(one, "step") and hasattr(one, "state_dict")):
-            raise InputError(f"Workload(schedule=…) returned {kind_of(one)}, not a schedule of torch.optim")
+        if not (hasattr(schedule, "step") and hasattr(schedule, "state_dict")):
+            raise InputError(
+                f"Workload(schedule=…) must return a schedule of torch.optim, found {kind_of(schedule)}"
+            )
     return schedules
 
 
-def _feeding(
-    planned: Plan, options: FitOptions, seeded_before: bool | None, note: Callable[[str], None]
+def _feed_options(
+    plan: Plan, options: LoopSettings, seeded_before: bool | None, note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """How the loop is fed; a run whose samples are seeded goes on so, whatever joins them."""
+    """Return the options of the feed; a run that seeded its samples keeps doing so after a resume."""
     workers = options.workers
     if workers is None:
-        workers = int(planned.knobs.get(LOADER_WORKERS) or 0)
+        workers = int(plan.knobs.get(LOADER_WORKERS) or 0)
     seeded = options.sample_seeds or workers > 0
     if seeded and seeded_before is False:
         note(
-            "the samples were not seeded one by one so far, and are from here on: where data is drawn at "
-            "random, the rest is not what the run would have been; --workers 0 goes on as before"
+            "the run did not seed its samples one by one before the resume, and does from here on. If the "
+            "data are augmented at random, the rest differs from the uninterrupted run: use --workers 0 to "
+            "continue as before"
         )
     seeded = seeded or bool(seeded_before)
-    prefetch = options.prefetch or int(planned.knobs.get(PREFETCH) or AHEAD)
+    prefetch = options.prefetch or int(plan.knobs.get(PREFETCH) or AHEAD)
     return {"seed": options.seed, "workers": workers, "prefetch": prefetch, "sample_seeds": seeded}

@@ -1,13 +1,13 @@
-"""Checkpoints that survive being killed at any instant, and that are never trusted unread.
+"""Checkpoints that survive a kill at any instant and are verified before they are loaded.
 
-A checkpoint is a folder ``step-N``. It is written as ``step-N.tmp-PID``, every file flushed to the disk, the
-manifest with their sizes and SHA-256 sums (and its own) last; then the folder is renamed and its parent
-flushed. So a folder called ``step-N`` is whole, and what is damaged afterwards is seen when it is read: it is
-named and passed over, never deleted. Tensors are loaded with ``weights_only``: nothing that a file holds is
-executed.
+A checkpoint is a folder ``step-N``. It is written as ``step-N.tmp-PID``: every file is flushed to the disk,
+and the manifest comes last, with their sizes and SHA-256 sums and a sum of its own. Then the folder is
+renamed and its parent flushed, so a folder called ``step-N`` is complete. Later damage is detected on
+reading: the checkpoint is named and passed over, never deleted. Tensors are loaded with ``weights_only``, so
+nothing in a file is executed.
 
-    step-N.tmp-PID ──► step-N ──► step-N.trash-PID ──► gone          (over ``keep_last``)
-                          └─────► step-N.damaged-K                   (a run came to the same step again)
+    step-N.tmp-PID ──► step-N ──► step-N.trash-PID ──► deleted       (more than ``keep_last``)
+                          └─────► step-N.damaged-K                   (the run reaches the same step again)
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _LEFTOVER = re.compile(r"step-\d+\.(?:tmp|trash)-\d+")
 
 
 class Loaded(NamedTuple):
-    """The newest checkpoint that is valid."""
+    """The newest valid checkpoint."""
 
     path: Path
     state: dict[str, Any]
     facts: dict[str, Any]
-    """What was written beside the state: the plan, the versions, the counters."""
+    """What was written beside the state: the plan, the versions, the data order."""
     passed_over: list[str]
-    """Newer ones that are damaged, and why; a line each."""
+    """Newer checkpoints that are damaged, and why; one per line."""
 
 
 def save_checkpoint(
@@ -57,23 +57,23 @@ def save_checkpoint(
     state: Mapping[str, Any],
     facts: Mapping[str, Any],
     keep_last: int = 3,
-    spare: Path | None = None,
+    protected: Path | None = None,
 ) -> Path:
-    """Write a checkpoint, then drop those over ``keep_last``, oldest first.
+    """Write a checkpoint, then delete all but the last ``keep_last``, oldest first.
 
     Args:
-        folder: where all checkpoints of the run stand.
-        step: windows seen; names the checkpoint.
-        state: tensors and plain values, as ``torch.load(weights_only=True)`` can read them.
-        facts: what a person or a resume needs to know without loading tensors; JSON.
-        keep_last: how many to keep.
-        spare: never dropped: the one that the run was resumed from.
+        folder: the folder of all checkpoints of the run.
+        step: batches seen, which names the checkpoint.
+        state: tensors and plain values that ``torch.load(weights_only=True)`` can read.
+        facts: JSON that users and resumes read without loading tensors.
+        keep_last: checkpoints to keep.
+        protected: the checkpoint that the run was resumed from, which is never deleted.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
+        CheckpointError: the disk is full or not writable; earlier checkpoints are intact.
     """
     target = folder / f"step-{step:08d}"
     temporary = folder / f"{target.name}.tmp-{os.getpid()}"
@@ -85,7 +85,7 @@ def save_checkpoint(
         write_manifest(temporary / MANIFEST, {"step": step, "files": files, "facts": dict(facts)})
         _sync_directory(temporary)
         if target.exists():
-            # The same step again, after a resume: what stands there is set aside until the new one stands.
+            # A resumed run reached the same step: keep the old checkpoint until the new one is published.
             target.rename(_trash(target) if is_valid(target) else _damaged(target))
         temporary.rename(target)
         _sync_directory(folder)
@@ -97,22 +97,22 @@ def save_checkpoint(
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}; "
-            "earlier checkpoints are untouched: make room there and go on from the newest"
+            f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}. "
+            "Earlier checkpoints are intact: free some space there and resume from the newest"
         ) from error
     shutil.rmtree(_trash(target), ignore_errors=True)
-    _prune(folder, step=step, keep_last=keep_last, spare={target, spare})
+    _prune(folder, step=step, keep_last=keep_last, protected={target, protected})
     return target
 
 
 def load_newest(folder: Path) -> Loaded | None:
-    """Load the newest valid checkpoint; damaged ones are passed over, by name.
+    """Load the newest valid checkpoint, and name the damaged ones that were passed over.
 
     Returns:
-        What was loaded; ``None`` where there is no checkpoint at all.
+        The checkpoint; ``None`` if the folder has none at all.
 
     Raises:
-        CheckpointError: there are checkpoints, and every one is damaged.
+        CheckpointError: every checkpoint is damaged.
     """
     passed_over: list[str] = []
     for path in reversed(list_checkpoints(folder)):
@@ -122,17 +122,19 @@ def load_newest(folder: Path) -> Loaded | None:
         except CheckpointError as error:
             passed_over.append(str(error))
             continue
-        except Exception as error:  # whatever a hostile or foreign file makes the reader raise
+        except Exception as error:  # a hostile or foreign file may make the reader raise anything
             passed_over.append(f"{path}: {STATE} cannot be read ({type(error).__name__})")
             continue
         return Loaded(path, state, manifest["facts"], passed_over)
     if passed_over:
-        raise CheckpointError(f"no checkpoint in {folder} is valid: " + "; ".join(passed_over))
+        raise CheckpointError(
+            f"no checkpoint in {folder} is valid ({', '.join(passed_over)}): start without --resume"
+        )
     return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All published checkpoints, oldest first, valid or not."""
+    """Return all published checkpoints, valid or not, oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -140,13 +142,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Check a checkpoint's files against its manifest.
+    """Check the files of a checkpoint against its manifest.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: it is damaged or of a future version; names the file and what is wrong.
+        CheckpointError: it is damaged or has another format; names the file and the fault.
     """
     manifest = read_manifest(path)
     check_files(path, manifest)
@@ -154,7 +156,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def is_valid(path: Path) -> bool:
-    """Whether a checkpoint is as it was written."""
+    """Return whether a checkpoint is unchanged since it was written."""
     try:
         verify(path)
     except CheckpointError:
@@ -163,7 +165,7 @@ def is_valid(path: Path) -> bool:
 
 
 def clean_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half written; what it only set aside comes back."""
+    """Delete what a killed process left half-written, and bring back a checkpoint that it had set aside."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if not _LEFTOVER.fullmatch(path.name):
             continue
@@ -175,7 +177,7 @@ def clean_leftovers(folder: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make renames durable; file systems that cannot flush a directory say so, and are taken at that."""
+    """Make renames durable, unless the file system cannot flush a directory."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,24 +188,23 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _prune(folder: Path, *, step: int, keep_last: int, spare: set[Path | None]) -> None:
-    """Drop the oldest over ``keep_last``; each disappears by one rename, so that none is ever half there.
+def _prune(folder: Path, *, step: int, keep_last: int, protected: set[Path | None]) -> None:
+    """Delete the oldest checkpoints over ``keep_last``, each by one rename, so that none is ever incomplete.
 
-    Damaged ones are not counted and not dropped; later steps than this are of a run that was given up
-    because they are damaged.
+    Damaged checkpoints are neither counted nor deleted. Neither are later steps: the run passed over them.
     """
-    whole = [path for path in list_checkpoints(folder) if _number(path) <= step and _looks_whole(path)]
-    for path in whole[:-keep_last]:
-        if path in spare:
+    complete = [path for path in list_checkpoints(folder) if _number(path) <= step and _looks_complete(path)]
+    for path in complete[:-keep_last]:
+        if path in protected:
             continue
-        # What cannot be dropped today (another's permissions, say) is tried again at the next checkpoint.
+        # A checkpoint that cannot be deleted now (permissions) is tried again at the next one.
         with contextlib.suppress(OSError):
             path.rename(_trash(path))
             shutil.rmtree(_trash(path))
 
 
-def _looks_whole(path: Path) -> bool:
-    """Whether manifest and sizes are right; sums are only read where a checkpoint is loaded."""
+def _looks_complete(path: Path) -> bool:
+    """Return whether manifest and sizes are right; sums are compared only on loading."""
     try:
         check_files(path, read_manifest(path), sums=False)
     except CheckpointError:

@@ -1,9 +1,10 @@
-"""Validation: means over all held-out samples, whatever the micro-batch."""
+"""Validation: means over all held-out samples, independent of the micro-batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -26,30 +27,30 @@ SANITY_SAMPLES = 2
 
 
 class ValidationBatchSize:
-    """How many samples a forward pass without gradients takes at a time; learnt while validating.
+    """The validation micro-batch: doubled while it fits, halved after an out-of-memory error.
 
-    It keeps no activations for a backward pass, so it takes more samples than training does: the size starts
-    at the training's and doubles while that fits. What failed once is not tried again.
+    A forward pass without gradients keeps no activations, so it takes more samples than training does. The
+    size starts at the training micro-batch. A size that failed is not tried again.
 
     Args:
         micro_batch: samples to start with.
-        grows: larger sizes may be tried. Not where running out of memory ends the process, not the batch.
+        grows: whether to try larger sizes; False if running out of memory would end the process.
     """
 
     def __init__(self, micro_batch: int, *, grows: bool = False) -> None:
         self.micro_batch = micro_batch
         self.start = micro_batch
         self._grows = grows
-        self._failed = math.inf
+        self._smallest_failed = math.inf
 
-    def fitted(self, size: int) -> None:
-        """So many samples ran."""
-        if self._grows and size == self.micro_batch and 2 * size < self._failed:
+    def record_fit(self, size: int) -> None:
+        """Record that this many samples fit."""
+        if self._grows and size == self.micro_batch and 2 * size < self._smallest_failed:
             self.micro_batch = 2 * size
 
-    def failed(self, size: int) -> None:
-        """So many samples did not run."""
-        self._failed = min(self._failed, size)
+    def record_failure(self, size: int) -> None:
+        """Record that this many samples failed."""
+        self._smallest_failed = min(self._smallest_failed, size)
         self.micro_batch = math.ceil(size / 2)
 
 
@@ -59,76 +60,67 @@ def evaluate(
     *,
     device: Device,
     meter: Meter,
-    reach: ValidationBatchSize,
-    window: int,
+    batch_size: ValidationBatchSize,
+    target_batch: int,
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float | None]:
-    """Loss and metrics over the validation data; empty where the workload has none.
+    """Compute loss and metrics over the validation data; empty if the workload has none.
 
-    Each figure is Σ totals ÷ Σ counts in float64, so a short last micro-batch weighs what it holds; ``None``
-    where that is not finite. Out of memory, the samples run again in half the micro-batch. A `WholeBatchLoss`
-    is that of windows as large as those of the training, for of fewer samples it is another figure; the last
-    one may be short.
+    Each value is Σ totals ÷ Σ counts in float64, or ``None`` if that is not finite. After an out-of-memory
+    error the samples run again in half the micro-batch. A `WholeBatchLoss` depends on the number of samples,
+    so it is computed over batches of ``target_batch``, of which the last may be short.
 
     Args:
         workload: has the data, the loss and the metrics.
-        train_state: the model; the modes of its modules are put back afterwards.
-        device: gives back what it holds after an out-of-memory error, and after more samples at a time than
-            training takes, whose blocks would stand in the way of its own.
-        meter: told of each batch.
-        reach: samples at a time; learns what fits.
-        window: samples of an optimizer step.
+        train_state: the model; the modes of its modules are restored.
+        device: releases cached memory after an out-of-memory error, and after micro-batches larger than the
+            training's, whose blocks training cannot reuse.
+        meter: counts each micro-batch.
+        batch_size: the micro-batch, adapted to what fits.
+        target_batch: samples of an optimizer step.
         poll: called before each micro-batch; may raise to stop.
 
     Raises:
-        DoesNotFitError: out of memory at one sample at a time.
-        InputError: a figure is no number.
+        DoesNotFitError: out of memory at a micro-batch of 1.
+        InputError: a metric is not a number.
     """
     data = workload.validation_data
     if data is None:
         return {}
-    totals: dict[str, float] = {}
-    counts: dict[str, float] = {}
-    modes = [(module, module.training) for module in train_state.model.modules()]
-    train_state.model.eval()
-    try:
-        first, size = 0, len(data)  # type: ignore[arg-type]
-        whole = _Whole(range(min(window, size)))
-        while first < size:
+    sums = _Sums()
+    with _eval_mode(train_state.model):
+        start, end = 0, len(data)  # type: ignore[arg-type]
+        whole = _WholeBatchRows(range(min(target_batch, end)))
+        while start < end:
             poll()
-            if first == whole.ids.stop:
-                whole = _Whole(range(first, min(first + window, size)))
-            end = whole.ids.stop if isinstance(workload.loss, WholeBatchLoss) else size
-            ids = range(first, min(first + reach.micro_batch, end))
-            figures = _figures(workload, train_state, meter, ids, whole, may_fail=len(ids) > reach.start)
-            if isinstance(figures, str):
-                # Out of the except block: nothing keeps the failed batch's tensors alive any more.
+            if start == whole.ids.stop:
+                whole = _WholeBatchRows(range(start, min(start + target_batch, end)))
+            limit = whole.ids.stop if isinstance(workload.loss, WholeBatchLoss) else end
+            ids = range(start, min(start + batch_size.micro_batch, limit))
+            is_larger = len(ids) > batch_size.start
+            found = _evaluate_micro_batch(workload, train_state, meter, ids, whole, any_error=is_larger)
+            if isinstance(found, str):
+                # Outside of the except block, so that nothing holds the tensors of the failed micro-batch.
                 device.release()
                 if len(ids) == 1:
-                    raise DoesNotFitError(f"out of memory in validation at a micro-batch of 1: {figures}")
-                reach.failed(len(ids))
+                    raise DoesNotFitError(f"out of memory in validation at a micro-batch of 1: {found}")
+                batch_size.record_failure(len(ids))
                 continue
-            reach.fitted(len(ids))
-            for name, (total, count) in figures.items():
-                totals[name] = totals.get(name, 0.0) + total
-                counts[name] = counts.get(name, 0.0) + count
-            first = ids.stop
-    finally:
-        for module, training in modes:
-            module.training = training
-    if reach.micro_batch > reach.start:
+            batch_size.record_fit(len(ids))
+            sums.add(found)
+            start = ids.stop
+    if batch_size.micro_batch > batch_size.start:
         device.release()
-    means = {name: totals[name] / counts[name] for name in totals if counts[name]}
-    return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
+    return sums.means()
 
 
 def sanity_check_validation(
     workload: Workload, train_state: TrainState, *, device: Device, meter: Meter
 ) -> None:
-    """Run loss and metrics on the first validation samples: a mistake in them costs no training.
+    """Run loss and metrics on the first validation samples, so that a mistake in them shows before training.
 
     Raises:
-        InputError: a figure is no number.
+        InputError: a metric is not a number.
         Exception: whatever the workload raises.
     """
     data = workload.validation_data
@@ -141,20 +133,51 @@ def sanity_check_validation(
             train_state,
             device=device,
             meter=meter,
-            reach=ValidationBatchSize(SANITY_SAMPLES),
-            window=SANITY_SAMPLES,
+            batch_size=ValidationBatchSize(SANITY_SAMPLES),
+            target_batch=SANITY_SAMPLES,
         )
 
 
-class _Whole:
-    """The rows of a window of validation, for a loss that sees all of them."""
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode within the block, then restore the mode of each module."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class _Sums:
+    """Sums of totals and counts, by metric."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+
+    def add(self, found: Mapping[str, tuple[float, float]]) -> None:
+        for name, (total, count) in found.items():
+            self._totals[name] = self._totals.get(name, 0.0) + total
+            self._counts[name] = self._counts.get(name, 0.0) + count
+
+    def means(self) -> dict[str, float | None]:
+        means = {
+            name: total / self._counts[name] for name, total in self._totals.items() if self._counts[name]
+        }
+        return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
+
+
+class _WholeBatchRows:
+    """The rows of one validation batch, for a loss over the whole batch."""
 
     def __init__(self, ids: range) -> None:
         self.ids = ids
         self._rows = Rows(len(ids))
 
-    def loss(self, loss: WholeBatchLoss, model: nn.Module, batch: Collated, ids: range) -> dict[str, Loss]:
-        """Take in a micro-batch; the loss, once its last one is there."""
+    def add(self, loss: WholeBatchLoss, model: nn.Module, batch: Collated, ids: range) -> dict[str, Loss]:
+        """Add the rows of a micro-batch; after the last one, return the loss of the batch."""
         self._rows.put(ids.start - self.ids.start, loss.represent(model, batch), len(ids))
         if ids.stop < self.ids.stop:
             return {}
@@ -162,13 +185,19 @@ class _Whole:
         return {"loss": Loss(loss.loss(model, self._rows.collated) * count, count)}
 
 
-def _figures(
-    workload: Workload, train_state: TrainState, meter: Meter, ids: range, whole: _Whole, *, may_fail: bool
+def _evaluate_micro_batch(
+    workload: Workload,
+    train_state: TrainState,
+    meter: Meter,
+    ids: range,
+    whole: _WholeBatchRows,
+    *,
+    any_error: bool,
 ) -> dict[str, tuple[float, float]] | str:
-    """Total and count of each figure over some samples; what an error said that fewer samples may not raise.
+    """Return total and count of each metric, or the message of an error that fewer samples may avoid.
 
-    That is an error of memory, and any at all at a size that nobody asked for (``may_fail``): kernels that
-    index with 32 bits, say.
+    That is an out-of-memory error, or with ``any_error`` any error: a size that the user did not ask for may
+    fail otherwise, for example in kernels with 32-bit indices.
     """
     try:
         with torch.no_grad():
@@ -178,16 +207,16 @@ def _figures(
                 )
             meter.count(tensors_of(batch))
             with precision_context(train_state.device, train_state.precision):
-                figures: dict[str, Tensor | Loss] = {}
+                values: dict[str, Tensor | Loss] = {}
                 with user_code("loss"):
                     if isinstance(workload.loss, WholeBatchLoss):
-                        figures |= whole.loss(workload.loss, train_state.model, batch, ids)
+                        values |= whole.add(workload.loss, train_state.model, batch, ids)
                     else:
-                        figures["loss"] = workload.loss(train_state.model, batch)
-                figures |= _metrics(workload, train_state, batch)
-            return {name: _pair(name, figure, len(ids)) for name, figure in figures.items()}
+                        values["loss"] = workload.loss(train_state.model, batch)
+                values |= _metrics(workload, train_state, batch)
+            return {name: _total_and_count(name, value, len(ids)) for name, value in values.items()}
     except Exception as error:
-        if may_fail or classify(error) in (Verdict.DEVICE, Verdict.HOST):
+        if any_error or classify(error) in (Verdict.DEVICE, Verdict.HOST):
             return first_line(error)
         raise
 
@@ -196,23 +225,29 @@ def _metrics(workload: Workload, train_state: TrainState, batch: Collated) -> di
     if workload.metrics is None:
         return {}
     with user_code("metrics"):
-        figures = workload.metrics(train_state.model, batch)
-    if not isinstance(figures, Mapping):
-        raise InputError(f"Workload(metrics=…) must return names and figures, found {kind_of(figures)}")
-    for name in figures:
-        if not isinstance(name, str) or name == "loss":
-            taken = ", which is that of the held-out loss" if name == "loss" else ""
-            raise InputError(f"Workload(metrics=…) must give each figure a name, found {name!r}{taken}")
-    return dict(figures)
+        metrics = workload.metrics(train_state.model, batch)
+    if not isinstance(metrics, Mapping):
+        raise InputError(
+            f"Workload(metrics=…) must return a mapping of names to values, found {kind_of(metrics)}"
+        )
+    for name in metrics:
+        if not isinstance(name, str):
+            raise InputError(f"Workload(metrics=…) must name each value with text, found the name {name!r}")
+        if name == "loss":
+            raise InputError(
+                "Workload(metrics=…) returned a metric named 'loss', which is the name of the validation "
+                "loss: rename the metric"
+            )
+    return dict(metrics)
 
 
-def _pair(name: str, figure: Tensor | Loss, size: int) -> tuple[float, float]:
+def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float, float]:
     try:
-        if isinstance(figure, Loss):
-            return float(figure.total), float(figure.count)
-        return float(figure) * size, float(size)
+        if isinstance(value, Loss):
+            return float(value.total), float(value.count)
+        return float(value) * size, float(size)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"the figure {name!r} of validation must be a 0-d tensor, a number or a Loss, found "
-            f"{kind_of(figure)} ({error})"
+            f"the validation metric {name!r} must be a 0-d tensor, a number or a Loss, found "
+            f"{kind_of(value)} ({error})"
         ) from error

@@ -1,8 +1,9 @@
-"""The training loop: windows in, `StepRecord`s out.
+"""Training loop: one `StepRecord` per batch, with recovery from out-of-memory errors.
 
-A window that runs out of memory is run again: its partial gradients are dropped, the random states and the
-buffers go back to its start, and the same samples run in smaller micro-batches; the step is applied once.
-Nothing is mended inside an optimizer step, where part of the weights may have moved already.
+After an out-of-memory error the batch runs again: its partial gradients are dropped, random states and
+buffers are restored to the start of the step, and the same samples run in smaller micro-batches. The
+optimizer step is applied once. There is no recovery inside the optimizer step, which may have moved part of
+the weights.
 """
 
 from __future__ import annotations
@@ -39,45 +40,45 @@ from autobatch.workload.user_code import user_code
 
 
 def warmup_factor(samples_seen: int, warmup_samples: int | None) -> float:
-    """Share of the learning rate for the window that ends after so many samples: it grows in proportion."""
+    """Return the warm-up factor of the learning rate for the batch that ends after ``samples_seen``."""
     return 1.0 if warmup_samples is None else min(1.0, samples_seen / warmup_samples)
 
 
 @contextmanager
 def scaled_learning_rate(optimizers: Optimizers, factor: float) -> Iterator[None]:
-    """Inside, all learning rates are ``factor`` times what they are; schedules never see it."""
+    """Multiply all learning rates by ``factor`` within the block; schedules never see it."""
     if factor == 1.0:
         yield
         return
-    kept = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    originals = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     try:
-        for group, rate in kept:
+        for group, rate in originals:
             group["lr"] = rate * factor
         yield
     finally:
-        for group, rate in kept:
+        for group, rate in originals:
             group["lr"] = rate
 
 
-REPLAYS_IN_A_ROW = 2
-"""A window that runs out of memory more often than this ends the run: memory is going elsewhere."""
+MAX_REPLAYS = 2
+"""Times that a batch runs again after an out-of-memory error; after more, the cause lies elsewhere."""
 
 
 LEAST_LOSS_SCALE = 2.0**-10
-"""Gradients that overflow even at this scale are not finite by themselves."""
+"""Loss scale below which an overflow means that the gradients themselves are not finite."""
 
 
-SKIPS_IN_A_ROW = 3
-"""Windows in a row that may be skipped for not being finite: more are a run gone wrong."""
+MAX_SKIPS_IN_A_ROW = 3
+"""Consecutive steps that may be skipped because they are not finite."""
 
 
-READINGS_EVERY = 16
-"""Windows between two readings of the allocator in the steady state: a reading waits for the device."""
+MEMORY_READING_INTERVAL = 16
+"""Steps between two readings of the allocator in the steady state; a reading waits for the device."""
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """A training run between two windows; `autobatch.training.loop_state` says all that a resume needs."""
+    """A training run between two steps; `autobatch.training.loop_state` captures all that a resume needs."""
 
     workload: Workload
     train_state: TrainState
@@ -85,55 +86,55 @@ class Loop:
     device: Device
     meter: Meter
     micro_batch: int
-    """The largest micro-batch to run; falls when memory runs out."""
+    """The largest micro-batch to run; shrinks after an out-of-memory error."""
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
-    """One for each optimizer, or none at all."""
+    """One per optimizer, or empty."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    """What a window without a loss scale is whose loss or gradient is not finite."""
+    """Raise or skip the step if the loss or gradient is not finite; fp16 overflows are always skipped."""
     rescaled_norms: list[_BatchNorm] = field(default_factory=list)
-    """BatchNorms whose momentum follows the number of micro-batches, so that a window weighs what it would
-    as one batch."""
+    """BatchNorms whose momentum is rescaled, so that a step counts as one update."""
     warmup_samples: int | None = None
-    """Samples over which the learning rate grows to what it is; ``None``: none."""
+    """Samples over which the learning rate grows to its full value; ``None`` for no warm-up."""
     batches_seen: int = 0
     steps_applied: int = 0
-    skipped_in_a_row: int = 0
-    """Windows skipped since the last step because they were not finite."""
+    skipped_steps_in_a_row: int = 0
+    """Steps skipped since the last applied one because they were not finite."""
     oom_recoveries: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
-    """Fed with what accumulation gives almost for nothing."""
+    """Measured from the norms that accumulation gives at almost no cost."""
     feed: Feed | None = None
-    """What joins the micro-batches; ``None``: the loop, from its own generators."""
+    """Makes the micro-batches; if ``None``, the loop does, from its own random generators."""
     clock: Callable[[], float] = time.perf_counter
 
     def run(self) -> Iterator[StepRecord]:
-        """Train the windows that are left, one record each.
+        """Train the remaining batches, and yield one record per batch.
 
         Raises:
-            NonFiniteError: the loss or the gradient of a window is not finite and may not be skipped; no step
-                was taken for it.
-            RestartSmallerError: out of memory where nothing can be mended in place.
+            NonFiniteError: the loss or the gradient is not finite and the step may not be skipped; the
+                weights did not change.
+            RestartSmallerError: out of memory where the loop cannot recover.
             DoesNotFitError: out of memory at a micro-batch of 1.
         """
         self.train_state.model.train()
-        # What a model comes with is no part of the first window.
+        # Gradients that the model came with are not part of the first batch.
         self.train_state.gradients.clear()
-        windows = self.sampler.batches(self.batches_seen)
+        batches = self.sampler.batches(self.batches_seen)
         stats: MemoryStats | None = None
-        started = self.batches_seen
+        first_index = self.batches_seen
         while True:
             start = self.clock()
-            window = next(windows, None)
-            if window is None:
+            batch = next(batches, None)
+            if batch is None:
                 return
-            factor = warmup_factor(self.sampler.seen(window.index + 1), self.warmup_samples)
+            factor = warmup_factor(self.sampler.seen(batch.index + 1), self.warmup_samples)
             with scaled_learning_rate(self.train_state.optimizers, factor):
                 learning_rate = float(self.train_state.optimizers[0].param_groups[0]["lr"])
-                result, sizes, trouble = self._train_batch(window)
-            self._check(window, sizes, result)
-            self._advance(window, result)
-            since = window.index - started
-            if stats is None or since < READINGS_EVERY or since % READINGS_EVERY == 0 or trouble:
+                result, sizes, oom_message = self._train_batch(batch)
+            self._check(batch, sizes, result)
+            self._advance(batch, result)
+            done = batch.index - first_index
+            is_due = done < MEMORY_READING_INTERVAL or done % MEMORY_READING_INTERVAL == 0
+            if stats is None or is_due or oom_message:
                 stats = self.meter.stats()
             seconds = self.clock() - start
             yield StepRecord(
@@ -147,16 +148,16 @@ class Loop:
                 micro_batch=sizes[0],
                 accumulation_steps=len(sizes),
                 seconds=seconds,
-                samples_per_s=len(window.ids) / seconds if seconds > 0 else None,
+                samples_per_s=len(batch.ids) / seconds if seconds > 0 else None,
                 items_per_s=result.count / seconds if seconds > 0 else None,
                 peak_allocated_bytes=stats.peak_allocated_bytes,
                 peak_reserved_bytes=stats.peak_reserved_bytes,
                 oom_recoveries=self.oom_recoveries,
-                recovered=trouble,
+                recovered=oom_message,
             )
 
-    def _advance(self, window: GlobalBatch, result: StepResult) -> None:
-        """Count the window; schedules follow only the optimizers that stepped."""
+    def _advance(self, batch: GlobalBatch, result: StepResult) -> None:
+        """Count the batch; a schedule advances only if its optimizer stepped."""
         self.steps_applied += result.applied
         if result.applied and result.first_norm is not None:
             self.noise.observe(result.first_norm**2, result.first_count, result.grad_norm**2, result.count)
@@ -164,49 +165,59 @@ class Loop:
             for schedule, stepped in zip(self.schedules, result.stepped, strict=False):
                 if stepped:
                     schedule.step()
-        self.batches_seen = window.index + 1
+        self.batches_seen = batch.index + 1
 
-    def _train_batch(self, window: GlobalBatch) -> tuple[StepResult, list[int], str | None]:
-        trouble: str | None = None
+    def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[int], str | None]:
+        """Train a batch, again and smaller after an out-of-memory error.
+
+        Returns:
+            The result, the micro-batches, and the message of the last out-of-memory error.
+        """
+        oom_message: str | None = None
         items_per_sample = self.train_state.items_per_sample
-        for replay in range(REPLAYS_IN_A_ROW + 1):
-            sizes = micro_batches(len(window.ids), self.micro_batch)
+        for replay in range(MAX_REPLAYS + 1):
+            sizes = micro_batches(len(batch.ids), self.micro_batch)
             before = capture_random_state()
             with rescaled_momentum(self.rescaled_norms, len(sizes)):
-                outcome = self._attempt(window, sizes, may_be_suspect=replay == 0 and sizes[0] > 1)
+                outcome = self._attempt(batch, sizes, may_be_suspect=replay == 0 and sizes[0] > 1)
             if isinstance(outcome, StepResult):
-                return outcome, sizes, trouble
-            # Out of the except block: nothing keeps the failed window's tensors alive any more.
-            trouble = outcome
+                return outcome, sizes, oom_message
+            # Outside of the except block, so that nothing holds the tensors of the failed step.
+            oom_message = outcome
             self.train_state.gradients.clear()
             self.device.release()
-            rewound = self.train_state.buffers.restore()
+            is_restored = self.train_state.buffers.restore()
             restore_random_state(before)
             self.train_state.items_per_sample = items_per_sample
-            self._shrink(sizes[0], trouble)
-            if not rewound:
+            self._shrink(sizes[0], oom_message)
+            if not is_restored:
                 raise RestartSmallerError(
-                    f"out of memory in window {window.index} at a micro-batch of {sizes[0]}: {trouble}; the "
-                    "forward pass had changed a large buffer of the model, so the window cannot be run again"
+                    f"out of memory in step {batch.index + 1} at a micro-batch of {sizes[0]}: {oom_message}. "
+                    "The batch cannot run again, because the forward pass changed a large buffer of the model"
                 )
             self.oom_recoveries += 1
         raise RestartSmallerError(
-            f"out of memory in window {window.index} {REPLAYS_IN_A_ROW + 1} times in a row, last at a "
-            f"micro-batch of {sizes[0]}: {trouble}; something else is taking the memory"
+            f"out of memory in step {batch.index + 1} {MAX_REPLAYS + 1} times in a row, last at a "
+            f"micro-batch of {sizes[0]}: {oom_message}. Something else is taking the memory"
         )
 
-    def _attempt(self, window: GlobalBatch, sizes: list[int], *, may_be_suspect: bool) -> StepResult | str:
-        """Train a window; where it can be run again after an out-of-memory error, return what that said."""
+    def _attempt(self, batch: GlobalBatch, sizes: list[int], *, may_be_suspect: bool) -> StepResult | str:
+        """Train a batch, or return the message of an out-of-memory error after which it can run again.
+
+        Args:
+            batch: the samples.
+            sizes: the micro-batches.
+            may_be_suspect: whether errors that only may be about memory count as such.
+        """
         try:
+            fetched = self._fetch(batch, sizes)
             twice = isinstance(self.train_state.loss, WholeBatchLoss)
-            fetched = self._fetched(window, sizes)
-            batches = feed(fetched, self.train_state.device, self.meter, twice=twice)
             accumulator = accumulate(
                 self.train_state,
-                batches,
-                len(window.ids),
+                feed(fetched, self.train_state.device, self.meter, twice=twice),
+                len(batch.ids),
                 self.meter.mark,
-                measure_first=len(sizes) > 1 and self.noise.due(window.index),
+                measure_first=len(sizes) > 1 and self.noise.is_due(batch.index),
             )
             return finish(self.train_state, accumulator, mark=self.meter.mark)
         except Exception as error:
@@ -219,49 +230,50 @@ class Loop:
                 return first_line(error)
             self.micro_batch = math.ceil(sizes[0] / 2)
             where = (
-                "inside the optimizer step; part of the weights may have moved, so nothing is mended in place"
+                "inside the optimizer step, which may have moved part of the weights"
                 if self.train_state.stepping
-                else "in the driver; this process cannot go on"
+                else "in the driver, after which this process cannot continue"
             )
             raise RestartSmallerError(
-                f"out of memory in window {window.index} at a micro-batch of {sizes[0]}, {where}: "
+                f"out of memory in step {batch.index + 1} at a micro-batch of {sizes[0]}, {where}: "
                 f"{first_line(error)}"
             ) from error
 
-    def _shrink(self, failed: int, trouble: str) -> None:
+    def _shrink(self, failed: int, oom_message: str) -> None:
         if failed == 1:
-            raise DoesNotFitError(f"out of memory in training at a micro-batch of 1: {trouble}")
+            raise DoesNotFitError(f"out of memory in training at a micro-batch of 1: {oom_message}")
         self.micro_batch = math.ceil(failed / 2)
 
-    def _fetched(self, window: GlobalBatch, sizes: list[int]) -> Iterator[tuple[Collated, int]]:
-        ids, first = window.ids, 0
-        fed = None if self.feed is None else self.feed.collated(window, self.micro_batch)
+    def _fetch(self, batch: GlobalBatch, sizes: list[int]) -> Iterator[tuple[Collated, int]]:
+        """Make the micro-batches on the host, each with its number of samples."""
+        fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
+        first = 0
         for size in sizes:
-            yield (
-                load_micro_batch(self.workload, ids[first : first + size]) if fed is None else next(fed),
-                size,
-            )
+            ids = batch.ids[first : first + size]
+            yield (load_micro_batch(self.workload, ids) if fed is None else next(fed)), size
             first += size
 
-    def _check(self, window: GlobalBatch, sizes: list[int], result: StepResult) -> None:
+    def _check(self, batch: GlobalBatch, sizes: list[int], result: StepResult) -> None:
+        """Raise if the step was not applied because it is not finite, unless it may be skipped."""
         if result.applied:
-            self.skipped_in_a_row = 0
+            self.skipped_steps_in_a_row = 0
         if result.applied or result.count == 0:
             return
         scaler = self.train_state.scaler
         if scaler is not None and scaler.get_scale() >= LEAST_LOSS_SCALE:
             return
-        before = f", nor were those of {self.skipped_in_a_row} before it" if self.skipped_in_a_row else ""
-        if scaler is None and self.on_nonfinite == "skip" and self.skipped_in_a_row < SKIPS_IN_A_ROW:
-            # Running statistics forget samples that no step was taken for.
-            self.skipped_in_a_row += 1
+        skipped = self.skipped_steps_in_a_row
+        reason = f" (after {skipped} skipped steps in a row)" if skipped else ""
+        if scaler is None and self.on_nonfinite == "skip" and skipped < MAX_SKIPS_IN_A_ROW:
+            # Running statistics drop the samples of a step that is not applied.
+            self.skipped_steps_in_a_row += 1
             if self.train_state.buffers.restore():
                 return
-            before = ", and cannot be skipped, for the forward pass changed a large buffer of the model"
+            reason = " and cannot be skipped, because the forward pass changed a large buffer of the model"
         what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
         at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
         raise NonFiniteError(
-            f"the {what} of step {window.index + 1} is not finite{at}{before}: no step was taken; "
-            f"{find_nonfinite_sample(self.workload, self.train_state, window.ids, sizes)}; "
-            "look at them, at the learning rate and at the precision"
+            f"the {what} of step {batch.index + 1} is not finite{at}{reason}, so the step was not applied: "
+            f"{find_nonfinite_sample(self.workload, self.train_state, batch.ids, sizes)}. "
+            "Check these samples, the learning rate and the precision"
         )

@@ -1,7 +1,15 @@
-"""All that the rest of a run depends on, as plain values and tensors, and back.
+"""State of the training loop, captured as plain values and tensors and restored from them.
 
-What goes into a checkpoint is read again by ``torch.load(weights_only=True)``, which refuses NumPy's scalars
-and arrays: they become plain numbers and tensors here.
+A checkpoint is read by ``torch.load(weights_only=True)``, which refuses NumPy scalars and arrays. They become
+plain numbers and tensors here.
+
+Counters in a checkpoint:
+
+- ``batches_seen``: batches trained so far, whether their step was applied or not.
+- ``steps_applied``: optimizer steps among them; the others are the ``skipped_steps`` of a run's summary.
+- ``skipped_steps_in_a_row``: steps skipped since the last applied one because they were not finite.
+- ``oom_recoveries``: batches that ran again in smaller micro-batches.
+- ``micro_batch``: the largest micro-batch, which shrinks with each recovery.
 """
 
 from __future__ import annotations
@@ -21,15 +29,15 @@ from autobatch.workload.rng import capture_random_state, restore_random_state
 
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
-    """Return everything that the rest of a run depends on, between two windows."""
+    """Return everything that the rest of a run depends on, between two steps."""
     train_state = loop.train_state
     random_state = capture_random_state()
     numpy = random_state.numpy
     return {
         "model": train_state.model.state_dict(),
         "buffers": _unsaved_buffers(train_state.model),
-        "optimizers": [plain(optimizer.state_dict()) for optimizer in train_state.optimizers],
-        "schedules": [plain(schedule.state_dict()) for schedule in loop.schedules],
+        "optimizers": [to_plain(optimizer.state_dict()) for optimizer in train_state.optimizers],
+        "schedules": [to_plain(schedule.state_dict()) for schedule in loop.schedules],
         "scaler": None if train_state.scaler is None else train_state.scaler.state_dict(),
         "average": None if train_state.average is None else train_state.average.state_dict(),
         "items_per_sample": train_state.items_per_sample,
@@ -44,24 +52,23 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
             "batches_seen": loop.batches_seen,
             "steps_applied": loop.steps_applied,
             "oom_recoveries": loop.oom_recoveries,
-            "skipped_in_a_row": loop.skipped_in_a_row,
+            "skipped_steps_in_a_row": loop.skipped_steps_in_a_row,
             "micro_batch": loop.micro_batch,
         },
     }
 
 
 def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
-    """Put a loop into a state that `capture_loop` returned.
+    """Restore a state that `capture_loop` returned.
 
     Args:
         loop: a loop of the same workload.
         state: what `capture_loop` returned.
-        same_hardware: also restore the micro-batch and the device's generators, so that the rest of the run
-            is the same bit for bit. Otherwise the windows are the same, and the micro-batch is that of the
-            loop.
+        same_hardware: also restore the micro-batch and the random states of the GPUs, so that the rest of the
+            run is bit-exact. Otherwise the loop keeps its micro-batch, and the batches are still the same.
 
     Raises:
-        InputError: it is the state of another model, optimizer or schedule.
+        InputError: the state belongs to another model, optimizer or schedule.
     """
     train_state = loop.train_state
     try:
@@ -71,35 +78,34 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
             _load_optimizer(optimizer, saved)
         for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
-        load_average(train_state.average, state.get("average"))
+        load_average(train_state.average, state["average"])
     except InputError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         text = (str(error).splitlines() or [""])[0]
         raise InputError(
-            f"the checkpoint is of another model, optimizer or schedule ({type(error).__name__}: {text}): "
-            "give the workload that it was written with, or start without --resume"
+            "the checkpoint was written with another model, optimizer or schedule "
+            f"({type(error).__name__}: {text}). Give the same workload, or start without --resume"
         ) from error
     if train_state.scaler is not None and state["scaler"]:
         train_state.scaler.load_state_dict(state["scaler"])
     train_state.items_per_sample = state["items_per_sample"]
-    if "noise" in state:
-        loop.noise.load_state_dict(state["noise"])
+    loop.noise.load_state_dict(state["noise"])
     counters = state["counters"]
     loop.batches_seen = counters["batches_seen"]
     loop.steps_applied = counters["steps_applied"]
     loop.oom_recoveries = counters["oom_recoveries"]
-    loop.skipped_in_a_row = counters.get("skipped_in_a_row", 0)
+    loop.skipped_steps_in_a_row = counters["skipped_steps_in_a_row"]
     if same_hardware:
         loop.micro_batch = counters["micro_batch"]
     _restore_random(state["random"], with_cuda=same_hardware)
 
 
-def check_storable(state: Mapping[str, Any]) -> None:
-    """Make sure that a state can be read back, before a run is built on it; tensors are not written.
+def check_checkpoint_state(state: Mapping[str, Any]) -> None:
+    """Check that a checkpoint can hold this state; the contents of tensors are left out.
 
     Raises:
-        InputError: it holds objects that a checkpoint cannot hold; says where.
+        InputError: it holds objects that a checkpoint cannot hold; names the part.
     """
     for part, value in state.items():
         file = io.BytesIO()
@@ -114,55 +120,55 @@ def check_storable(state: Mapping[str, Any]) -> None:
             found = lines[0] if lines else f"{type(error).__name__}"
             raise InputError(
                 f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
-                f"executing anything: {found}; keep only numbers, text, tensors and containers of them"
+                f"executing code ({found}): keep only numbers, text, tensors and containers of them"
             ) from None
 
 
-def plain(value: Any) -> Any:
-    """The same value with NumPy's scalars as Python's, exactly; containers without any are kept."""
+def to_plain(value: Any) -> Any:
+    """Return the value with NumPy scalars as exact Python numbers; containers without any are kept."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return value.item()
     if isinstance(value, dict):
-        changed = {plain(key): plain(one) for key, one in value.items()}
-        same = all(a is b for a, b in zip(changed.values(), value.values(), strict=True))
-        return value if same and all(a is b for a, b in zip(changed, value, strict=True)) else changed
+        changed = {to_plain(key): to_plain(item) for key, item in value.items()}
+        is_same = all(a is b for a, b in zip(changed.values(), value.values(), strict=True))
+        return value if is_same and all(a is b for a, b in zip(changed, value, strict=True)) else changed
     if type(value) in (list, tuple):
-        items = [plain(one) for one in value]
+        items = [to_plain(item) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     return value
 
 
 def _skeleton(value: Any) -> Any:
-    """The same structure with every tensor empty."""
+    """Return the same structure with every tensor empty."""
     if isinstance(value, Tensor):
         return torch.empty(0)
     if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):
         if isinstance(value, dict):
-            return {key: _skeleton(one) for key, one in value.items()}
-        return type(value)(_skeleton(one) for one in value)
+            return {key: _skeleton(item) for key, item in value.items()}
+        return type(value)(_skeleton(item) for item in value)
     return value
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a state dict leaves out: a forward pass may change them all the same."""
+    """Return the buffers that a state dict leaves out; a forward pass may change them too."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
 def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.device) -> None:
-    for name, value in saved.items():
-        path, _, own = name.rpartition(".")
+    for full_name, value in saved.items():
+        path, _, name = full_name.rpartition(".")
         module = model.get_submodule(path)
-        known = module._buffers.get(own)
-        if known is not None and known.shape == value.shape and known.dtype == value.dtype:
-            known.copy_(value)
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+            buffer.copy_(value)
         else:
-            module._buffers[own] = value.to(device)
+            module._buffers[name] = value.to(device)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load the state as it was: torch would round float32 state of 16-bit parameters to 16 bits."""
+    """Load optimizer state exactly: torch would round float32 state of 16-bit parameters to 16 bits."""
     optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]

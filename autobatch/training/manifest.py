@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what its files must be, sealed with a sum of its own."""
+"""Manifest of a checkpoint: sizes and SHA-256 sums of its files, protected by a sum of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 from autobatch.core.errors import CheckpointError
 
-SCHEMA = 1
+SCHEMA = 2
+"""Format of checkpoints; 2 counts ``batches_seen``, ``steps_applied`` and ``skipped_steps_in_a_row``."""
 
 
 MANIFEST = "manifest.json"
@@ -22,11 +23,11 @@ MANIFEST = "manifest.json"
 STATE = "state.pt"
 
 
-_SEAL = b'{"sha256": "'
+_PREFIX = b'{"sha256": "'
 
 
-_SEALED = len(_SEAL) + 64 + 2
-"""Where what the manifest's own sum covers begins."""
+_BODY_START = len(_PREFIX) + 64 + 2
+"""Offset of the first byte that the manifest's own sum covers."""
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         OSError: the system's own error, which ``torch.save`` hides.
     """
     with path.open("wb") as file:
-        digest = _Digest(file)
+        digest = _HashingFile(file)
         try:
             torch.save(dict(state), digest)  # type: ignore[arg-type]
         except RuntimeError:
@@ -53,14 +54,14 @@ def write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest as JSON whose first entry is the SHA-256 of all that follows, and flush it.
+    """Write the manifest as JSON that begins with the SHA-256 of the rest, and flush it to the disk.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     body = json.dumps({"schema": SCHEMA, **manifest}, indent=1)[1:].encode()
     with path.open("wb") as file:
-        file.write(_SEAL + _sum_of(body) + b'",' + body)
+        file.write(_PREFIX + _sum_of(body) + b'",' + body)
         file.flush()
         os.fsync(file.fileno())
 
@@ -69,7 +70,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of the checkpoint ``path``.
 
     Raises:
-        CheckpointError: it is missing, changed, no manifest, or of a future version.
+        CheckpointError: it is missing, changed, incomplete, or has another format.
     """
     try:
         content = (path / MANIFEST).read_bytes()
@@ -78,15 +79,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__})") from None
     if schema != SCHEMA:
-        raise CheckpointError(f"{path}: written in format {schema}, this version reads {SCHEMA}")
-    body = content[_SEALED:]
-    if content != _SEAL + _sum_of(body) + b'",' + body:
+        raise CheckpointError(f"{path}: {MANIFEST} has format {schema}, and this version reads {SCHEMA}")
+    body = content[_BODY_START:]
+    if content != _PREFIX + _sum_of(body) + b'",' + body:
         raise CheckpointError(f"{path}: {MANIFEST} was changed after it was written (SHA-256 differs)")
     files = manifest.get("files")
     if not (isinstance(files, dict) and STATE in files and isinstance(manifest.get("facts"), dict)):
-        raise CheckpointError(f"{path}: {MANIFEST} names no {STATE}")
-    if not all(isinstance(one, dict) and {"bytes", "sha256"} <= one.keys() for one in files.values()):
-        raise CheckpointError(f"{path}: {MANIFEST} gives no size and sum of its files")
+        raise CheckpointError(f"{path}: {MANIFEST} does not list {STATE}")
+    if not all(isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in files.values()):
+        raise CheckpointError(f"{path}: {MANIFEST} lists files without size and sum")
     return dict(manifest)
 
 
@@ -95,11 +96,11 @@ def check_files(path: Path, manifest: Mapping[str, Any], *, sums: bool = True) -
 
     Args:
         path: its folder.
-        manifest: what they must be.
-        sums: read them whole and compare the sums, not only the sizes.
+        manifest: the expected sizes and sums.
+        sums: also read every file and compare its sum, not only its size.
 
     Raises:
-        CheckpointError: one is not what it must be; names it and what is wrong.
+        CheckpointError: a file differs; names it and the fault.
     """
     for name, expected in manifest["files"].items():
         try:
@@ -111,13 +112,13 @@ def check_files(path: Path, manifest: Mapping[str, Any], *, sums: bool = True) -
         except OSError as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror})") from None
         if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {name} has {size} bytes instead of {expected['bytes']}")
+            raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
         if found != expected["sha256"]:
             raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
 
 
-class _Digest:
-    """A file that is hashed while it is written; keeps the system's own error."""
+class _HashingFile:
+    """A file that is hashed as it is written, and that keeps the system's own error."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file

@@ -1,14 +1,16 @@
-"""Where the records of a run go: a file of JSON lines always, TensorBoard where it is installed.
+"""Writers of step records: a file of JSON lines always, and TensorBoard if it is installed.
 
-``metrics.jsonl`` holds every window and is what a resume and the report read, so that it cannot be written is
-an error. TensorBoard is for looking: it never stops a run.
+``metrics.jsonl`` has one line per batch, with the fields of `StepRecord`: ``step`` is ``batches_seen`` after
+the batch, and ``applied`` is false for ``skipped_steps``. A resume and the report read it, so a failed write
+is an error. TensorBoard is only for viewing and never stops a run.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -17,34 +19,35 @@ from typing import Any, Protocol
 import msgspec
 
 from autobatch.core.errors import CheckpointError
+from autobatch.core.files import write_atomic
 from autobatch.core.records import StepRecord, Training
 
 TENSORBOARD = "tensorboard"
-"""Folder of a run that ``tensorboard --logdir`` is pointed at."""
+"""Folder of a run that ``tensorboard --logdir`` reads."""
 
 
-TENSORBOARD_SECONDS = 0.2
-"""Time between two rows: a row costs a quarter of a millisecond, and a curve shows a thousand of them."""
+TENSORBOARD_INTERVAL_S = 0.2
+"""Least time between two events: one costs a quarter of a millisecond, and a curve shows a thousand."""
 
 
 class MetricsWriter(Protocol):
-    """Takes the records of a run."""
+    """Writer of the records of a run."""
 
     def step(self, record: StepRecord) -> None:
-        """Take the record of one window."""
+        """Write the record of a batch."""
 
     def end(self, training: Training) -> None:
-        """Take the summary of a run that came to its end."""
+        """Write the summary of a finished run."""
 
     def close(self) -> None:
-        """Write what is left; called once, however the run ended."""
+        """Write what is buffered; called once, whether the run finished or failed."""
 
 
 class JsonLines:
-    """A line of JSON a window, appended and handed to the system at once.
+    """Metrics file with one JSON object per line, each line handed to the system at once.
 
     Args:
-        path: the file; what it holds stays.
+        path: the file; existing lines stay.
 
     Raises:
         CheckpointError: it cannot be opened.
@@ -52,8 +55,8 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _named(self._path):
-            # What stays in a buffer would fail again at closing.
+        with _as_checkpoint_error(self._path):
+            # Unbuffered: a line that cannot be written would fail again on closing.
             self._file = path.open("ab", buffering=0)
 
     def step(self, record: StepRecord) -> None:
@@ -63,96 +66,120 @@ class JsonLines:
             CheckpointError: the file cannot be written.
         """
         rest = memoryview(msgspec.json.encode(record) + b"\n")
-        with _named(self._path):
+        with _as_checkpoint_error(self._path):
             while rest:
                 rest = rest[self._file.write(rest) :]
 
     def end(self, training: Training) -> None:
-        """The summary stands in ``result.json``."""
+        """Write nothing: the summary is in ``result.json``."""
 
     def close(self) -> None:
         """Close the file."""
-        with _named(self._path):
+        with _as_checkpoint_error(self._path):
             self._file.close()
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Let an error of the system name the file."""
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    """Convert system errors to a `CheckpointError` that names the file."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
+def rewind_metrics(path: Path, *, batches_seen: int, on_kept: Callable[[Mapping[str, Any]], None]) -> None:
+    """Drop the lines of batches that a resumed run trains again.
+
+    Args:
+        path: the metrics file, which need not exist.
+        batches_seen: batches that the resumed run has trained already.
+        on_kept: called with each remaining line, in order.
+    """
+    if not path.is_file():
+        return
+    kept: list[bytes] = []
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                # The last line of a run that was killed while it wrote.
+                continue
+            if isinstance(row, dict) and row.get("step", batches_seen + 1) <= batches_seen:
+                on_kept(row)
+                kept.append(line.rstrip(b"\n") + b"\n")
+    write_atomic(path, b"".join(kept))
+
+
 class TensorBoard:
-    """Curves for TensorBoard; see `open_tensorboard`."""
+    """Writer of TensorBoard events; see `open_tensorboard`."""
 
     def __init__(self, writer: Any, make_summary: Any, clock: Callable[[], float]) -> None:
-        self.trouble: str | None = None
-        """Why nothing is written any more."""
+        self.error: str | None = None
+        """Why writing stopped; ``None`` if it did not."""
         self._writer = writer
         self._make_summary = make_summary
         self._clock = clock
-        self._written = -math.inf
+        self._written_at = -math.inf
         self._step = 0
 
     def step(self, record: StepRecord) -> None:
-        """Write a window, unless one was written a moment ago; those in which something happened always."""
+        """Write a step, at most one per interval; recoveries, validations and skipped steps always."""
         self._step = record.step
         now = self._clock()
-        happened = record.recovered is not None or record.validation or not record.applied
-        if happened or now - self._written >= TENSORBOARD_SECONDS:
-            self._written = now
-            self._write(dict(figures(record)), record.step)
+        is_notable = record.recovered is not None or record.validation or not record.applied
+        if is_notable or now - self._written_at >= TENSORBOARD_INTERVAL_S:
+            self._written_at = now
+            self._write(dict(scalars(record)), record.step)
 
     def end(self, training: Training) -> None:
-        """Write the validation at the end."""
+        """Write the final validation."""
         known = {name: value for name, value in training.validation.items() if value is not None}
         self._write({f"validation/{name}": value for name, value in known.items()}, self._step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is buffered."""
         with suppress(Exception):
             self._writer.close()
 
     def _write(self, values: dict[str, float], step: int) -> None:
-        if not values or self.trouble is not None:
+        if not values or self.error is not None:
             return
         make = self._make_summary
         try:
-            # One event for all figures: five times as quick as SummaryWriter.add_scalar for each.
-            scalars = [make.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._writer.file_writer.add_summary(make(value=scalars), step)
+            # One event for all values is five times as fast as SummaryWriter.add_scalar for each.
+            events = [make.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._writer.file_writer.add_summary(make(value=events), step)
         except Exception as error:
-            self.trouble = f"TensorBoard stopped at step {step}: {type(error).__name__}: {error}"
+            self.error = f"TensorBoard stopped at step {step}: {type(error).__name__}: {error}"
 
 
 def open_tensorboard(
     folder: Path, *, batches_seen: int = 0, clock: Callable[[], float] = time.monotonic
 ) -> TensorBoard | None:
-    """Open a sink for TensorBoard.
+    """Open a TensorBoard writer.
 
     Args:
-        folder: where its event files shall stand.
-        batches_seen: of a run that is resumed; what was written here of later windows before is hidden.
-        clock: seconds.
+        folder: the folder of its event files.
+        batches_seen: batches trained before a resume; earlier events of later steps are hidden.
+        clock: returns seconds.
 
     Returns:
-        The sink; ``None`` where TensorBoard is not installed, or where it or the folder cannot be used.
+        The writer; ``None`` if TensorBoard is not installed, or it or the folder cannot be used.
     """
     try:
         make_summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         make_writer = import_module("torch.utils.tensorboard").SummaryWriter
         writer = make_writer(str(folder), purge_step=batches_seen + 1)
     except Exception:
-        # Absent, or a broken installation, which fails in many ways.
+        # Not installed, or a broken installation, which fails in many ways.
         return None
     return TensorBoard(writer, make_summary, clock)
 
 
-def figures(record: StepRecord) -> Iterator[tuple[str, float]]:
-    """What the record of a window has to show, by the name of its curve."""
+def scalars(record: StepRecord) -> Iterator[tuple[str, float]]:
+    """Yield the known values of a step record, each with the tag of its curve."""
     values = {
         "training/loss": record.loss,
         "training/learning_rate": record.learning_rate,

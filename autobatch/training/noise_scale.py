@@ -1,16 +1,18 @@
-"""The gradient noise scale: is the target batch sensible? Almost free with accumulation.
+"""Gradient noise scale: a guide to the target batch, at almost no cost with accumulation.
 
 A gradient over B samples has E|G_B|² = |G|² + tr(Σ)/B, with the true gradient G and the covariance Σ of the
-gradient of one sample. The norms of a window's first micro-batch and of the whole window give both:
+gradient of one sample. The gradient norms of a first micro-batch (b samples) and of its batch give both:
 
     |G|²  =  (B |G_B|² − b |G_b|²) ÷ (B − b)            tr(Σ)  =  (|G_b|² − |G_B|²) ÷ (1/b − 1/B)
 
-Each is unbiased, whatever the two have in common; their ratio is not, so both are averaged over windows first
-and then divided: B_simple = tr(Σ) ÷ |G|². At B = B_simple a run takes twice the samples of a tiny batch and
-twice the steps of a huge one (McCandlish et al. 2018, arXiv:1812.06162, appendix A and equation 2.11).
+Each is unbiased, although the two norms are correlated. Their ratio is biased, so both are averaged over
+batches before they are divided: B_simple = tr(Σ) ÷ |G|². At B = B_simple a run takes twice the samples of a
+tiny batch and twice the steps of a huge one (McCandlish et al. 2018, arXiv:1812.06162, appendix A and
+equation 2.11).
 
-After its first micro-batch a window's gradient is that micro-batch's own, so its norm costs one pass over the
-gradients, in windows where `NoiseScale.due` says so. Nothing is read from the device until the window's end.
+After the first micro-batch the accumulated gradient is its own, so its norm costs one pass over the
+gradients. `NoiseScale.is_due` chooses the steps that measure it. Nothing is read from the device before the
+end of the step.
 """
 
 from __future__ import annotations
@@ -22,121 +24,126 @@ from typing import Any, Literal
 
 from autobatch.core.records import Record
 
-LEAST_BATCHES = 50
-"""Measured windows below which nothing is claimed."""
+MIN_BATCHES = 50
+"""Fewest measured batches that give an estimate."""
 
 
 KEPT_BATCHES = 500
-"""Measured windows that an estimate is made of: the noise scale grows while a run goes on."""
+"""Most recent measured batches that an estimate uses; the noise scale grows during a run."""
 
 
-NEAR = 4.0
-"""Batches within this factor of the noise scale are near it."""
+NEAR_FACTOR = 4.0
+"""Largest ratio of a target batch and a noise scale that are near each other."""
 
 
 _Z = 1.959964
-"""Of the normal distribution, for 95 %."""
+"""Quantile of the normal distribution for a 95 % interval."""
 
 
 Verdict = Literal["unknown", "below", "near", "above", "unclear"]
 
 
 class NoiseEstimate(Record, frozen=True, kw_only=True):
-    """What the measured windows say; in the unit of the sizes that were observed (samples, tokens)."""
+    """Estimate from the measured batches, in the unit of their sizes (samples or tokens)."""
 
     batches: int
-    """Measured windows that it rests on."""
+    """Measured batches that the estimate uses."""
     noise_scale: float | None = None
-    """B_simple; ``None``: unknown, for too few windows or because the noise hides the gradient."""
+    """B_simple; ``None`` if unknown: too few batches, or the noise hides the gradient."""
     low: float | None = None
-    """Lower end of the 95 % band."""
+    """Lower end of the 95 % interval; ``None`` if unknown."""
     high: float | None = None
-    """Upper end; ``None`` where ``low`` is known: there is none that the measurements could tell."""
+    """Upper end of the 95 % interval; ``None`` if unbounded, or if ``low`` is unknown."""
     gradient_norm_sq: float | None = None
     """Estimate of |G|²."""
     trace: float | None = None
     """Estimate of tr(Σ)."""
 
-    def verdict(self, batch: float) -> Verdict:
-        """Where a batch stands; ``unclear`` where the band is too wide to say."""
+    def verdict(self, target_batch: float) -> Verdict:
+        """Compare a target batch with the noise scale; ``unclear`` if the interval is too wide."""
         if self.low is None:
             return "unknown"
         high = math.inf if self.high is None else self.high
-        if batch * NEAR < self.low:
+        if target_batch * NEAR_FACTOR < self.low:
             return "below"
-        if batch > NEAR * high:
+        if target_batch > NEAR_FACTOR * high:
             return "above"
-        return "near" if high <= batch * NEAR and batch <= NEAR * self.low else "unclear"
+        is_near = high <= target_batch * NEAR_FACTOR and target_batch <= NEAR_FACTOR * self.low
+        return "near" if is_near else "unclear"
 
-    def sentence(self, batch: int) -> str:
-        """Say in plain words whether a target batch is sensible."""
+    def sentence(self, target_batch: int) -> str:
+        """Describe the noise scale and what it means for a target batch."""
         if self.low is None:
             return (
-                f"The gradient noise scale is unknown: {self.batches:,} windows were measured, and "
-                f"{LEAST_BATCHES} of at least two micro-batches are needed."
+                f"The gradient noise scale is unknown: it needs {MIN_BATCHES} measured batches of at least "
+                f"two micro-batches, and {self.batches:,} were measured."
             )
         top = "without an upper end" if self.high is None else f"to {_round(self.high)}"
-        about = "is not known" if self.noise_scale is None else f"is about {_round(self.noise_scale)}"
-        band = f"{_round(self.low)} {top}"
-        words = f"The gradient noise scale {about} (95 %: {band}; {self.batches:,} windows)"
-        return f"{words}; the target batch of {batch:,} {self._advice(batch)}."
+        about = "is unknown" if self.noise_scale is None else f"is about {_round(self.noise_scale)}"
+        interval = f"{_round(self.low)} {top}"
+        return (
+            f"The gradient noise scale {about} (95 %: {interval}, from {self.batches:,} batches). "
+            f"The target batch of {target_batch:,} {self._advice(target_batch)}."
+        )
 
-    def _advice(self, batch: int) -> str:
-        kind = self.verdict(batch)
-        if kind == "unclear":
-            return "may or may not suit it: the band is too wide to say"
-        if kind == "below":
+    def _advice(self, target_batch: int) -> str:
+        verdict = self.verdict(target_batch)
+        if verdict == "unclear":
+            return "may or may not be near it: the interval is too wide"
+        if verdict == "below":
             return (
                 "is much smaller: a larger one would take almost proportionally fewer optimizer steps "
                 "for nearly the same samples"
             )
-        if kind == "above":
-            return "is much larger: a smaller one would need far fewer samples for hardly more steps"
+        if verdict == "above":
+            return (
+                "is much larger: a smaller one would take far fewer samples for hardly more optimizer steps"
+            )
         assert self.noise_scale is not None
         return (
-            f"is near it, which is sensible: about {1 + batch / self.noise_scale:.2g} times the samples that "
-            f"tiny batches need, and {1 + self.noise_scale / batch:.2g} times the steps of huge ones"
+            f"is near it: it takes about {1 + target_batch / self.noise_scale:.2g} times the samples of a "
+            f"tiny batch and {1 + self.noise_scale / target_batch:.2g} times the steps of a huge one"
         )
 
 
 @dataclass(kw_only=True)
 class NoiseScale:
-    """Collects what windows measured.
+    """Measurements of the gradient noise, one pair per measured batch.
 
-    A loop feeds it so, with no more than one extra reading a measured window::
+    A loop feeds it with at most one extra norm per measured batch::
 
-        if noise.due(window.index):  # after the first micro-batch
-            first = norm_of(gradients) * divisor / count_of_the_first / loss_scale
-        ...                          # after the window, with what its step measured anyway
-        noise.observe(first**2, count_of_the_first, result.grad_norm**2, result.count)
+        if noise.is_due(batch.index):  # after the first micro-batch
+            first = norm_of(gradients) * divisor / first_count / loss_scale
+        ...                            # after the step, which measures its norm anyway
+        noise.observe(first**2, first_count, result.grad_norm**2, result.count)
 
-    The mathematics is that of plain SGD, with samples drawn at random; for Adam the figure is a guide.
+    The theory holds for plain SGD on samples drawn at random. For Adam the value is a guide.
     """
 
     every: int = 4
-    """Windows from one measurement to the next."""
+    """Batches from one measurement to the next."""
     _pairs: deque[tuple[float, float]] = field(
         init=False, repr=False, default_factory=lambda: deque(maxlen=KEPT_BATCHES)
     )
-    """(|G|², tr(Σ)) of each measured window."""
+    """(|G|², tr(Σ)) of each measured batch."""
 
-    def due(self, index: int) -> bool:
-        """Whether window ``index`` is to be measured."""
+    def is_due(self, index: int) -> bool:
+        """Return whether to measure batch ``index``."""
         return index % self.every == 0
 
     def observe(
         self, first_norm_sq: float, first_samples: float, batch_norm_sq: float, batch_samples: float
     ) -> None:
-        """Take in one window; what cannot tell anything is passed over.
+        """Add a batch; norms that are not finite and batches of one micro-batch are ignored.
 
         Args:
             first_norm_sq: squared 2-norm of the mean gradient over the first micro-batch.
-            first_samples: what that mean is over: samples, or the items of a `Loss`.
-            batch_norm_sq: squared 2-norm of the mean gradient over the whole window, before clipping.
-            batch_samples: what that mean is over, in the same unit.
+            first_samples: number of samples of that mean, or of the items that a `Loss` counts.
+            batch_norm_sq: squared 2-norm of the mean gradient over the whole batch, before clipping.
+            batch_samples: number of samples or items of that mean, in the same unit.
         """
-        known = math.isfinite(first_norm_sq) and math.isfinite(batch_norm_sq)
-        if not (known and 0 < first_samples < batch_samples):
+        is_finite = math.isfinite(first_norm_sq) and math.isfinite(batch_norm_sq)
+        if not (is_finite and 0 < first_samples < batch_samples):
             return
         difference = batch_samples - first_samples
         gradient = (batch_samples * batch_norm_sq - first_samples * first_norm_sq) / difference
@@ -144,13 +151,13 @@ class NoiseScale:
         self._pairs.append((gradient, trace))
 
     def estimate(self) -> NoiseEstimate:
-        """What the measured windows say by now."""
+        """Estimate the noise scale from the measured batches."""
         count = len(self._pairs)
-        if count < LEAST_BATCHES:
+        if count < MIN_BATCHES:
             return NoiseEstimate(batches=count)
         gradients, traces = zip(*self._pairs, strict=True)
         gradient, trace = math.fsum(gradients) / count, math.fsum(traces) / count
-        low, high = _band(gradients, traces)
+        low, high = _interval(gradients, traces)
         return NoiseEstimate(
             batches=count,
             noise_scale=max(trace, 0.0) / gradient if gradient > 0 else None,
@@ -161,37 +168,38 @@ class NoiseScale:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
+        """Return the state that a resumed run continues from."""
         return {"every": self.every, "pairs": [list(pair) for pair in self._pairs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state that `state_dict` returned."""
         self.every = int(state["every"])
-        self._pairs = deque(((float(one), float(two)) for one, two in state["pairs"]), maxlen=KEPT_BATCHES)
+        pairs = ((float(gradient), float(trace)) for gradient, trace in state["pairs"])
+        self._pairs = deque(pairs, maxlen=KEPT_BATCHES)
 
 
-def _band(gradients: tuple[float, ...], traces: tuple[float, ...]) -> tuple[float, float]:
-    """The 95 % band of the ratio of two means (Fieller 1954): all ratios that the means do not contradict.
+def _interval(gradients: tuple[float, ...], traces: tuple[float, ...]) -> tuple[float, float]:
+    """Return the 95 % interval of the ratio of two means (Fieller 1954).
 
-    Unlike a delta method it says so where the gradient is not told from 0: its upper end is infinite.
+    Unlike the delta method, it has no upper end if the gradient does not differ significantly from 0.
     """
     count = len(gradients)
     g, s = math.fsum(gradients) / count, math.fsum(traces) / count
     scale = _Z * _Z / (count * (count - 1))
-    gg = scale * math.fsum((one - g) ** 2 for one in gradients)
-    ss = scale * math.fsum((one - s) ** 2 for one in traces)
-    gs = scale * math.fsum((one - g) * (two - s) for one, two in zip(gradients, traces, strict=True))
+    gg = scale * math.fsum((gradient - g) ** 2 for gradient in gradients)
+    ss = scale * math.fsum((trace - s) ** 2 for trace in traces)
+    gs = scale * math.fsum((x - g) * (y - s) for x, y in zip(gradients, traces, strict=True))
     # The ratios R with (s − R g)² ≤ z² var(s − R g): a quadratic a R² − 2 b R + c ≤ 0.
     a, b, c = g * g - gg, s * g - gs, s * s - ss
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0 and g > 0:
         return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
-    # No upper end; 0 is among them unless the noise itself is told from 0.
+    # No upper end. The interval holds 0 unless the noise differs significantly from 0.
     if c <= 0 or s <= 0 or b * b <= a * c:
         return 0.0, math.inf
     return max((b - root) / a, (b + root) / a, 0.0), math.inf
 
 
 def _round(value: float) -> str:
-    """Two or three digits are all that is known."""
+    """Format a value with two or three significant digits."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 10 else f"{value:.2g}"

@@ -1,4 +1,4 @@
-"""Which samples of a window make its loss not finite."""
+"""Search for the sample that makes the loss of a batch non-finite."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state
 
-SHOWN = 8
+MAX_NAMED_SAMPLES = 8
 """Samples that a message names."""
 
 
 def find_nonfinite_sample(
     workload: Workload, train_state: TrainState, ids: Sequence[int], sizes: Sequence[int]
 ) -> str:
-    """Name the sample whose loss (or row, of a loss over all) is not finite by itself, else the window's.
+    """Name the sample whose own loss (or row, for a `WholeBatchLoss`) is not finite, else all samples.
 
-    The first bad micro-batch is halved until one sample is left; forward passes only, and nothing is
-    changed that the run depends on.
+    Halves the first non-finite micro-batch until one sample is left. It runs forward passes only, and changes
+    nothing that the run depends on.
 
     Args:
         workload: has the data and the loss.
-        train_state: the model, in the state in which the window failed.
-        ids: samples of the window.
+        train_state: the model, in the state in which the step failed.
+        ids: the samples of the batch.
         sizes: its micro-batches.
     """
-    named = f"samples {list(ids[:SHOWN])}{f' and {len(ids) - SHOWN} more' if len(ids) > SHOWN else ''}"
+    rest = f" and {len(ids) - MAX_NAMED_SAMPLES} more" if len(ids) > MAX_NAMED_SAMPLES else ""
+    named = f"samples {list(ids[:MAX_NAMED_SAMPLES])}{rest}"
     first = 0
     try:
         with preserved_random_state(), torch.no_grad():
@@ -44,9 +45,10 @@ def find_nonfinite_sample(
                     half = part[: len(part) // 2]
                     part = part[len(half) :] if _is_finite(workload, train_state, half) else half
                 if not _is_finite(workload, train_state, part):
-                    return f"sample {part[0]} does it alone ({named})"
+                    what = "row" if isinstance(train_state.loss, WholeBatchLoss) else "loss"
+                    return f"sample {part[0]} alone gives a non-finite {what} ({named})"
                 break
-    except Exception:  # a diagnosis must not hide what it is about
+    except Exception:  # a failed diagnosis must not hide the error that it is about
         return named
     return named
 
@@ -58,7 +60,7 @@ def _is_finite(workload: Workload, train_state: TrainState, ids: Sequence[int]) 
         with precision_context(train_state.device, train_state.precision):
             if isinstance(train_state.loss, WholeBatchLoss):
                 rows = tensors_of(train_state.loss.represent(train_state.model, batch))
-                return all(bool(one.isfinite().all()) for one in rows)
+                return all(bool(row.isfinite().all()) for row in rows)
             loss = train_state.loss(train_state.model, batch)
         return math.isfinite(float(loss.total if isinstance(loss, Loss) else loss))
     finally:

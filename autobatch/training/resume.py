@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with the run that it goes on with."""
+"""Checks before a resume that keep the batches and the schedule of the interrupted run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
+from autobatch.training.build import LoopSettings
 from autobatch.training.checkpoint import Loaded, clean_leftovers, load_newest
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.order import GlobalBatchSampler
 
-_SAME = {
+_BIT_EXACT_KEYS = {
     "device": "device",
     "device_kind": "kind of device",
     "total_bytes": "size of its memory",
     "torch": "torch",
     "precision": "--precision",
 }
-"""What a run depends on bit for bit, by its name in the key of what fits."""
+"""Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
 
 
 def load_run_state(out: Path) -> Loaded:
-    """The newest checkpoint of a run.
+    """Load the newest valid checkpoint of a run.
 
     Raises:
-        InputError: there is none.
+        InputError: the run has no checkpoint.
+        CheckpointError: every checkpoint is damaged.
     """
     clean_leftovers(out / CHECKPOINTS)
     loaded = load_newest(out / CHECKPOINTS)
@@ -38,95 +39,91 @@ def load_run_state(out: Path) -> Loaded:
     return loaded
 
 
-def load_plan(resumed: Loaded, options: FitOptions) -> Plan:
-    """The plan that the run was started with.
+def load_plan(resumed: Loaded, options: LoopSettings) -> Plan:
+    """Return the plan that the run was started with.
 
     Raises:
-        InputError: it cannot be read, or the options ask for another batch or another seed.
+        InputError: the checkpoint has no valid plan, or the target batch, the seed or the warm-up differs.
     """
     try:
-        planned = msgspec.convert(resumed.facts["plan"], Plan)
+        plan = msgspec.convert(resumed.facts["plan"], Plan)
     except (KeyError, msgspec.ValidationError) as error:
-        raise InputError(f"{resumed.path} holds no plan that can be read: {error}") from None
-    if planned.target_batch != options.target_batch:
         raise InputError(
-            f"--target-batch {options.target_batch} does not match the run in {resumed.path}, which has a "
-            f"target batch of {planned.target_batch}: give that, or start without --resume"
-        )
-    if resumed.facts.get("seed") != options.seed:
-        raise InputError(
-            f"--seed {options.seed} does not match the run in {resumed.path}, which has seed "
-            f"{resumed.facts.get('seed')}: the order of the data would change"
-        )
-    warmup = resumed.facts.get("warmup_samples")
-    if warmup != options.warmup_samples:
-        raise InputError(
-            f"--warmup-samples {options.warmup_samples} does not match the run in {resumed.path}, which has "
-            f"{warmup}: give the same, or start without --resume"
-        )
-    return planned
+            f"the checkpoint {resumed.path} has no valid plan ({error}): start without --resume"
+        ) from None
+    facts = resumed.facts
+    for option, asked, found in (
+        ("--target-batch", options.target_batch, plan.target_batch),
+        ("--seed", options.seed, facts.get("seed")),
+        ("--warmup-samples", options.warmup_samples, facts.get("warmup_samples")),
+    ):
+        if asked != found:
+            raise InputError(_mismatch(resumed, option, asked, found))
+    return plan
 
 
 def data_order_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
-    """What a checkpoint keeps of the run's windows."""
+    """Return the facts of the data order that a checkpoint keeps."""
     return {
-        "windows": sampler.total,
+        "total_steps": sampler.total,
         "samples": sampler.samples,
         "last_batch": sampler.last_batch,
-        "samples_taken": sampler.seen(sampler.total),
+        "total_samples": sampler.seen(sampler.total),
     }
 
 
 def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, scheduled: bool) -> None:
-    """Make sure that the windows that are left are those that the run would have gone on with.
+    """Check that the remaining batches are those of the interrupted run.
 
     Args:
         resumed: the checkpoint.
-        sampler: the windows that are asked for now.
-        scheduled: the workload has a schedule, which is made for so many steps and cannot go on for others.
+        sampler: the batches of this run.
+        scheduled: whether the workload has a schedule, which is built for a fixed number of steps.
 
     Raises:
-        InputError: they are not; says what differs.
+        InputError: they differ; names the difference.
     """
-    facts, run = resumed.facts, f"the run in {resumed.path}"
-    samples = facts.get("samples", sampler.samples)
-    if samples != sampler.samples:
+    facts, total = resumed.facts, resumed.facts["total_steps"]
+    if facts["samples"] != sampler.samples:
         raise InputError(
-            f"the training data have {sampler.samples:,} samples, and {run} has {samples:,}: the order of "
-            "the data would change; give the same data, or start without --resume"
+            f"the training data have {sampler.samples:,} samples, but had {facts['samples']:,} at the "
+            f"checkpoint {resumed.path}, so the order of the data would change: give the same data, or start "
+            "without --resume"
         )
-    last_batch = facts.get("last_batch", sampler.last_batch)
-    if last_batch != sampler.last_batch:
-        raise InputError(
-            f"--last-window {sampler.last_batch} does not match {run}, which has {last_batch}: give that, "
-            "or start without --resume"
-        )
-    total = facts.get("windows")
+    if facts["last_batch"] != sampler.last_batch:
+        raise InputError(_mismatch(resumed, "--last-batch", sampler.last_batch, facts["last_batch"]))
     if scheduled and total != sampler.total:
         raise InputError(
-            f"{run} and its schedule are for {total} optimizer steps, this is for {sampler.total}: give the "
-            "same --steps or --epochs, or start without --resume"
+            f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has a schedule "
+            f"for {total}: give the same --steps or --epochs, or start without --resume"
         )
     done = resumed.state["counters"]["batches_seen"]
     if done > sampler.total:
         raise InputError(
-            f"{run} has taken {done} optimizer steps already, and this is for {sampler.total}: give its own "
-            "--steps or --epochs, or more"
+            f"this run has {sampler.total} optimizer steps, but the checkpoint {resumed.path} has taken "
+            f"{done} already: give the same --steps or --epochs, or more"
         )
-    taken = facts.get("samples_taken")
-    if done == total and taken is not None and taken != sampler.seen(done):
+    if done == total and facts["total_samples"] != sampler.seen(done):
         raise InputError(
-            f"{run} ended with a short window, where one of {sampler.target_batch} would have stood: "
-            "it cannot run on; start without --resume"
+            f"this run goes beyond the checkpoint {resumed.path}, whose last batch was smaller than "
+            f"{sampler.target_batch}: give the same --epochs, or start without --resume"
         )
 
 
 def changes_since_checkpoint(
-    resumed: Loaded, key: Mapping[str, Any], planned: Plan, options: FitOptions
+    resumed: Loaded, key: Mapping[str, Any], plan: Plan, max_micro_batch: int | None
 ) -> list[str]:
-    """What forbids to take over what is the same bit for bit only where all else is the same; by name."""
+    """Return the changes that rule out a bit-exact resume, in the user's words."""
     stored = resumed.facts.get("key", {})
-    found = [said for name, said in _SAME.items() if stored.get(name) != key.get(name)]
-    if options.max_micro_batch is not None and options.max_micro_batch < planned.micro_batch:
-        found.append("--max-micro-batch")
-    return found
+    changes = [name for entry, name in _BIT_EXACT_KEYS.items() if stored.get(entry) != key.get(entry)]
+    if max_micro_batch is not None and max_micro_batch < plan.micro_batch:
+        changes.append("--max-micro-batch")
+    return changes
+
+
+def _mismatch(resumed: Loaded, option: str, asked: object, found: object) -> str:
+    given = f"no {option}" if asked is None else f"{option} {asked}"
+    return (
+        f"{given} does not match the checkpoint {resumed.path}, which has "
+        f"{'none' if found is None else found}: give the same, or start without --resume"
+    )

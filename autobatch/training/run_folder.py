@@ -1,4 +1,4 @@
-"""The folder of a run: how it is called, that it can be written, and that one run at a time writes to it."""
+"""Folder of a run: its name, its files, and the lock that keeps a second run out."""
 
 from __future__ import annotations
 
@@ -11,21 +11,33 @@ from pathlib import Path
 
 from torch import nn
 
-from autobatch.core.errors import (
-    CheckpointError,
-    InputError,
-)
+from autobatch.core.errors import CheckpointError, InputError
 from autobatch.step.train_state import TrainState
+
+RUNS = Path("runs")
+
+
+CHECKPOINTS = "checkpoints"
+
+
+METRICS = "metrics.jsonl"
+
 
 WEIGHTS = "model.safetensors"
 
 
 AVERAGED_WEIGHTS = "model-ema.safetensors"
-"""The averages in place of the weights; buffers as they are."""
+"""The averages in place of the weights, with the buffers of the model."""
+
+
+RESULT = "result.json"
+
+
+REPORT = "report.html"
 
 
 def export_weights(train_state: TrainState, folder: Path) -> None:
-    """Write the weights, and their averages where any are kept, as safetensors.
+    """Write the weights as safetensors, and their averages if there are any.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -37,43 +49,33 @@ def export_weights(train_state: TrainState, folder: Path) -> None:
 
 
 def _export(model: nn.Module, path: Path) -> None:
-    """Write one file, whole or not at all; parameters that are tied are stored once."""
+    """Write one file atomically; tied parameters are stored once."""
     from safetensors.torch import save_model
 
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         save_model(model, str(temporary))
-        temporary.chmod(0o644)  # it is made for its owner's eyes alone
+        temporary.chmod(0o644)  # safetensors makes it readable for its owner only
         temporary.replace(path)
     except Exception as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
             raise CheckpointError(
-                f"the weights could not be written to {path}: {error}; the checkpoints hold them all the same"
+                f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
             ) from error
         raise
 
 
-CHECKPOINTS = "checkpoints"
-
-
-METRICS = "metrics.jsonl"
-
-
-RUNS = Path("runs")
-
-
-RESULT = "result.json"
-
-
-REPORT = "report.html"
-
-
 def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
-    """Where a run writes: what was ``asked`` for, else ``runs/NAME/DATE``, the last of them to resume.
+    """Return the folder of a run.
+
+    Args:
+        asked: the folder that the user asked for; ``None`` for ``runs/NAME/DATE``.
+        name: the name of the workload.
+        resume: return the last of these folders that has checkpoints, not a new one.
 
     Raises:
-        InputError: there is nothing to resume.
+        InputError: there is no run to resume.
     """
     if asked is not None:
         return Path(asked)
@@ -81,7 +83,9 @@ def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
     if resume:
         known = sorted(path.parent for path in runs.glob(f"*/{CHECKPOINTS}") if path.is_dir())
         if not known:
-            raise InputError(f"--resume found no run in {runs}: give --out DIR, or start without --resume")
+            raise InputError(
+                f"--resume found no run in {runs}: give its folder with --out, or start without --resume"
+            )
         return known[-1]
     stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
     out = runs / stamp
@@ -94,12 +98,12 @@ def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
 
 @contextlib.contextmanager
 def claim_folder(out: Path) -> Iterator[None]:
-    """Inside, the folder is this run's alone; the system lets go of it however the process ends.
+    """Hold the folder for this run within the block; the system releases it even if the process is killed.
 
-    What was made for it goes again where nothing was written.
+    Folders that were made for it are removed if nothing was written.
 
     Raises:
-        InputError: it cannot be written, or another run writes to it.
+        InputError: it is not writable, or another run holds it.
     """
     made = [path for path in (out, *out.absolute().parents) if not path.exists()]
     _make(out)
@@ -113,10 +117,10 @@ def claim_folder(out: Path) -> Iterator[None]:
 
 
 def move_earlier_run(out: Path) -> Path | None:
-    """Move an earlier run of the same folder out of the way: nothing is lost, nothing is mixed.
+    """Move an earlier run out of the folder, so that its files neither mix with the new ones nor get lost.
 
     Returns:
-        Where it stands now; ``None`` where there was none.
+        Its new folder; ``None`` if there was no earlier run.
     """
     names = (CHECKPOINTS, METRICS, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
     old = [path for path in (out / name for name in names) if path.exists()]
@@ -133,20 +137,20 @@ def move_earlier_run(out: Path) -> Path | None:
 
 
 def _make(out: Path) -> None:
-    """Make a run's folder, or say that it cannot be written, before minutes are spent."""
+    """Make the folder of a run, and check that it is writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"the run's folder {out} cannot be made: {error.strerror}; give another --out"
+            f"the run's folder {out} cannot be made ({error.strerror}): give another --out"
         ) from None
     if not os.access(out, os.W_OK | os.X_OK):
-        raise InputError(f"the run's folder {out} cannot be written; give another --out")
+        raise InputError(f"the run's folder {out} is not writable: give another --out")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold an advisory lock on the folder itself, which leaves no file behind (flock(2))."""
+    """Hold an advisory lock on the folder itself, which needs no lock file (flock(2))."""
     if sys.platform == "win32":
         yield
         return
@@ -158,9 +162,9 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"another run is writing to {folder}: wait for its end, or give another --out"
+                f"another run is writing to {folder}: wait until it ends, or give another --out"
             ) from None
-        except OSError:  # a file system without such locks, which some of those on networks are
+        except OSError:  # some network file systems have no such locks
             pass
         yield
     finally:

@@ -1,9 +1,9 @@
-"""Which of a few configurations is fastest, beyond the noise: measured again side by side, in turn.
+"""Comparison of a few configurations with the default, measured again side by side.
 
 The best of many noisy figures is too good to be true, and a machine is faster one minute than the next. So
-what is compared is the ratio to the default in the same round, and a configuration replaces the default
-only where the mean of its logarithms is over nothing with a confidence of 97.5 % (Student's t, one-sided),
-and over the gain that a change must bring.
+the compared figure is the ratio to the default in the same round. A configuration replaces the default only
+if the mean logarithm of its ratios exceeds the minimum gain, and exceeds 0 with a confidence of 97.5 %
+(Student's t, one-sided).
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ STUDENT = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 
 
 class Choice(NamedTuple):
-    """What a comparison found; figures are samples a second."""
+    """The result of a comparison; speeds are in samples per second."""
 
     ranking: list[int]
-    """Configurations that beat the default beyond the noise, by number, the fastest first; 0 is the
-    default."""
+    """Numbers, from 1, of the configurations that beat the default beyond the noise; the fastest first."""
     baseline: Measurement | None
-    """The default's median; ``None`` where it did not run."""
+    """The default at its median speed; None if it did not run."""
     contenders: list[Measurement | None]
-    """The same of every configuration, at the default's median times its mean ratio to it."""
+    """The configurations, each at the default's median speed times its mean ratio; None if it did not run."""
     rounds: int
 
 
@@ -53,7 +52,7 @@ class _Contender:
     is_out: bool = False
 
     def interval(self) -> tuple[float, float, float]:
-        """Mean of the logarithms, and its confidence limits."""
+        """Return the mean of the logarithms and its confidence limits."""
         count = len(self.ratios)
         mean = statistics.fmean(self.ratios)
         if count < 2:
@@ -62,31 +61,32 @@ class _Contender:
         return mean, mean - half, mean + half
 
     def is_better(self) -> bool:
-        """Whether it beats the default beyond the noise, and by enough."""
+        """Return whether it beats the default beyond the noise and by the minimum gain."""
         if self.is_out or len(self.ratios) < LEAST_ROUNDS:
             return False
         mean, low, _ = self.interval()
         return low > 0 and mean > math.log1p(MINIMUM_GAIN)
 
-    def is_decided(self) -> bool:
-        """Whether further rounds would change nothing."""
-        if self.is_out or self.is_better():
+    def is_slower(self) -> bool:
+        """Return whether it cannot become better, so that it need not run again."""
+        if self.is_out:
             return True
-        return len(self.ratios) >= LEAST_ROUNDS and self.interval()[2] < math.log1p(MINIMUM_GAIN)
+        is_measured = len(self.ratios) >= LEAST_ROUNDS and not self.is_better()
+        return is_measured and self.interval()[2] < math.log1p(MINIMUM_GAIN)
 
 
 def compare(measure: Measure, default: Configuration, others: Sequence[Configuration]) -> Choice:
-    """Measure configurations beside the default, in turn, until it is clear which are faster.
+    """Measure configurations and the default in turn, until it is clear which ones are faster.
 
     Args:
         measure: runs a configuration.
-        default: what stays unless another is faster.
+        default: kept unless another is faster.
         others: the candidates.
     """
     contenders = [_Contender(values) for values in others]
     defaults: list[Measurement] = []
     rounds = 0
-    while rounds < MOST_ROUNDS and not all(one.is_decided() for one in contenders):
+    while rounds < MOST_ROUNDS and not all(one.is_slower() or one.is_better() for one in contenders):
         baseline = measure(default)
         rounds += 1
         if not baseline.feasible:
@@ -94,8 +94,8 @@ def compare(measure: Measure, default: Configuration, others: Sequence[Configura
                 break
             continue
         defaults.append(baseline)
-        # Each has each place in turn: none always runs in the wake of the same other.
-        running = [one for one in contenders if not one.is_out and not _is_slower(one)]
+        # The order rotates, so that none always runs after the same other one.
+        running = [one for one in contenders if not one.is_slower()]
         for one in running[rounds % max(1, len(running)) :] + running[: rounds % max(1, len(running))]:
             found = measure(one.values)
             one.is_out = not found.feasible
@@ -105,10 +105,6 @@ def compare(measure: Measure, default: Configuration, others: Sequence[Configura
     better = [number for number, one in enumerate(contenders, 1) if one.is_better()]
     better.sort(key=lambda number: -statistics.fmean(contenders[number - 1].ratios))
     return _choice(better, defaults, contenders, rounds)
-
-
-def _is_slower(one: _Contender) -> bool:
-    return one.is_decided() and not one.is_better()
 
 
 def _choice(

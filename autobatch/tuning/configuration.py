@@ -1,4 +1,7 @@
-"""What a trial found, and the ports between who asks for trials and who runs them."""
+"""Search spaces, measurements, and what a study must know of them.
+
+This module knows neither Optuna nor torch.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +9,46 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from autobatch.core.knobs import Configuration, SearchAxis, Value
 
 MEMORY = "mem_over"
-"""Constraint: share by which a configuration is over the budget."""
+"""Constraint: the share by which a configuration exceeds the budget."""
 
 
 LOSS = "loss_gap"
-"""Constraint: how far its losses are from the reference's, less what is tolerated."""
+"""Constraint: the distance of its losses from the reference, minus the tolerance."""
 
 
 RUNS = "does_not_run"
-"""Constraint: it raised an error, crashed or hung."""
+"""Constraint: the configuration raised an error, crashed or hung."""
 
 
 CONSTRAINTS = (MEMORY, LOSS, RUNS)
 
 
 class Measurement(NamedTuple):
-    """What a trial found."""
+    """The result of a trial."""
 
     samples_per_s: float
-    """At the effective batch; 0 where it does not run."""
+    """At the target batch; 0 if it does not run."""
     micro_batch: int = 0
-    """That it ran at, in samples; 0 where there is none."""
+    """In samples; 0 if none fits."""
     failure: str | None = None
-    """Why it is not feasible, in one line."""
+    """Reason why it is infeasible, in one line; None if it is feasible."""
     constraints: Mapping[str, float] = {}
-    """Figures that must not be over 0, by name; what is not given counts as met."""
+    """Figures by name that must not exceed 0; a missing one is met."""
 
     @property
     def feasible(self) -> bool:
-        """Whether it may be chosen."""
+        """True if the configuration may be chosen."""
         return self.failure is None
 
 
 def infeasible(constraint: str, reason: str, *, over: float = 1.0, micro_batch: int = 0) -> Measurement:
-    """A trial whose configuration cannot be chosen."""
+    """Return the result of a trial whose configuration must not be chosen."""
     return Measurement(0.0, micro_batch, reason, {constraint: over})
 
 
@@ -53,25 +57,25 @@ Measure = Callable[[Configuration], Measurement]
 
 
 ConfirmFits = Callable[[Configuration], str | None]
-"""Runs a configuration inside the enforced budget; why it does not fit, or ``None``."""
+"""Runs a configuration inside the enforced budget. Returns why it does not fit, or None if it fits."""
 
 
 Key = tuple[tuple[str, Value], ...]
-"""A configuration that can be looked up."""
+"""A configuration in hashable form."""
 
 
 def key_of(values: Mapping[str, Value]) -> Key:
-    """The key of a configuration."""
+    """Return the key of a configuration."""
     return tuple(sorted(values.items()))
 
 
 def size_of(axes: Sequence[SearchAxis]) -> int:
-    """How many configurations there are."""
+    """Return the number of configurations."""
     return math.prod(len(axis.choices) for axis in axes)
 
 
 def every(axes: Sequence[SearchAxis]) -> Iterator[dict[str, Value]]:
-    """All configurations, in order."""
+    """Yield all configurations in order."""
     names = [axis.name for axis in axes]
     for one in itertools.product(*(axis.choices for axis in axes)):
         yield dict(zip(names, one, strict=True))
@@ -80,10 +84,10 @@ def every(axes: Sequence[SearchAxis]) -> Iterator[dict[str, Value]]:
 def nearest_unseen(
     axes: Sequence[SearchAxis], taken: Container[Key], base: Configuration, draw: random.Random
 ) -> dict[str, Value] | None:
-    """A configuration that was not tried and differs from ``base`` in the fewest knobs; of several, any.
+    """Return an untried configuration that differs from ``base`` in the fewest knobs; draw one of several.
 
     Returns:
-        ``None`` where all were tried.
+        None if all were tried.
     """
     unseen = [values for values in every(axes) if key_of(values) not in taken]
     if not unseen:
@@ -92,3 +96,66 @@ def nearest_unseen(
     nearest = min(distances)
     near = [values for values, distance in zip(unseen, distances, strict=True) if distance == nearest]
     return draw.choice(near)
+
+
+class LogRange(NamedTuple):
+    """A float between two bounds, on a logarithmic scale."""
+
+    name: str
+    low: float
+    high: float
+
+
+class MedianStop(NamedTuple):
+    """A rule that ends a trial that is worse than the median of the earlier ones."""
+
+    startup_trials: int
+    """Trials that run to their end before any is ended."""
+    warmup_steps: int
+    """First step at which a trial may be ended."""
+
+
+class StoredResult(NamedTuple):
+    """A result in the form in which a study stores it."""
+
+    attributes: Mapping[str, Any]
+    """Plain values by name."""
+    constraint: tuple[str, float]
+    """A name, and a figure that exceeds 0 if the result is infeasible."""
+    value: float | None
+    """The optimized figure; None if there is none."""
+    fallback: float = 0.0
+    """Value of an infeasible result if no other trial has one."""
+
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class StudySpec(Generic[ResultT]):
+    """The search space of a study, and the form of its stored results."""
+
+    space: Sequence[SearchAxis] | LogRange
+    direction: Literal["maximize", "minimize"]
+    first_points: Sequence[Configuration]
+    """Points to try before the sampler chooses."""
+    encode: Callable[[ResultT], StoredResult]
+    decode: Callable[[Mapping[str, Value], Mapping[str, Any]], ResultT]
+    """Restores a result from the values and the stored attributes of a trial."""
+    early_stop: MedianStop | None = None
+    """None to run every trial to its end."""
+
+    @property
+    def axes(self) -> Sequence[SearchAxis]:
+        """Axes of a finite space; empty for a range."""
+        return () if isinstance(self.space, LogRange) else self.space
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the values of a point."""
+        return {self.space.name} if isinstance(self.space, LogRange) else {axis.name for axis in self.space}
+
+    @property
+    def size(self) -> float:
+        """Number of points; infinite for a range."""
+        return math.inf if isinstance(self.space, LogRange) else size_of(self.space)

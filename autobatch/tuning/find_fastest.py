@@ -1,13 +1,14 @@
-"""The search for the fastest configuration of a fixed effective batch.
+"""Search for the fastest configuration of a fixed target batch.
 
-    ask ──► measure ──► tell ──► … ──► the best beside the default, in turn ──► run in the budget ──► answer
+    ask ──► measure ──► tell ──► … ──► measure the best beside the default ──► confirm that it fits ──► answer
 
-Largest is not fastest. The default is the first trial, and it stays unless something is faster by more than
-the noise; what replaces it has run inside the enforced budget.
+The largest micro-batch is not always the fastest. The default is the first trial. It is replaced only by a
+configuration that is faster beyond the noise and has run inside the enforced budget.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,48 +16,56 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
 from autobatch.core.records import Trial, Tuning
 from autobatch.tuning.compare import MINIMUM_GAIN, Choice, compare
-from autobatch.tuning.configuration import ConfirmFits, Measure, Measurement
+from autobatch.tuning.configuration import (
+    CONSTRAINTS,
+    ConfirmFits,
+    Measure,
+    Measurement,
+    StoredResult,
+    StudySpec,
+)
 
 if TYPE_CHECKING:
-    from autobatch.tuning.study import Finished
+    from autobatch.tuning.study import FinishedTrial, OptunaStudy, TrialRequest
 
 
 REMEASURED = 3
-"""Best configurations that are measured again beside the default."""
+"""Number of best configurations that are measured again beside the default."""
 
 
 PLAUSIBLE = 0.9
-"""Only those whose first figure was at least this share of the default's: a single figure is off by less."""
+"""Share of the default's first figure that a candidate's must reach: a single figure is off by less."""
 
 
 class Budget(NamedTuple):
-    """How long to tune."""
+    """A limit on the search."""
 
     trials: int
-    """Configurations to try, those of earlier runs and of other workers on the same study included."""
+    """Configurations to try, including those of earlier runs and of other processes on the same study."""
     expired: Callable[[], bool] = lambda: False
     """Asked before every trial."""
 
 
 class StudyLocation(NamedTuple):
-    """Which study it is, and where."""
+    """A study's name and storage."""
 
     name: str
     storage: str | None
-    """A database URL, ``grpc://host:port``, or the path of a journal file; ``None``: in memory."""
+    """A database URL, ``grpc://host:port``, or the path of a journal file; None for memory."""
     made_for: Mapping[str, Any]
-    """What its figures depend on; plain values by name."""
+    """Plain values by name that the results depend on."""
 
 
 class TuningResult(NamedTuple):
-    """The answer."""
+    """The answer of a search."""
 
     tuning: Tuning
     winner: Measurement | None
-    """Of the best configuration; ``None`` where the default stays and was not measured."""
+    """Of the best configuration; None if the default was kept and could not be measured."""
 
 
 OnTrial = Callable[[int, Configuration, Measurement], None]
+"""Called after each trial with its number from 1, the configuration, and what was measured."""
 
 
 def find_fastest(
@@ -73,124 +82,172 @@ def find_fastest(
     """Find the fastest configuration.
 
     Args:
-        measure: runs a configuration; the search never runs the same one twice.
-        axes: what may be chosen.
+        measure: runs a configuration; trials never run the same one twice.
+        axes: the choices of each knob.
         budget: trials and time.
-        seed: same seed, same measurements, same answer.
+        seed: the same seed and the same measurements give the same answer.
         place: the study.
-        confirm_fits: runs a configuration inside the enforced budget, before it is chosen.
-        progress: told of each trial.
+        confirm_fits: runs a configuration inside the enforced budget before it is chosen.
+        progress: called after each trial.
         clock: seconds.
 
     Returns:
-        The best configuration; the default, where nothing is faster by more than the noise.
+        The best configuration; the default if nothing is faster beyond the noise.
 
     Raises:
-        InputError: the storage cannot be used, or the study was made for something else.
+        InputError: the storage failed, or the study was made for something else.
     """
-    from autobatch.tuning.study import Study
-
     start = clock()
-    asking = 0.0
-    study = Study(
-        axes,
+    study = _open_study(axes, budget, seed, place)
+
+    def on_trial(request: TrialRequest[Measurement], found: Measurement) -> None:
+        if request.known is None:
+            progress(len(study.finished()), request.values, found)
+
+    sampler_seconds = study.optimize(
+        lambda request: measure(request.values),
+        trials=budget.trials,
+        is_expired=budget.expired,
+        on_trial=on_trial,
+        clock=clock,
+    )
+    finished = study.finished()
+    answer = _choose(measure, finished, defaults(axes), confirm_fits)
+    num_feasible = sum(one.result.feasible for one in finished)
+    tuning = Tuning(
+        trials=len(finished),
+        best=answer.values,
+        baseline_samples_per_s=_speed(answer.baseline),
+        best_samples_per_s=_speed(answer.winner),
+        study=study.name,
+        history=[_row(number, one) for number, one in enumerate(finished)],
+        importance=study.importance() if num_feasible > len(axes) else {},
+        sampler=study.sampler,
+        seconds=clock() - start,
+        sampler_seconds=sampler_seconds,
+        notes=answer.notes + study.notes,
+    )
+    return TuningResult(tuning, answer.winner)
+
+
+def _open_study(
+    axes: Sequence[SearchAxis], budget: Budget, seed: int, place: StudyLocation
+) -> OptunaStudy[Measurement]:
+    # Only here: Optuna takes half a second to import.
+    from autobatch.tuning.study import OptunaStudy
+
+    spec = StudySpec(axes, "maximize", first_points=[defaults(axes)], encode=_encode, decode=_decode)
+    return OptunaStudy(
+        spec,
         name=place.name,
         storage=place.storage,
-        made_for=place.made_for,
+        made_for={**place.made_for, **{axis.name: list(axis.choices) for axis in axes}},
         seed=seed,
         trials=budget.trials,
     )
-    while study.taken() < budget.trials and not budget.expired():
-        before = clock()
-        asked = study.ask()
-        asking += clock() - before
-        if asked is None:
-            break
-        try:
-            found = measure(asked.values)
-        except BaseException:
-            study.abandon(asked)
-            raise
-        before = clock()
-        study.tell(asked, found)
-        asking += clock() - before
-        progress(len(study.finished()), asked.values, found)
-    finished = study.finished()
-    base = defaults(axes)
-    others = _candidates(finished, base)
-    choice = compare(measure, base, others) if others else _unchallenged(finished, base)
-    best, notes = _confirmed(choice, [base, *others], confirm_fits)
-    notes += _why(finished, choice, base) + study.notes
-    winner = choice.baseline if best == 0 else choice.contenders[best - 1]
-    speeds = [0.0 if one is None else one.samples_per_s for one in (choice.baseline, winner)]
-    feasible = [one for one in finished if one.found.feasible]
-    tuning = Tuning(
-        trials=len(finished),
-        best=[base, *others][best],
-        baseline_samples_per_s=speeds[0],
-        best_samples_per_s=speeds[1],
-        study=study.name,
-        history=[_row(number, one) for number, one in enumerate(finished)],
-        importance=study.importance() if len(feasible) > len(axes) else {},
-        sampler=study.sampler,
-        seconds=clock() - start,
-        sampler_seconds=asking,
-        notes=notes,
+
+
+def _encode(found: Measurement) -> StoredResult:
+    """Store a measurement; the study maximizes the logarithm of the speed."""
+    constraints = dict.fromkeys(CONSTRAINTS, -1.0) | dict(found.constraints)
+    # The sampler fits one more Gaussian process for each constraint: the tightest one is enough.
+    tightest = max(constraints, key=lambda name: constraints[name])
+    return StoredResult(
+        attributes=found._replace(constraints=constraints)._asdict(),
+        constraint=(tightest, constraints[tightest]),
+        value=math.log(found.samples_per_s) if found.feasible else None,
     )
-    return TuningResult(tuning, winner)
 
 
-def _candidates(finished: Sequence[Finished], base: Configuration) -> list[dict[str, Value]]:
-    """The best that were found, as far as they may beat the default."""
-    known = next((one.found for one in finished if one.values == base), None)
-    floor = PLAUSIBLE * known.samples_per_s if known is not None and known.feasible else 0.0
+def _decode(_: Mapping[str, Value], attributes: Mapping[str, Any]) -> Measurement:
+    stored = {name: attributes[name] for name in Measurement._fields if name in attributes}
+    return Measurement(0.0, failure="no result was stored")._replace(**stored)
+
+
+class _Answer(NamedTuple):
+    """The chosen configuration."""
+
+    values: dict[str, Value]
+    baseline: Measurement | None
+    """Of the default; None if it could not be measured."""
+    winner: Measurement | None
+    """Of the chosen one; None if it could not be measured."""
+    notes: list[str]
+    """Notes for the user, one per line."""
+
+
+def _choose(
+    measure: Measure,
+    finished: Sequence[FinishedTrial[Measurement]],
+    base: dict[str, Value],
+    confirm_fits: ConfirmFits,
+) -> _Answer:
+    """Compare the best trials with the default, and return the fastest that fits."""
+    known = _find(finished, base)
+    baseline = known if known is not None and known.feasible else None
+    others = _candidates(finished, base, baseline)
+    choice = compare(measure, base, others) if others else Choice([], baseline, [], 0)
+    notes = []
+    best = 0
+    for number in choice.ranking:
+        reason = confirm_fits(others[number - 1])
+        if reason is None:
+            best = number
+            break
+        notes.append(f"left out a faster configuration, because it does not fit: {reason}")
+    notes += _explain(finished, choice, known)
+    if best == 0:
+        return _Answer(base, choice.baseline, choice.baseline, notes)
+    return _Answer(others[best - 1], choice.baseline, choice.contenders[best - 1], notes)
+
+
+def _candidates(
+    finished: Sequence[FinishedTrial[Measurement]], base: Configuration, baseline: Measurement | None
+) -> list[dict[str, Value]]:
+    """Return the fastest configurations, without those too slow to beat the default."""
+    floor = PLAUSIBLE * _speed(baseline)
     others = [
         one
         for one in finished
-        if one.values != base and one.found.feasible and one.found.samples_per_s >= floor
+        if one.values != base and one.result.feasible and one.result.samples_per_s >= floor
     ]
-    others.sort(key=lambda one: -one.found.samples_per_s)
+    others.sort(key=lambda one: -one.result.samples_per_s)
     return [one.values for one in others[:REMEASURED]]
 
 
-def _unchallenged(finished: Sequence[Finished], base: Configuration) -> Choice:
-    known = next((one.found for one in finished if one.values == base and one.found.feasible), None)
-    return Choice([], known, [], 0)
+def _explain(
+    finished: Sequence[FinishedTrial[Measurement]], choice: Choice, known: Measurement | None
+) -> list[str]:
+    """Return notes for the user on why the default was kept, one per line.
 
-
-def _confirmed(
-    choice: Choice, configurations: Sequence[Configuration], confirm_fits: ConfirmFits
-) -> tuple[int, list[str]]:
-    """The number of the fastest that runs inside the enforced budget, and what did not."""
-    notes: list[str] = []
-    for number in choice.ranking:
-        reason = confirm_fits(configurations[number])
-        if reason is None:
-            return number, notes
-        notes.append(f"a faster configuration does not fit, and is left out: {reason}")
-    return 0, notes
-
-
-def _why(finished: Sequence[Finished], choice: Choice, base: Configuration) -> list[str]:
-    """What a person should know of the answer, beyond its figures."""
-    if not any(one.found.feasible for one in finished):
-        if not finished:
-            return ["no trial was run: the plan stays as it is"]
-        first = next((one for one in finished if one.values == base), finished[0])
-        return [
-            f"none of {len(finished)} configurations could be run, so the plan stays as it is; "
-            f"the first: {first.found.failure}"
-        ]
+    Args:
+        finished: the trials.
+        choice: the comparison.
+        known: what the default's own trial found; None if it did not run.
+    """
+    if not finished:
+        return ["kept the plan: no trial was run"]
+    if not any(one.result.feasible for one in finished):
+        first = known or finished[0].result
+        return [f"kept the plan: none of {len(finished)} configurations ran. The first one: {first.failure}"]
     if choice.baseline is None:
-        failure = next((one.found.failure for one in finished if one.values == base), "it was not run")
-        return [f"the default itself could not be measured ({failure}), so the plan stays as it is"]
+        failure = "it was not run" if known is None else known.failure
+        return [f"kept the plan: the default configuration could not be measured ({failure})"]
     if not choice.ranking and choice.contenders:
-        return [f"nothing was faster than the default by more than {MINIMUM_GAIN:.0%} and the noise"]
+        return [f"kept the default configuration: none was faster by {100 * MINIMUM_GAIN:g} % and the noise"]
     return []
 
 
-def _row(number: int, one: Finished) -> Trial:
-    found = one.found
+def _find(finished: Sequence[FinishedTrial[Measurement]], values: Configuration) -> Measurement | None:
+    return next((one.result for one in finished if one.values == values), None)
+
+
+def _speed(found: Measurement | None) -> float:
+    return 0.0 if found is None else found.samples_per_s
+
+
+def _row(number: int, one: FinishedTrial[Measurement]) -> Trial:
+    found = one.result
     return Trial(
         number=number,
         samples_per_s=found.samples_per_s if found.feasible else None,

@@ -1,11 +1,11 @@
-"""The search for the learning rate that lowers the loss most in a few optimizer steps.
+"""Search for the learning rate that lowers the loss most in a few optimizer steps.
 
-    ask ──► a short run ──► tell ──► … ──► the best beside the default, on other data ──► answer
+    ask ──► short run ──► tell ──► … ──► run the best beside the default on other data ──► answer
 
-The best of many noisy figures is too good to be true. So it is run again beside the default on windows that
-other seeds draw, and the default stays unless the other does better every time, and on average beyond the
-noise (Student's t, one-sided, 97.5 %). A gain is told as a share of the fall of the loss: a loss has no zero
-of its own. What lowers the loss most in a short run need not do so in a long one (Wu et al. 2018,
+The best of many noisy figures is too good to be true. So it runs again beside the default on batches that
+other seeds draw. It replaces the default only if it is better every time, and on average beyond the noise
+(Student's t, one-sided, 97.5 %). A gain is a share of the loss reduction, because a loss has no zero of its
+own. The learning rate that lowers the loss most in a short run need not do so in a long one (Wu et al. 2018,
 arXiv:1803.02021).
 """
 
@@ -14,37 +14,54 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from autobatch.core.knobs import Value
 from autobatch.core.records import LrComparison, LrTrial, LrTuning
 from autobatch.tuning.compare import STUDENT
+from autobatch.tuning.configuration import LogRange, MedianStop, StoredResult, StudySpec
 from autobatch.tuning.find_fastest import Budget, StudyLocation
 from autobatch.tuning.lr_trial import PARTS, REACH, LrTrialResult, LrTrialSpec, Runs, Segment, parts_of
 
 if TYPE_CHECKING:
-    from autobatch.tuning.study import LrStudy, LrTrialRequest
+    from autobatch.tuning.study import OptunaStudy, TrialRequest
+
+
+RATE = "learning_rate"
+
+
+FIRST_FACTORS = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
+"""First trials as multiples of the default: they cover the range before a model is fitted."""
+
+
+EARLY_STOP = MedianStop(startup_trials=4, warmup_steps=PARTS // 2)
+"""Half of each run is safe, because a small learning rate is slow at first."""
+
+
+CONSTRAINT = "does_not_train"
+"""Constraint: the run diverged, was stopped, or raised an error."""
 
 
 MINIMUM_GAIN = 0.02
-"""Share of the fall of the loss that a learning rate must gain over the default to replace it."""
+"""Share of the loss reduction that a learning rate must gain over the default to replace it."""
 
 
 OTHER_SEEDS = 2
-"""Further draws of the data that decide."""
+"""Number of further data orders that decide."""
 
 
 DIVERGED = 2.0
-"""A run whose loss ends over this many times the one that it began with has diverged."""
+"""A run has diverged if its last loss exceeds this multiple of its first."""
 
 
-NEAR_THE_END = 1.5
-"""Within this factor of the end of what is tried, the best may lie beyond."""
+EDGE_FACTOR = 1.5
+"""Within this factor of a bound of the range, the best may lie beyond."""
 
 
 OnLrTrial = Callable[[int, float, float | None, str | None], None]
-"""Told of a trial: its number from 1, the learning rate, its loss, and why it is left out."""
+"""Called after each trial with its number from 1, the learning rate, its loss, and why it is infeasible."""
 
 
 def find_learning_rate(
@@ -61,53 +78,40 @@ def find_learning_rate(
 
     Args:
         runs: trains short runs.
-        task: what they train, and the learning rate that stays unless another is better.
+        task: what they train, with the default learning rate.
         budget: trials and time.
-        seed: of the data in the trials, and of what is asked; same seed, same answer.
+        seed: of the trials' data and of the sampler; the same seed gives the same answer.
         place: the study.
-        progress: told of each trial.
+        progress: called after each trial.
         clock: seconds.
 
     Returns:
-        The best learning rate; the default, where none is better beyond the noise.
+        The best learning rate; the default if none is better beyond the noise.
 
     Raises:
-        InputError: the storage cannot be used, or the study was made for something else.
-        Exception: what the workload raises at its default.
+        InputError: the storage failed, or the study was made for something else.
+        Exception: whatever the workload raises at the default learning rate.
     """
-    from autobatch.tuning.study import LrStudy
-
     start = clock()
-    study = LrStudy(
-        task.default,
-        name=place.name,
-        storage=place.storage,
-        made_for=place.made_for,
-        seed=seed,
+    study = _open_study(task.default, budget, seed, place)
+    study.optimize(
+        lambda request: _run_trial(runs, task, study, request, seed),
         trials=budget.trials,
+        is_expired=budget.expired,
+        on_trial=lambda _, tried: progress(len(study.finished()), tried.rate, tried.loss, tried.failure),
     )
-    while study.taken() < budget.trials and not budget.expired():
-        asked = study.ask()
-        try:
-            tried = asked.known or _try(runs, task, study, asked, seed)
-        except BaseException:
-            study.abandon(asked)
-            raise
-        study.tell(asked, tried)
-        progress(len(study.finished()), tried.rate, tried.loss, tried.failure)
-    finished = study.finished()
+    finished = [one.result for one in study.finished()]
     known = next((one for one in finished if one.rate == task.default), None)
     best = min((one for one in finished if one.failure is None), key=_loss, default=None)
     pairs: list[LrComparison] = []
     if known is not None and best is not None and best.rate != task.default:
-        pairs = list(_pairs(runs, task, known, best, seed))
-    is_better = decide(pairs)
-    chosen = best if is_better and best is not None else known
+        pairs = list(_compare(runs, task, known, best, seed))
+    chosen = best if decide(pairs) else known
     return LrTuning(
         trials=len(finished),
         steps=task.steps,
         default=task.default,
-        best=best.rate if is_better and best is not None else task.default,
+        best=task.default if chosen is None else chosen.rate,
         default_loss=None if known is None else known.loss,
         best_loss=None if chosen is None else chosen.loss,
         study=study.name,
@@ -115,12 +119,12 @@ def find_learning_rate(
         pairs=pairs,
         sampler=study.sampler,
         seconds=clock() - start,
-        notes=[*_why(finished, known, best, pairs, is_better=is_better), *study.notes],
+        notes=[*_explain(task.default, finished, best, pairs), *study.notes],
     )
 
 
 def decide(pairs: Sequence[LrComparison]) -> bool:
-    """Whether the other learning rate is better than the default in every pair, and beyond the noise."""
+    """Return whether the other learning rate is better in every pair, and on average beyond the noise."""
     gains = [pair.gain for pair in pairs]
     if len(gains) < 2 or not all(gain > 0 for gain in gains):
         return False
@@ -130,7 +134,11 @@ def decide(pairs: Sequence[LrComparison]) -> bool:
 
 
 def gain_over(default: LrTrialResult, other: LrTrialResult) -> float:
-    """Share of the fall of the loss that a learning rate gains over the default; 1 over one that diverges."""
+    """Return the share of the loss reduction that a learning rate gains over the default.
+
+    Returns:
+        1 if only the default does not train; -1 if the other does not, and never less.
+    """
     if other.failure is not None or other.loss is None or other.first is None or other.loss >= other.first:
         return -1.0
     if default.failure is not None or default.loss is None:
@@ -138,13 +146,62 @@ def gain_over(default: LrTrialResult, other: LrTrialResult) -> float:
     return max(-1.0, (default.loss - other.loss) / (other.first - other.loss))
 
 
-def _try(runs: Runs, task: LrTrialSpec, study: LrStudy, asked: LrTrialRequest, seed: int) -> LrTrialResult:
-    """Run a trial, to its end unless the pruner has seen enough."""
+def _open_study(
+    default: float, budget: Budget, seed: int, place: StudyLocation
+) -> OptunaStudy[LrTrialResult]:
+    # Only here: Optuna takes half a second to import.
+    from autobatch.tuning.study import OptunaStudy
 
-    def is_hopeless(number: int, loss: float) -> bool:
-        return study.is_hopeless(asked, number, loss)
+    spec = StudySpec(
+        LogRange(RATE, default / REACH, default * REACH),
+        "minimize",
+        first_points=[{RATE: default * factor} for factor in FIRST_FACTORS],
+        encode=_encode,
+        decode=_decode,
+        early_stop=EARLY_STOP,
+    )
+    return OptunaStudy(
+        spec,
+        name=place.name,
+        storage=place.storage,
+        made_for=place.made_for,
+        seed=seed,
+        trials=budget.trials,
+    )
 
-    return _run(runs, task, asked.rate, seed, is_hopeless)
+
+def _encode(tried: LrTrialResult) -> StoredResult:
+    return StoredResult(
+        attributes={"loss": tried.loss, "first": tried.first, "failure": tried.failure},
+        constraint=(CONSTRAINT, -1.0 if tried.failure is None else 1.0),
+        value=tried.loss,
+        fallback=tried.first or 0.0,
+    )
+
+
+def _decode(values: Mapping[str, Value], attributes: Mapping[str, Any]) -> LrTrialResult:
+    return LrTrialResult(
+        float(values[RATE] or 0.0),
+        attributes.get("loss"),
+        attributes.get("first"),
+        attributes.get("failure", "no result was stored"),
+    )
+
+
+def _run_trial(
+    runs: Runs,
+    task: LrTrialSpec,
+    study: OptunaStudy[LrTrialResult],
+    request: TrialRequest[LrTrialResult],
+    seed: int,
+) -> LrTrialResult:
+    """Run a trial until its end, or until the study stops it; the default always runs to its end."""
+    rate = float(request.values[RATE] or 0.0)
+
+    def should_stop(part: int, loss: float) -> bool:
+        return study.should_stop(request, part, loss) and rate != task.default
+
+    return _run(runs, task, rate, seed, should_stop)
 
 
 def _run(
@@ -152,30 +209,39 @@ def _run(
     task: LrTrialSpec,
     rate: float,
     seed: int,
-    is_hopeless: Callable[[int, float], bool] = lambda *_: False,
+    should_stop: Callable[[int, float], bool] = lambda *_: False,
 ) -> LrTrialResult:
+    """Train at a learning rate.
+
+    Args:
+        runs: trains short runs.
+        task: what they train.
+        rate: the learning rate.
+        seed: of the data.
+        should_stop: asked with the number of each part but the last, from 1, and its loss.
+    """
     part = Segment(None, None)
-    with closing(runs.losses(rate, seed)) as windows:
-        for number, part in enumerate(parts_of(windows, task.steps), 1):
+    with closing(runs.losses(rate, seed)) as losses:
+        for number, part in enumerate(parts_of(losses, task.steps), 1):
             if part.failure is not None or part.loss is None:
-                return LrTrialResult(rate, None, part.first, part.failure or "none of its losses is finite")
-            if number < PARTS and is_hopeless(number, part.loss):
-                failure = f"ended after {number} of {PARTS} parts, worse than the median by then"
+                return LrTrialResult(rate, None, part.first, part.failure or "no loss was finite")
+            if number < PARTS and should_stop(number, part.loss):
+                failure = f"stopped after {number} of {PARTS} parts: its loss was worse than the median"
                 return LrTrialResult(rate, part.loss, part.first, failure)
     return LrTrialResult(rate, part.loss, part.first, _divergence(part))
 
 
 def _divergence(last: Segment) -> str | None:
-    """What is said of a run whose loss grew."""
+    """Return why a run has diverged, or None if it has not."""
     if last.loss is None or last.first is None or last.loss - last.first <= (DIVERGED - 1) * abs(last.first):
         return None
-    return f"it diverged: the loss went from {last.first:.4g} to {last.loss:.4g}"
+    return f"diverged: the loss rose from {last.first:.4g} to {last.loss:.4g}"
 
 
-def _pairs(
+def _compare(
     runs: Runs, task: LrTrialSpec, known: LrTrialResult, best: LrTrialResult, seed: int
 ) -> Iterator[LrComparison]:
-    """The default and the best on the same data: that of the study, and others; each goes first in turn."""
+    """Compare the default with the best on the study's data and on other data; each goes first in turn."""
     yield _pair(seed, known, best)
     for number in range(1, OTHER_SEEDS + 1):
         other = (seed + number) % 2**31
@@ -190,29 +256,35 @@ def _pair(seed: int, default: LrTrialResult, other: LrTrialResult) -> LrComparis
     )
 
 
-def _why(
+def _explain(
+    default: float,
     finished: Sequence[LrTrialResult],
-    known: LrTrialResult | None,
     best: LrTrialResult | None,
     pairs: Sequence[LrComparison],
-    *,
-    is_better: bool,
 ) -> list[str]:
-    """What a person should know of the answer, beyond its figures."""
+    """Return notes for the user on the answer, one per line."""
+    kept = f"kept learning rate {default:.3g}"
+    known = next((one for one in finished if one.rate == default), None)
     if known is None:
-        return ["no trial of the default learning rate was run, so it stays"]
+        return [f"{kept}: its own trial was not run"]
     if best is None:
-        return [f"none of {len(finished)} learning rates trained, so the default stays; it: {known.failure}"]
-    if best.rate == known.rate:
-        return ["no other learning rate did better in the trials than the default, which stays"]
-    if not is_better:
-        gains = ", ".join(f"{pair.gain:+.1%}" for pair in pairs)
+        return [f"{kept}: none of {len(finished)} learning rates trained. The default one: {known.failure}"]
+    if best.rate == default:
+        return [f"{kept}: no other one reached a lower loss than this default"]
+    if not decide(pairs):
+        gains = [pair.gain for pair in pairs]
+        shown = ", ".join(f"{100 * gain:+.1f} %" for gain in gains)
+        is_small = statistics.fmean(gains) <= MINIMUM_GAIN
+        reason = f"below the required {100 * MINIMUM_GAIN:+g} %" if is_small else "within noise"
         return [
-            f"the default learning rate stays: beside it, {best.rate:.3g} gained {gains} of the fall of the "
-            "loss on different data, which is not beyond the noise"
+            f"{kept}: {best.rate:.3g} changed the loss reduction by {shown} on {len(gains)} data orders, "
+            f"{reason}"
         ]
-    if max(best.rate / known.rate, known.rate / best.rate) > REACH / NEAR_THE_END:
-        return [f"{best.rate:.3g} is at the end of what was tried: a better one may lie beyond it"]
+    if max(best.rate / default, default / best.rate) > REACH / EDGE_FACTOR:
+        return [
+            f"learning rate {best.rate:.3g} is at the edge of the tried range, {default / REACH:.3g} to "
+            f"{default * REACH:.3g}. A better one may lie beyond it"
+        ]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Does a configuration train as the reference does? Asked of the first losses on the same samples."""
+"""Check of a configuration's first losses against those of the reference on the same samples."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.rng import preserved_random_state
 
-BATCHES = 10
+STEPS = 10
 
 
 MICRO_BATCHES = 2
+"""Micro-batches of a step."""
 
 
 SAMPLES = 8
-"""… of a micro-batch: enough to see a loss go wrong, few enough to cost next to nothing."""
+"""Samples of a micro-batch: enough to see a loss go wrong, and cheap."""
 
 
 TOLERANCE = 0.02
-"""Relative, of the mean distance of the losses; a model in bf16 stays well below."""
+"""Bound on the mean relative distance of the losses; a model in bf16 stays well below it."""
 
 
 class LossCheck:
-    """Compares the losses of short runs with those of one in fp32 with every knob at its default.
+    """A comparison of losses with a short run in fp32 with every knob at its default.
 
     Args:
         setup: the model and the data.
-        micro_batch: what fits, in samples.
+        micro_batch: the largest that fits, in samples.
     """
 
     def __init__(self, setup: TrainSetup, micro_batch: int) -> None:
-        self._bench = replace(setup, precision="fp32", knobs={})
+        self._reference_setup = replace(setup, precision="fp32", knobs={})
         self._size = min(SAMPLES, micro_batch)
         self._reference: list[float] | None = None
         self._noise = 0.0
 
     def over(self, setup: TrainSetup) -> float:
-        """By how much the relative distance to the reference is over what is tolerated; at most 1.
+        """Return by how much the relative distance to the reference exceeds the tolerance; at most 1.
 
-        What a model draws at random in its forward pass is drawn differently by compiled code: twice the
-        distance of two runs of the reference with different seeds is always tolerated.
+        Compiled code draws other random numbers in the forward pass than the model does. So the tolerance is
+        at least twice the distance of two runs of the reference with different seeds.
 
         Raises:
             Exception: whatever running the configuration raises.
         """
         if self._reference is None:
-            self._reference = _losses(self._bench, self._size, seed=1)
-            self._noise = _distance(self._reference, _losses(self._bench, self._size, seed=2))
+            self._reference = _losses(self._reference_setup, self._size, seed=1)
+            self._noise = _distance(self._reference, _losses(self._reference_setup, self._size, seed=2))
         if not all(map(math.isfinite, self._reference)):
-            # A reference that does not train says nothing about others.
+            # Nothing can be compared with a reference that does not train.
             return -TOLERANCE
         gap = _distance(self._reference, _losses(setup, self._size, seed=1))
         if not math.isfinite(gap):
@@ -66,13 +67,13 @@ class LossCheck:
 
 
 def _distance(reference: list[float], losses: list[float]) -> float:
-    """Mean absolute difference ÷ mean absolute value of the reference."""
+    """Return the mean absolute difference ÷ the mean absolute value of the reference."""
     scale = sum(map(abs, reference)) or 1.0
     return sum(abs(a - b) for a, b in zip(reference, losses, strict=True)) / scale
 
 
 def _losses(setup: TrainSetup, size: int, *, seed: int) -> list[float]:
-    """The losses of the first windows, on samples that are always the same."""
+    """Return the losses of the first steps, on samples that are always the same."""
     draw = torch.Generator().manual_seed(0)
     with (
         preserved_random_state(),
@@ -88,7 +89,7 @@ def _losses(setup: TrainSetup, size: int, *, seed: int) -> list[float]:
             train_step(
                 train_state, batches_of(setup, meter, _fetched(setup, size, draw)), size * MICRO_BATCHES
             ).loss
-            for _ in range(BATCHES)
+            for _ in range(STEPS)
         ]
         del train_state
     return losses

@@ -1,27 +1,25 @@
-"""A short run at one learning rate: the loss of every window, and nothing changed afterwards.
+"""Short runs at one learning rate, which yield the loss of every step and leave the model unchanged.
 
-Every run starts at the same weights and sees the windows that its seed draws, at the batch, the split and the
-precision of the plan. The learning rate is constant: under a warm-up that is longer than the run, every
-learning rate would be tried on the ramp alone. The figure is the loss of the windows, not of validation data:
-it costs nothing, and a window has not been trained on before as long as the run is no longer than an epoch.
+Every run starts from the same weights and takes the batches that its seed draws, with the plan's batch, split
+and precision. The learning rate is constant: a warm-up longer than the run would try every learning rate on
+its ramp only. The figure is the training loss rather than the validation loss: it is free, and a batch is new
+to the model as long as the run is shorter than an epoch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from autobatch.core.knobs import Value
-from autobatch.core.options import TuneOptions
 from autobatch.core.records import Precision
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
-from autobatch.probing.child import ChildCrashed, ProbeChild
+from autobatch.probing.child import ChildCrashed, Session, SetupProcess
 from autobatch.probing.setup import with_knobs
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import TrainState
@@ -32,18 +30,18 @@ from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
 
 REACH = 32.0
-"""The learning rates that are tried lie between the default ÷ this and × this."""
+"""Learning rates are tried from the default ÷ this to the default × this."""
 
 
 PARTS = 4
-"""A run is looked at after each of so many parts; the mean of the last is its figure."""
+"""Number of parts of a run; it can stop after each, and the mean loss of the last is its figure."""
 
 
 class LrTrialSpec(NamedTuple):
-    """What short runs train; plain values, that travel to another process."""
+    """Settings of short runs: plain values that can be sent to another process."""
 
     default: float
-    """The learning rate that stays unless another is better."""
+    """The learning rate that is kept unless another is better."""
     target_batch: int
     micro_batch: int
     """The largest of the split, in samples."""
@@ -52,57 +50,57 @@ class LrTrialSpec(NamedTuple):
     steps: int
     """Optimizer steps of a run; at least `PARTS`."""
     skips: bool = False
-    """Whether a window that is not finite is passed over, as the training that follows does."""
+    """True to skip a non-finite step, as the training that follows does."""
 
 
 class StepLoss(NamedTuple):
-    """A window of a run."""
+    """The loss of a step."""
 
     loss: float
-    """Mean over what it counted."""
+    """Mean over the counted items."""
     items: float
-    """How much that is."""
+    """Number of counted items."""
     failure: str | None = None
-    """Why the run ended here, in one line; nothing follows then."""
+    """Reason why the run ended here, in one line; None if it continues."""
 
 
 class Segment(NamedTuple):
-    """What a part of a run found."""
+    """The loss of a part of a run."""
 
     loss: float | None
-    """Mean over everything that its windows counted; ``None`` where no figure was finite."""
+    """Mean over the counted items; None if no loss was finite."""
     first: float | None
-    """The loss of the run's first window: before any step."""
+    """Loss of the run's first step, before any update; None if no loss was finite yet."""
     failure: str | None = None
-    """Why the run ended here; nothing follows then."""
+    """Reason why the run ended here; None if it continues."""
 
 
 class LrTrialResult(NamedTuple):
-    """What a short run came to."""
+    """The result of a short run."""
 
     rate: float
     loss: float | None
-    """Of its last part; ``None`` where it did not come so far."""
+    """Of its last part; None if it ended earlier."""
     first: float | None
-    """Of its first window."""
+    """Of its first step; None if no loss was finite."""
     failure: str | None
-    """Why it is not feasible, in one line."""
+    """Reason why it is infeasible, in one line; None if it is feasible."""
 
 
 Losses = Generator[StepLoss, None, None]
 
 
 def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Losses:
-    """Train a few windows at a learning rate; what goes wrong with it is told as the last.
+    """Train a few steps on temporary weights, and yield their losses; the last one carries any failure.
 
     Args:
-        setup: the model, which is lent, and the data.
+        setup: the model and the data.
         task: what to train.
         rate: the learning rate.
-        seed: of the order of the data and of what the model draws.
+        seed: of the order of the data and of the model's random numbers.
 
     Raises:
-        Exception: what the workload raises at the default learning rate, out of memory aside.
+        Exception: whatever the workload raises at the default learning rate, except out of memory.
     """
     failure: str | None = None
     try:
@@ -112,23 +110,23 @@ def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> L
         if classify(error) is Verdict.NONE and rate == task.default:
             raise
         failure = first_line(error)
-    # The except block is left: nothing keeps the failed step's tensors alive any more.
+    # Outside the except block, nothing keeps the failed step's tensors alive.
     if failure is not None:
         setup.device.release()
         yield StepLoss(math.nan, 0.0, failure)
 
 
-def parts_of(windows: Iterable[StepLoss], steps: int) -> Iterator[Segment]:
-    """The means of the parts of a run.
+def parts_of(losses: Iterable[StepLoss], steps: int) -> Iterator[Segment]:
+    """Yield the mean losses of the parts of a run.
 
     Args:
-        windows: as `short_run` tells them.
-        steps: how many there are in a whole run.
+        losses: of the steps, as `short_run` yields them.
+        steps: number of steps of a whole run.
     """
     ends = {steps * (part + 1) // PARTS for part in range(PARTS)}
     first: float | None = None
     total = count = 0.0
-    for number, seen in enumerate(windows, 1):
+    for number, seen in enumerate(losses, 1):
         if seen.failure is not None:
             yield Segment(None, first, seen.failure)
             return
@@ -146,7 +144,7 @@ def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Loss
         seed_everything(seed)
         train_state = open_train_state(setup, meter, learning_rate=rate)
         for result in _train_batches(setup, task, train_state, meter, seed):
-            # Where training would end: a loss scale that is still to fall passes over such a window.
+            # Training would end here, unless a loss scale is still falling, which skips such a step.
             if result.count and not result.applied and train_state.scaler is None and not task.skips:
                 yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
                 return
@@ -156,13 +154,13 @@ def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Loss
 def _train_batches(
     setup: TrainSetup, task: LrTrialSpec, train_state: TrainState, meter: Meter, seed: int
 ) -> Iterator[StepResult]:
-    """The first windows that a run with this seed would train."""
+    """Train the first steps of a run with this seed."""
     samples = len(setup.workload.train_data)  # type: ignore[arg-type]
     sampler = GlobalBatchSampler(samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps)
-    for window in sampler.batches():
-        sizes = micro_batches(len(window.ids), task.micro_batch)
-        batches = batches_of(setup, meter, _fetched(setup.workload, window.ids, sizes))
-        yield train_step(train_state, batches, len(window.ids))
+    for batch in sampler.batches():
+        sizes = micro_batches(len(batch.ids), task.micro_batch)
+        parts = batches_of(setup, meter, _fetched(setup.workload, batch.ids, sizes))
+        yield train_step(train_state, parts, len(batch.ids))
 
 
 def _fetched(workload: Workload, ids: list[int], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
@@ -172,80 +170,62 @@ def _fetched(workload: Workload, ids: list[int], sizes: list[int]) -> Iterator[t
         first += size
 
 
-TRIAL = "a trial of a learning rate"
-
-
 class Runs(Protocol):
-    """Trains short runs."""
+    """Source of short runs."""
 
     def losses(self, rate: float, seed: int) -> Losses:
-        """Train at a learning rate, on what a seed draws; may be closed before its end."""
+        """Train at a learning rate on the batches that a seed draws; the generator may be closed early."""
 
 
-@dataclass
-class LocalRuns:
-    """Short runs in this process."""
+@dataclass(frozen=True)
+class ShortRuns:
+    """Short runs in the process that holds the setup. One that crashes a child makes its rate infeasible."""
 
-    setup: TrainSetup
+    process: SetupProcess
     task: LrTrialSpec
 
     def losses(self, rate: float, seed: int) -> Losses:
-        """See `autobatch.tuning.lr_trial.short_run`."""
-        return short_run(self.setup, self.task, rate, seed)
+        """Train at a learning rate on the batches that a seed draws; the generator may be closed early.
 
-
-@dataclass
-class IsolatedRuns:
-    """Short runs in a child process: one that crashes or hangs makes its learning rate infeasible."""
-
-    child: ProbeChild
-    """… with `run_answers`."""
-    task: LrTrialSpec
-
-    def losses(self, rate: float, seed: int) -> Losses:
-        """See `Runs`."""
-        question: tuple[LrTrialSpec, float, int] | None = (self.task, rate, seed)
-        while (seen := self._ask(question)) is not None:
-            yield seen
-            question = None
-
-    def _ask(self, question: tuple[LrTrialSpec, float, int] | None) -> StepLoss | None:
+        Yields:
+            One `StepLoss` per optimizer step.
+        """
+        act = "a trial of a learning rate"
         try:
-            seen: StepLoss | None = self.child.ask(question, TRIAL)
-        except ChildCrashed as lost:
-            self.child.restart()
-            return StepLoss(math.nan, 0.0, str(lost))
-        return seen
+            seen = self.process.call(act, _begin_run, self.task, rate, seed)
+            while seen is not None:
+                yield seen
+                seen = self.process.call(act, _next_loss)
+        except GeneratorExit:
+            # Weights are temporary for as long as a run is open.
+            self.process.call(act, _end_run)
+            raise
+        except ChildCrashed as crash:
+            failure = str(crash)
+        else:
+            return
+        self.process.restart()
+        yield StepLoss(math.nan, 0.0, failure)
 
 
-def run_answers(setup: TrainSetup, _: Any) -> Callable[[Any], Any]:
-    """What a child for short runs does with what it is asked: the first window of a run, or the next one."""
-    current: Losses | None = None
+@dataclass
+class _OpenRun:
+    """The short run that a session is in."""
 
-    def answer(asked: Any) -> StepLoss | None:
-        nonlocal current
-        if asked is not None:
-            if current is not None:
-                current.close()
-            current = short_run(setup, *asked)
-        assert current is not None
-        return next(current, None)
-
-    return answer
+    losses: Losses
 
 
-@contextmanager
-def open_runs(
-    workload: str | None,
-    options: TuneOptions,
-    task: LrTrialSpec,
-    *,
-    setup: Callable[[], TrainSetup],
-    isolated: bool,
-) -> Iterator[Runs]:
-    """Open what trains short runs; see `autobatch.tuning.trial.open_trials`."""
-    if not isolated:
-        yield LocalRuns(setup(), task)
-        return
-    with ProbeChild(workload, options, answers=run_answers) as child:
-        yield IsolatedRuns(child, task)
+def _begin_run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> StepLoss | None:
+    run = session.replace(_OpenRun, _OpenRun(short_run(session.setup, task, rate, seed)))
+    return next(run.losses, None)
+
+
+def _end_run(session: Session) -> None:
+    run = session.find(_OpenRun)
+    if run is not None:
+        run.losses.close()
+
+
+def _next_loss(session: Session) -> StepLoss | None:
+    run = session.find(_OpenRun)
+    return None if run is None else next(run.losses, None)

@@ -1,4 +1,4 @@
-"""What draws the next configuration, from the seed and the number of the trial alone."""
+"""A sampler whose choice depends on the seed, the trial's number and the finished trials."""
 
 from __future__ import annotations
 
@@ -12,56 +12,58 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial
 
 STARTUP_SHARE = 4
+"""One trial in this many is drawn at random, before a model is fitted."""
 
 
 MOST_STARTUP = 10
-"""Trials drawn at random before a model is fitted: one of so many, and at most so many."""
+"""Upper bound of the random trials."""
 
 
 class NumberedSampler(BaseSampler):
-    """A sampler made anew for every trial, with a seed that the trial's number moves on.
+    """A sampler that is rebuilt for every trial, with the study's seed plus the trial's number.
 
-    A Gaussian process where scipy is there, which finds more in few trials; else a tree of Parzen estimators.
+    It is a Gaussian process if scipy is installed, because that needs fewer trials, else a tree-structured
+    Parzen estimator (TPE).
 
     Args:
-        seed: of the study.
-        trials: how many are planned.
-        parzen: rather the estimators: beyond a cliff, which a learning rate has, a Gaussian process finds
-            less than they do.
+        seed: seed of the study.
+        trials: number of planned trials.
+        prefer_tpe: use TPE in any case. A learning rate has a cliff, beyond which a Gaussian process finds
+            less than TPE does.
     """
 
-    def __init__(self, seed: int, trials: int, *, parzen: bool = False) -> None:
+    def __init__(self, seed: int, trials: int, *, prefer_tpe: bool = False) -> None:
         self._seed = seed
         self.startup = min(MOST_STARTUP, max(2, trials // STARTUP_SHARE))
         """Trials that are drawn at random before a model is fitted."""
         self._new: type[GPSampler] | type[TPESampler] = (
-            GPSampler if importlib.util.find_spec("scipy") and not parzen else TPESampler
+            GPSampler if importlib.util.find_spec("scipy") and not prefer_tpe else TPESampler
         )
-        self._is_choice = parzen
+        self._prefers_tpe = prefer_tpe
         self._current: BaseSampler | None = None
-        self._trouble: str | None = None
+        self._failure: str | None = None
 
     @property
     def kind(self) -> str:
-        """Its name, for people."""
+        """Name of the model, for the user."""
         return "a Gaussian process" if self._new is GPSampler else "tree-structured Parzen estimators"
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know of it, a line each."""
+        """Notes for the user on how trials were chosen, one per line."""
         notes = []
-        if self._new is not GPSampler and not self._is_choice:
+        if self._new is not GPSampler and not self._prefers_tpe:
             notes.append(
-                "scipy is not there, so Optuna's TPE chose the trials: a Gaussian process needs fewer"
+                "scipy is not installed, so Optuna's TPE chose the trials. A Gaussian process needs fewer"
             )
-        if self._trouble is not None:
-            notes.append(f"{self.kind} could not choose every trial ({self._trouble}): others are random")
+        if self._failure is not None:
+            notes.append(f"{self.kind} failed ({self._failure}), so some trials were drawn at random")
         return notes
 
     def infer_relative_search_space(
         self, study: optuna.Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """See the base class; what was put in line needs no model."""
+        """Return the space of the model; empty for an enqueued trial. See the base class."""
         seed = (self._seed + trial.number) % 2**32
         self._current = self._new(seed=seed, n_startup_trials=self.startup)
         if "fixed_params" in trial.system_attrs:
@@ -71,22 +73,22 @@ class NumberedSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """See the base class; where the model fails on its figures, they are left to chance."""
+        """Ask the model; if it fails on its data, leave the values to chance. See the base class."""
         assert self._current is not None
         if not search_space:
             return {}
         try:
             with warnings.catch_warnings():
-                # Where all figures are alike, it divides by nothing, and chooses all the same.
+                # If all values are equal, the model divides by zero, warns, and still chooses.
                 warnings.simplefilter("ignore", RuntimeWarning)
                 return self._current.sample_relative(study, trial, search_space)
         except (ArithmeticError, ValueError, RuntimeError) as error:
-            self._trouble = f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
             return {}
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """See the base class."""
+        """Draw one value. See the base class."""
         assert self._current is not None
         return self._current.sample_independent(study, trial, param_name, param_distribution)

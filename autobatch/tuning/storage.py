@@ -1,63 +1,97 @@
-"""Where studies are kept: a journal file, a database, a server that speaks for one, or memory."""
+"""Storages of studies: memory, a journal file, a database or its gRPC proxy, shared by several processes."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
-import os
 import re
 import socket
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
+from optuna import Study
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.tuning.worker import Worker, is_gone
 
 GRPC_PORT = 13000
-"""Optuna's own default."""
+"""Optuna's default port."""
 
 
-ANSWER_SECONDS = 10
-"""How long to wait for a server to answer."""
+TIMEOUT_S = 10
+"""Time to wait for a server to answer."""
 
 
 PORTS = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433, "oracle": 1521}
-"""Where the databases listen by default."""
+"""Default ports of databases."""
 
 
-def open_storage(where: str | None) -> BaseStorage | str | None:
-    """What Optuna opens a study in.
+def open_storage(location: str | None) -> BaseStorage | str | None:
+    """Open a storage in a form that Optuna takes.
 
     Args:
-        where: a database URL, ``grpc://host:port``, or the path of a journal file; ``None``: in memory.
+        location: a database URL, ``grpc://host:port``, or the path of a journal file; None for memory.
 
     Raises:
         InputError: grpcio is missing, or the server does not answer.
-        Exception: whatever opening it raises.
+        Exception: whatever opening the storage raises.
     """
-    if where is None:
+    if location is None:
         return None
-    if where.startswith("grpc://"):
-        return _open_grpc(where)
-    if "://" in where:
-        _knock(where)
-        return where
-    # The lock is a link to the path as it is given: a relative one would lead nowhere from another folder.
-    path = Path(where).absolute()
+    if location.startswith("grpc://"):
+        return _open_grpc(location)
+    if "://" in location:
+        _check_server_answers(location)
+        return location
+    # The lock is a symbolic link to the path as given: a relative one would not resolve from another folder.
+    path = Path(location).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     return JournalStorage(JournalFileBackend(str(path)))
 
 
-def describe_storage(where: str | None) -> str:
-    """Where a study is kept, without its password."""
-    return "memory" if where is None else re.sub(r"(://[^:@/]+):[^@/]+@", r"\1:…@", where)
+def describe_storage(location: str | None) -> str:
+    """Return the location of a storage without its password."""
+    return "memory" if location is None else re.sub(r"(://[^:@/]+):[^@/]+@", r"\1:…@", location)
+
+
+@contextmanager
+def storage_errors(location: str | None, action: str) -> Iterator[None]:
+    """Turn any error of a storage within the block into an error of one line.
+
+    Args:
+        location: see `open_storage`.
+        action: the failed action: ``opened``, ``read``, ``used`` or ``written``.
+
+    Raises:
+        InputError: the storage raised an error.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Some of the interfaces in use are experimental in Optuna.
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            yield
+    except AutobatchError:
+        raise
+    except Exception as error:
+        reason = reason_of(error)
+        advice = "Give a database URL, grpc://host:port or the path of a journal file"
+        if "locked" in reason:
+            advice = "Another process holds it: wait until that ends, or give another storage"
+        raise InputError(
+            f"the storage {describe_storage(location)} of the study cannot be {action}: {reason}. {advice}"
+        ) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a storage does not work, in one line: of a chain, its first cause."""
+    """Return the first cause of a storage error in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError):
@@ -66,101 +100,101 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
-def _knock(where: str) -> None:
-    """See that the host of a database answers: a driver may wait for minutes before it gives up.
+def _check_server_answers(location: str) -> None:
+    """Check that the host of a database answers, because a driver may wait for minutes.
 
     Raises:
-        InputError: it does not.
+        InputError: the host does not answer.
     """
     try:
-        parts = urlsplit(where)
+        parts = urlsplit(location)
         port = parts.port or PORTS.get(parts.scheme.partition("+")[0])
     except ValueError:
-        return  # several hosts, say: the driver knows better
+        return  # for example several hosts: leave the check to the driver
     if not parts.hostname or port is None:
         return
     try:
-        socket.create_connection((parts.hostname, port), timeout=ANSWER_SECONDS).close()
+        socket.create_connection((parts.hostname, port), timeout=TIMEOUT_S).close()
     except OSError as error:
         raise InputError(
-            f"the storage {describe_storage(where)} of the study does not answer: {parts.hostname}, port "
-            f"{port}: {error.strerror or error}; is the database running, and the address right?"
+            f"the storage {describe_storage(location)} of the study does not answer: {parts.hostname}, port "
+            f"{port}: {error.strerror or error}. Check that the database is running and the address is right"
         ) from error
 
 
-def _open_grpc(where: str) -> GrpcStorageProxy:
-    parts = urlsplit(where)
+def _open_grpc(location: str) -> GrpcStorageProxy:
+    parts = urlsplit(location)
     if importlib.util.find_spec("grpc") is None:
         raise InputError(
-            f"the storage {where} needs the packages grpcio and protobuf: install them, or give the path of "
-            "a journal file"
+            f"the storage {describe_storage(location)} needs the packages grpcio and protobuf. "
+            "Install them, or give the path of a journal file"
         )
     proxy = GrpcStorageProxy(host=parts.hostname or "localhost", port=parts.port or GRPC_PORT)
     try:
-        proxy.wait_server_ready(timeout=ANSWER_SECONDS)
+        proxy.wait_server_ready(timeout=TIMEOUT_S)
     except ConnectionError:
         raise InputError(
-            f"the storage {where} gave no answer in {ANSWER_SECONDS} s: start Optuna's gRPC proxy there "
-            "(optuna.storages.run_grpc_proxy_server), or give the path of a journal file"
+            f"the storage {describe_storage(location)} did not answer within {TIMEOUT_S} s. "
+            "Start Optuna's gRPC proxy there (optuna.storages.run_grpc_proxy_server), "
+            "or give the path of a journal file"
         ) from None
     return proxy
 
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MADE_FOR = "made_for"
+"""Attribute of a study: plain values by name that its results depend on."""
 
 
-START_TICKS = 19
-"""Place of the time of start among the fields after the name in ``/proc/PID/stat`` (proc_pid_stat(5))."""
+WORKER = "worker"
+"""Attribute of a trial: the process that runs it."""
 
 
-class Worker(NamedTuple):
-    """A process; figures that the system does not tell are ``None``."""
-
-    host: str
-    boot: str | None
-    """Changes when the machine starts anew."""
-    namespace: str | None
-    """Of process ids: containers on one machine count on their own."""
-    pid: int
-    started: str | None
-    """When the process started: ids are used again."""
+ORPHAN_S = 60.0
+"""A trial that has run this long without an owner lost its process in its first moment."""
 
 
-def this_worker() -> Worker:
-    """This process."""
-    boot = namespace = None
-    with suppress(OSError):
-        boot = BOOT_ID.read_text().strip()
-    with suppress(OSError):
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    pid = os.getpid()
-    return Worker(socket.gethostname(), boot, namespace, pid, _started(pid))
+def check_purpose(study: Study, made_for: Mapping[str, Any], location: str | None) -> None:
+    """Check that a study was made for the same things, and note them in a new one.
+
+    Raises:
+        InputError: the study was made for something else.
+    """
+    known = study.user_attrs.get(MADE_FOR)
+    if known is None and not study.get_trials(deepcopy=False):
+        study.set_user_attr(MADE_FOR, dict(made_for))
+        return
+    known = known or {}
+    differing = [
+        f"{name} is {_shown(made_for, name)} here and {_shown(known, name)} there"
+        for name in sorted({*made_for, *known})
+        if made_for.get(name) != known.get(name)
+    ]
+    if differing:
+        raise InputError(
+            f"the study {study.study_name!r} in {describe_storage(location)} was made for something else: "
+            f"{', '.join(differing)}. Choose another --study"
+        )
 
 
-def is_gone(worker: Worker, here: Worker) -> bool:
-    """Whether a process is known to have ended; on other machines nothing is known.
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "missing"
+
+
+def close_orphans(study: Study, here: Worker) -> None:
+    """Close the running trials of processes that have ended.
 
     Args:
-        worker: the process.
-        here: this one.
+        study: the study.
+        here: this process.
     """
-    if worker.host != here.host:
-        return False
-    if worker.boot != here.boot:
-        return True
-    if worker.namespace != here.namespace:
-        return False
-    try:
-        os.kill(worker.pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return worker.started != _started(worker.pid)
-
-
-def _started(pid: int) -> str | None:
-    with suppress(OSError, IndexError):
-        # The name may hold anything, parentheses and blanks included.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[START_TICKS]
-    return None
+    now = datetime.datetime.now(tz=datetime.UTC)
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        owner = trial.user_attrs.get(WORKER)
+        if owner is not None:
+            is_orphan = is_gone(Worker(*owner), here)
+        else:
+            start = (trial.datetime_start or now).astimezone(datetime.UTC)
+            is_orphan = (now - start).total_seconds() > ORPHAN_S
+        if is_orphan:
+            with suppress(UpdateFinishedTrialError):
+                study.tell(trial.number, state=TrialState.FAIL)

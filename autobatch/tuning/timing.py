@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step at the effective batch, without running a whole window of it."""
+"""Time of an optimizer step at the target batch, measured on a few of its micro-batches."""
 
 from __future__ import annotations
 
@@ -27,56 +27,55 @@ from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import preserved_random_state
 
 LEAST_STEPS = 3
-"""Windows that are timed, however long they take."""
+"""Steps that are timed, however long they take."""
 
 
 ACCUMULATED = 2
-"""Micro-batches of a timed window: the second adds to gradients that are there, as most of a window does."""
+"""Micro-batches of a timed step: like most of a step, the second one adds to existing gradients."""
 
 
 FED = 8
-"""Micro-batches of a timed window that workers feed: they go on while the optimizer steps, which few would
-share out among themselves."""
+"""Micro-batches of a timed step that workers feed: they fetch during the optimizer step too, and its share of
+their time must be small."""
 
 
-QUICK_SECONDS = 0.005
-"""A micro-batch that is fetched in less gains nothing from workers: handing it over takes a millisecond."""
+QUICK_S = 0.005
+"""If a micro-batch is fetched faster, workers gain nothing: handing it over takes a millisecond."""
 
 
 FETCHES = 3
 
 
 COMPILED_STEPS = 2
-"""Windows of each size before a compiled model runs what it will go on to run: the second size that it meets
-makes it compile once more, for all sizes."""
+"""Warm-up steps of each size with a compiled model: the second size makes it compile again, for all sizes."""
 
 
 class Timing(NamedTuple):
-    """What the parts of an optimizer step take, in seconds."""
+    """Seconds of the parts of an optimizer step."""
 
     micro: float
-    """A micro-batch: fetch, join, forward and backward."""
+    """Of a micro-batch: fetch, collate, forward and backward."""
     step: float
-    """What comes once a window: the check of the gradients, clipping, the optimizer; a loss over it."""
+    """Once per step: check of the gradients, clipping, the optimizer, a loss over the whole batch."""
     setup: float
-    """What comes once a run: compiling."""
+    """Once per run: compiling."""
 
     def a_step(self, micro_batches: int, planned_steps: int) -> float:
-        """Seconds of an optimizer step in a run of so many."""
+        """Return the seconds of an optimizer step, with its share of what comes once per run."""
         return self.micro * micro_batches + self.step + self.setup / planned_steps
 
 
 def time_steps(setup: TrainSetup, sizes: list[int], seconds: float, *, prefetch: int = AHEAD) -> Timing:
-    """Time a configuration on lent tensors: its micro-batches and its optimizer step apart.
+    """Time a configuration on temporary weights, its micro-batches and its optimizer step apart.
 
     Args:
-        setup: the model and the data, and the configuration.
-        sizes: the micro-batches of the effective batch, the largest first.
-        seconds: how long to measure, about.
-        prefetch: micro-batches that each loader worker is ahead by, where the configuration has some.
+        setup: the model, the data and the configuration.
+        sizes: micro-batches of the target batch, the largest first.
+        seconds: approximate time to measure for.
+        prefetch: micro-batches that each loader worker fetches ahead.
 
     Raises:
-        Exception: whatever running it raises, out of memory included.
+        Exception: whatever running the configuration raises, out of memory included.
     """
     with (
         preserved_random_state(),
@@ -86,7 +85,7 @@ def time_steps(setup: TrainSetup, sizes: list[int], seconds: float, *, prefetch:
         clock = _Stopwatch(setup, open_train_state(setup, meter), meter)
         kinds = sorted(set(sizes), reverse=True)
         start = setup.clock()
-        warm = [clock.window(size, 1) for size in kinds * (COMPILED_STEPS if _compiles(setup) else 1)]
+        warm = [clock.step(size, 1) for size in kinds * (COMPILED_STEPS if _compiles(setup) else 1)]
         once = setup.clock() - start
         workers = int(setup.knobs.get(LOADER_WORKERS) or 0)
         if workers:
@@ -96,7 +95,7 @@ def time_steps(setup: TrainSetup, sizes: list[int], seconds: float, *, prefetch:
         timed: list[tuple[float, float]] = []
         start = setup.clock()
         while len(timed) < LEAST_STEPS or setup.clock() - start < seconds:
-            timed.append(clock.window(sizes[0], count))
+            timed.append(clock.step(sizes[0], count))
         del clock
     micro, step = (statistics.median(column) for column in zip(*timed, strict=True))
     once = max(0.0, once - len(warm) * (micro + step)) if _compiles(setup) else 0.0
@@ -104,13 +103,14 @@ def time_steps(setup: TrainSetup, sizes: list[int], seconds: float, *, prefetch:
 
 
 def fetch_share(setup: TrainSetup, size: int) -> float:
-    """Share of a micro-batch's time that fetching and joining it takes; 0 where that is next to nothing.
-
-    Where memory runs out it is not known, and 0.
+    """Return the share of a micro-batch's time that fetching and collating it takes.
 
     Args:
         setup: the model and the data.
         size: samples of a micro-batch.
+
+    Returns:
+        0 if the share is negligible, or unknown because memory runs out.
     """
     samples = len(setup.workload.train_data)  # type: ignore[arg-type]
     draw = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def fetch_share(setup: TrainSetup, size: int) -> float:
             load_micro_batch(setup.workload, torch.randint(samples, (size,), generator=draw).tolist())
             fetching.append(setup.clock() - start)
     seconds = statistics.median(fetching)
-    if seconds < QUICK_SECONDS:
+    if seconds < QUICK_S:
         return 0.0
     micro: float | None = None
     try:
@@ -130,7 +130,7 @@ def fetch_share(setup: TrainSetup, size: int) -> float:
         if classify(error) is Verdict.NONE:
             raise
     if micro is None:
-        # Out of the except block: nothing keeps the failed step's tensors alive any more.
+        # Outside the except block, nothing keeps the failed step's tensors alive.
         setup.device.release()
         return 0.0
     return min(1.0, seconds / max(seconds, micro))
@@ -139,36 +139,36 @@ def fetch_share(setup: TrainSetup, size: int) -> float:
 def _time_fed(
     clock: _Stopwatch, setup: TrainSetup, sizes: list[int], seconds: float, *, workers: int, prefetch: int
 ) -> Timing:
-    """Time windows that loader workers feed, once what they had fetched before is used up.
+    """Time steps that loader workers feed, after using up what they fetched in advance.
 
-    They finish several micro-batches at once, so what counts is the mean over many.
+    Workers finish several micro-batches at once, so the result is a mean over many.
     """
     count = min(FED, len(sizes))
     samples = len(setup.workload.train_data)  # type: ignore[arg-type]
-    windows = partial(_random_batches, samples, sizes[0] * count)
+    batches = partial(_random_batches, samples, sizes[0] * count)
     gpu = gpu_of(setup.device, setup.knobs)
-    with open_feed(setup.workload, windows, seed=0, workers=workers, prefetch=prefetch, gpu=gpu) as feed:
+    with open_feed(setup.workload, batches, seed=0, workers=workers, prefetch=prefetch, gpu=gpu) as feed:
         assert feed is not None
-        sampler = windows(0)
-        first = clock.window(sizes[0], count, feed=feed, window=next(sampler))
+        sampler = batches(0)
+        first = clock.step(sizes[0], count, feed=feed, batch=next(sampler))
         for _ in range(math.ceil(workers * prefetch / count)):
-            clock.window(sizes[0], count, feed=feed, window=next(sampler))
+            clock.step(sizes[0], count, feed=feed, batch=next(sampler))
         timed: list[tuple[float, float]] = []
         start = setup.clock()
         while len(timed) * count < max(LEAST_STEPS * count, 2 * workers) or setup.clock() - start < seconds:
-            timed.append(clock.window(sizes[0], count, feed=feed, window=next(sampler)))
+            timed.append(clock.step(sizes[0], count, feed=feed, batch=next(sampler)))
     micro, step = (statistics.fmean(column) for column in zip(*timed, strict=True))
     return Timing(micro, step, max(0.0, first[0] - micro) * count)
 
 
-def _sized(joined: Iterator[Collated], size: int, count: int) -> Iterator[tuple[Collated, int]]:
-    # Kept in no variable: a batch is gone once its micro-batch is through.
+def _sized(collated: Iterator[Collated], size: int, count: int) -> Iterator[tuple[Collated, int]]:
+    # No variable holds the collated micro-batch: it is freed as soon as it has run.
     for _ in range(count):
-        yield next(joined), size
+        yield next(collated), size
 
 
 def _random_batches(samples: int, size: int, first: int = 0) -> Iterator[GlobalBatch]:
-    """Windows of samples drawn at random, the same every time; without end."""
+    """Yield batches of samples without end, drawn at random but always the same."""
     draw = torch.Generator().manual_seed(0)
     for index in itertools.count():
         ids = torch.randint(samples, (size,), generator=draw).tolist()
@@ -181,22 +181,23 @@ def _compiles(setup: TrainSetup) -> bool:
 
 
 class _Stopwatch:
-    """Runs windows on samples that are the same for every configuration."""
+    """A runner of timed steps on samples that are the same for every configuration."""
 
     def __init__(self, setup: TrainSetup, train_state: TrainState, meter: Meter) -> None:
-        self._bench = setup
-        self._trainee = train_state
+        self._setup = setup
+        self._train_state = train_state
         self._meter = meter
         self._draw = torch.Generator().manual_seed(0)
 
-    def window(
-        self, size: int, count: int, *, feed: Feed | None = None, window: GlobalBatch | None = None
+    def step(
+        self, size: int, count: int, *, feed: Feed | None = None, batch: GlobalBatch | None = None
     ) -> tuple[float, float]:
-        """Seconds a micro-batch, and of what comes once: the optimizer step, a loss over the whole window.
+        """Run a step on samples of its own, or on a batch that a feed collates.
 
-        Where ``feed`` is given, of a window of its.
+        Returns:
+            Seconds per micro-batch, and seconds of what comes once: the optimizer and a loss over the batch.
         """
-        clock, device = self._bench.clock, self._bench.device
+        clock, device = self._setup.clock, self._setup.device
         began: float | None = None
         once = 0.0
 
@@ -208,20 +209,20 @@ class _Stopwatch:
                 once += 0.0 if began is None else now - began
                 began = now if phase == "loss" else None
 
-        joined = self._drawn(size, count) if feed is None or window is None else feed.collated(window, size)
-        batches = batches_of(self._bench, self._meter, _sized(joined, size, count))
-        samples = batch_samples(self._bench.window, size, count)
+        collated = self._drawn(size, count) if feed is None or batch is None else feed.collated(batch, size)
+        batches = batches_of(self._setup, self._meter, _sized(collated, size, count))
+        samples = batch_samples(self._setup.whole_batch, size, count)
         start = clock()
-        accumulator = accumulate(self._trainee, batches, samples, mark)
+        accumulator = accumulate(self._train_state, batches, samples, mark)
         device.synchronize()
         between = clock()
-        finish(self._trainee, accumulator, mark=lambda _: None)
+        finish(self._train_state, accumulator, mark=lambda _: None)
         device.synchronize()
         return (between - start - once) / count, clock() - between + once
 
     def _drawn(self, size: int, count: int) -> Iterator[Collated]:
-        samples = len(self._bench.workload.train_data)  # type: ignore[arg-type]
+        samples = len(self._setup.workload.train_data)  # type: ignore[arg-type]
         for _ in range(count):
             yield load_micro_batch(
-                self._bench.workload, torch.randint(samples, (size,), generator=self._draw).tolist()
+                self._setup.workload, torch.randint(samples, (size,), generator=self._draw).tolist()
             )

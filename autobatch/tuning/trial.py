@@ -8,10 +8,7 @@ out; what is close to the limit is run once inside the enforced budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
 
 from autobatch.core.knobs import (
     COMPILE,
@@ -25,7 +22,6 @@ from autobatch.core.knobs import (
     memory_signature,
     numeric_signature,
 )
-from autobatch.core.options import TuneOptions
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.trace import replay
 from autobatch.device.oom import Verdict, classify, first_line
@@ -33,7 +29,7 @@ from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Untraceable, largest
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import Outcome, TrainSetup, attempt
-from autobatch.probing.child import ChildCrashed, ProbeChild
+from autobatch.probing.child import Session
 from autobatch.probing.limits import ReplayPredictor, trace_footprint
 from autobatch.probing.search import search
 from autobatch.probing.setup import with_knobs
@@ -44,55 +40,42 @@ from autobatch.tuning.timing import time_steps
 from autobatch.workload.feed import AHEAD
 
 
-class TrialSpec(NamedTuple):
-    """What trials are made for; plain values, that travel to another process."""
+@dataclass(frozen=True, kw_only=True)
+class TrialSpec:
+    """Purpose of the trials of a study: plain values, which travel to a child process."""
 
     limit: int
-    """The largest micro-batch that fits with every knob at its default: what a probe found."""
+    """The largest micro-batch that fits with every knob at its default."""
     cap: int
     """The largest micro-batch that any configuration may use."""
     samples: int
-    """Of an optimizer step, on one rank."""
+    """Samples of an optimizer step on one rank."""
     planned_steps: int
-    """Optimizer steps that what comes once a run is spread over."""
+    """Optimizer steps over which one-time costs are spread."""
     seconds: float
     """Time that a trial measures for, about."""
+    is_precision_open: bool = True
+    """No precision was asked for."""
+    workers: int | None = None
+    """Loader workers that were asked for; None if none were."""
+    prefetch: int | None = None
+    """Micro-batches per worker that were asked for; None if none were."""
+    defaults: Configuration = field(default_factory=dict)
+    """Values that change nothing. A knob that is missing is at its default."""
 
 
 @dataclass
 class TrialRunner:
-    """Runs trials on a bench; remembers what it found out on the way."""
+    """Runs the trials of a study on one setup, and keeps what it found for later trials."""
 
     setup: TrainSetup
-    options: TuneOptions
     task: TrialSpec
-    defaults: Configuration = field(default_factory=dict)
-    """Values that change nothing; what is missing is at its default."""
     _limits: dict[Key, int | str] = field(default_factory=dict)
     _predicted: dict[Key, Footprint | None] = field(default_factory=dict)
     _ran: dict[Key, int] = field(default_factory=dict)
     _gaps: dict[Key, float] = field(default_factory=dict)
     _setups: dict[Key, float] = field(default_factory=dict)
     _check: LossCheck | None = None
-
-    @property
-    def _workers(self) -> int | None:
-        """Loader workers that were asked for; ``None``: none were."""
-        return getattr(self.options, "workers", None)
-
-    def begin(self, defaults: Configuration) -> None:
-        """Say what every knob is at when nothing is changed; before the first trial."""
-        self.defaults = defaults
-
-    def context(self) -> TuningContext:
-        """What decides which knobs apply."""
-        return describe_context(
-            self.setup,
-            precision_is_open=self.options.precision == "auto",
-            micro_batch=micro_batches(self.task.samples, self.task.limit)[0],
-            planned_steps=self.task.planned_steps,
-            workers_are_open=self._workers is None,
-        )
 
     def measure(self, values: Configuration) -> Measurement:
         """Run a trial.
@@ -139,8 +122,8 @@ class TrialRunner:
             reason = f"its losses are not those of the reference (by {over:.1%} more than is tolerated)"
             return infeasible(LOSS, reason, over=over, micro_batch=size)
         sizes = micro_batches(self.task.samples, size)
-        fed = {LOADER_WORKERS: self._workers} | dict(values)
-        prefetch = getattr(self.options, "prefetch", None) or int(values.get(PREFETCH) or AHEAD)
+        fed = {LOADER_WORKERS: self.task.workers} | dict(values)
+        prefetch = self.task.prefetch or int(values.get(PREFETCH) or AHEAD)
         timing = time_steps(with_knobs(self.setup, fed), sizes, self.task.seconds, prefetch=prefetch)
         # Compiled code is found again when a configuration is measured once more.
         setup = self._setups.setdefault(key_of(values), timing.setup)
@@ -152,7 +135,7 @@ class TrialRunner:
         return {
             name: value
             for name, value in values.items()
-            if name != SPLIT and value != self.defaults.get(name, value)
+            if name != SPLIT and value != self.task.defaults.get(name, value)
         }
 
     def _limit(self, values: Configuration) -> int | str:
@@ -250,109 +233,26 @@ def micro_batch_of(limit: int, samples: int, values: Configuration) -> int:
     return max(1, micro_batches(samples, limit)[0] >> int(values.get(SPLIT) or 0))
 
 
-class Trials(Protocol):
-    """Runs trials."""
-
-    def context(self) -> TuningContext:
-        """What decides which knobs apply."""
-
-    def begin(self, defaults: Configuration) -> None:
-        """Say what every knob is at when nothing is changed; before the first trial."""
-
-    def measure(self, values: Configuration) -> Measurement:
-        """Run a trial."""
-
-    def confirm_fits(self, values: Configuration) -> str | None:
-        """Run a configuration inside the enforced budget; why it does not fit."""
+def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
+    """Return what decides which knobs apply to the workload of a session."""
+    return describe_context(
+        session.setup,
+        precision_is_open=task.is_precision_open,
+        micro_batch=micro_batches(task.samples, task.limit)[0],
+        planned_steps=task.planned_steps,
+        workers_are_open=task.workers is None,
+    )
 
 
-class IsolatedTrials:
-    """Trials in a child process: one that crashes or hangs makes its configuration infeasible.
-
-    Args:
-        child: the process, with `trial_answers`.
-        task: what the trials are made for.
-    """
-
-    def __init__(self, child: ProbeChild, task: TrialSpec) -> None:
-        self._child = child
-        self._task = task
-        self._defaults: Configuration = {}
-        self._open()
-
-    def context(self) -> TuningContext:
-        """See `Trials`."""
-        found: TuningContext = self._child.ask(("context",), "looking at the workload")
-        return found
-
-    def begin(self, defaults: Configuration) -> None:
-        """See `Trials`."""
-        self._defaults = dict(defaults)
-        self._open()
-
-    def measure(self, values: Configuration) -> Measurement:
-        """See `Trials`."""
-        try:
-            found: Measurement = self._child.ask(("measure", dict(values)), "a trial")
-        except ChildCrashed as lost:
-            self._restart()
-            return infeasible(RUNS, str(lost))
-        return found
-
-    def confirm_fits(self, values: Configuration) -> str | None:
-        """See `Trials`."""
-        try:
-            reason: str | None = self._child.ask(
-                ("confirm_fits", dict(values)), "the check of the best trial"
-            )
-        except ChildCrashed as lost:
-            self._restart()
-            return str(lost)
-        return reason
-
-    def _open(self) -> None:
-        self._child.ask(("open", self._task, self._defaults), "opening the workload")
-
-    def _restart(self) -> None:
-        self._child.restart()
-        self._open()
+def measure_trial(session: Session, task: TrialSpec, values: Configuration) -> Measurement:
+    """Run a trial in a session; see `TrialRunner.measure`."""
+    return _runner(session, task).measure(values)
 
 
-def trial_answers(setup: TrainSetup, options: Any) -> Callable[[Any], Any]:
-    """What a child for trials does with what it is asked."""
-    runner: TrialRunner
-
-    def answer(asked: Any) -> Any:
-        nonlocal runner
-        what, *given = asked
-        if what == "open":
-            runner = TrialRunner(setup, options, *given)
-            return None
-        return getattr(runner, what)(*given)
-
-    return answer
+def confirm_trial(session: Session, task: TrialSpec, values: Configuration) -> str | None:
+    """Run a configuration inside the enforced budget in a session; see `TrialRunner.confirm_fits`."""
+    return _runner(session, task).confirm_fits(values)
 
 
-@contextmanager
-def open_trials(
-    workload: str | None,
-    options: TuneOptions,
-    task: TrialSpec,
-    *,
-    setup: Callable[[], TrainSetup],
-    isolated: bool,
-) -> Iterator[Trials]:
-    """Open what runs trials.
-
-    Args:
-        workload: what a child is to load; ``None``: the demo.
-        options: of the command.
-        task: what the trials are made for.
-        setup: opens the bench, where trials run in this process.
-        isolated: whether they run in a child.
-    """
-    if not isolated:
-        yield TrialRunner(setup(), options, task)
-        return
-    with ProbeChild(workload, options, answers=trial_answers) as child:
-        yield IsolatedTrials(child, task)
+def _runner(session: Session, task: TrialSpec) -> TrialRunner:
+    return session.keep(TrialRunner, lambda: TrialRunner(session.setup, task))

@@ -1,1 +1,1 @@
-"""What the user hands over, and how its samples are read."""
+"""The user's model, data and loss, and how samples are read."""

@@ -1,6 +1,6 @@
-"""What the user hands over, and whose fault an error is.
+"""The workload: the user's model, data, loss and optimizer.
 
-A `Workload` names functions and data; nothing is built or touched until a part of autobatch needs it.
+A `Workload` holds functions and data. Nothing is built or read until a part of autobatch needs it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from autobatch.core.errors import InputError
 
@@ -21,38 +21,49 @@ if TYPE_CHECKING:
 
 
 Collated: TypeAlias = Any
-"""What the workload's collate makes of a list of samples."""
+"""The return value of the workload's collate function, for a list of samples."""
+SampleT_co = TypeVar("SampleT_co", covariant=True)
+
+
+class MapStyle(Protocol[SampleT_co]):
+    """Data with a length and one sample per index."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: int, /) -> SampleT_co:
+        """Return one sample."""
 
 
 class Loss(NamedTuple):
-    """A loss whose mean is over something else than samples: tokens that count, masked pixels, weights."""
+    """A loss whose mean is not over samples, but for example over tokens, masked pixels or weights."""
 
     total: Tensor
-    """0-d: the **sum** of the loss over what is counted."""
+    """0-d: the **sum** of the loss over the counted items."""
     count: int | float | Tensor  # type: ignore[assignment]
-    """How many items ``total`` sums over; a 0-d tensor may stay on the device."""
+    """Number of items that ``total`` sums over; a 0-d tensor may stay on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBatchLoss:
-    """A loss in which the samples of a batch see each other: InfoNCE, CLIP, SimCLR.
+    """A loss in which the samples of a batch depend on each other: InfoNCE, CLIP, SimCLR.
 
-    A ``Workload(loss=…)`` in two parts, so that a batch that does not fit can be accumulated exactly: of all
-    of it, only the rows that ``represent`` gives are held at once (`autobatch.step.whole_batch`).
+    It splits ``Workload(loss=…)`` in two parts, so that a batch that does not fit can be accumulated exactly.
+    Of the whole batch, only the rows of ``represent`` are held at once (`autobatch.step.whole_batch`).
     """
 
     represent: Callable[[nn.Module, Collated], Any]
-    """A tensor, or a tuple, list or dict of some, with a row for each sample of the batch (labels too, if the
-    loss needs them). Each row follows from its own sample."""
+    """Returns a tensor, or a tuple, list or dict of tensors, with one row per sample of the batch, labels
+    included if the loss needs them. Each row depends on its own sample only."""
     loss: Callable[[nn.Module, Any], Tensor]
-    """``(model, the rows of the whole optimizer step, in the same form)`` to its loss, a 0-d tensor that is
-    used as it stands. What it takes of the model itself, a temperature say, is trained too."""
+    """Maps ``(model, the rows of the whole batch, in the same form)`` to the loss, a 0-d tensor that is used
+    unchanged. Parameters that it reads from the model, for example a temperature, are trained too."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without running anything.
+        """Check the fields without running anything.
 
         Raises:
-            InputError: a part is no function.
+            InputError: a part is not a function.
         """
         for part in ("represent", "loss"):
             if not callable(getattr(self, part)):
@@ -60,7 +71,7 @@ class WholeBatchLoss:
                 raise InputError(f"WholeBatchLoss({part}=…) must be a function, found {found}")
 
     def __call__(self, model: nn.Module, batch: Collated) -> Tensor:
-        """The loss of these samples, as the whole of a batch."""
+        """Return the loss of these samples, taken as a whole batch."""
         return self.loss(model, self.represent(model, batch))
 
 
@@ -70,34 +81,52 @@ class Workload:
 
     model: Callable[[], nn.Module]
     """Builds the model."""
-    train_data: Dataset[Any]
+    train_data: Dataset[Any] | MapStyle[Any]
     """Map-style: has ``__getitem__`` and ``__len__``."""
     loss: Callable[[nn.Module, Collated], Tensor | Loss]
-    """The mean over the samples of the batch (a 0-d tensor), or a `Loss`; or else a `WholeBatchLoss`."""
-    optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
-    """``(parameters, learning_rate)`` to an optimizer."""
+    """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. Or a `WholeBatchLoss`."""
+    optimizer: Callable[
+        [Iterable[nn.Parameter], float],
+        torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...],
+    ]
+    """Maps ``(parameters, learning_rate)`` to an optimizer, or to several."""
     learning_rate: float
     base_batch: int | None = None
-    """The batch that ``learning_rate`` was tuned for; ``None``: unknown."""
-    validation_data: Dataset[Any] | None = None
+    """The batch that ``learning_rate`` was tuned for; None if unknown."""
+    validation_data: Dataset[Any] | MapStyle[Any] | None = None
+    """Map-style; None for no validation."""
     collate: Callable[[list[Any]], Collated] | None = None
-    """Joins samples to a batch; ``None``: torch's default."""
+    """Makes a batch out of a list of samples; None for torch's default."""
     schedule: Callable[[torch.optim.Optimizer, int], torch.optim.lr_scheduler.LRScheduler] | None = None
-    """``(optimizer, optimizer steps of the run)`` to a schedule, stepped once an optimizer step."""
+    """Maps ``(optimizer, optimizer steps of the run)`` to a schedule that advances once per optimizer step;
+    None to keep the learning rate constant."""
     metrics: Callable[[nn.Module, Collated], Mapping[str, Tensor | Loss]] | None = None
-    """More figures for validation, each like a loss: a mean over samples, or a `Loss`."""
+    """Returns further figures for validation, each a mean over samples or a `Loss`; None for no metrics."""
     size_of: Callable[[Any], float] | None = None
-    """A sample's cost, its length say; the probe runs the worst_case. ``None``: found by a scan."""
+    """Returns the cost of a sample, for example its length. The probe runs the most expensive samples; None
+    to find them by a scan."""
     name: str = "workload"
-    """Of the folder of its runs, and of what is remembered; without one, that of the function behind a
-    ``file.py:function``."""
+    """Names the folder of the runs and the entries of the cache. The default is replaced by the name of the
+    function that ``file.py:function`` refers to."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without running anything.
+        """Check the fields without running anything.
 
         Raises:
-            InputError: a field is not what it must be; the message names it.
+            InputError: a field is invalid; the message names it.
         """
+        self._check_functions()
+        self._check_data()
+        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
+            raise InputError(
+                f"Workload(learning_rate=…) must be a finite number over 0, found {self.learning_rate!r}"
+            )
+        if self.base_batch is not None and not (_is_number(self.base_batch, int) and self.base_batch >= 1):
+            raise InputError(f"Workload(base_batch=…) must be 1 or more, or None, found {self.base_batch!r}")
+        if not isinstance(self.name, str) or self.name in ("", ".", "..") or set(self.name) & set("/\\\0\n"):
+            raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
+
+    def _check_functions(self) -> None:
         for field in ("model", "loss", "optimizer"):
             if not callable(getattr(self, field)):
                 raise InputError(
@@ -106,12 +135,14 @@ class Workload:
         if _is_module(self.model):
             raise InputError(
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
-                "that is built already: write model=lambda: …, for a probe starts from scratch"
+                "that is already built: write model=lambda: …, so that every probe starts with a new model"
             )
         for field in ("collate", "schedule", "metrics", "size_of"):
             value = getattr(self, field)
             if value is not None and not callable(value):
                 raise InputError(f"Workload({field}=…) must be a function or None, found {kind_of(value)}")
+
+    def _check_data(self) -> None:
         for field in ("train_data", "validation_data"):
             data = getattr(self, field)
             if data is None and field == "validation_data":
@@ -123,19 +154,14 @@ class Workload:
                 )
             if not len(data):
                 raise InputError(f"Workload({field}=…) has 0 samples: at least 1 is needed")
-        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
-            raise InputError(
-                f"Workload(learning_rate=…) must be a finite number over 0, found {self.learning_rate!r}"
-            )
-        if self.base_batch is not None and not (_is_number(self.base_batch, int) and self.base_batch >= 1):
-            raise InputError(f"Workload(base_batch=…) must be 1 or more, or None, found {self.base_batch!r}")
-        if not isinstance(self.name, str) or self.name in ("", ".", "..") or set(self.name) & set("/\\\0\n"):
-            raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for a message: ``a list``."""
-    return "nothing (None)" if value is None else f"a {type(value).__name__}"
+    """Describe the type of a value for a message, for example ``a list``."""
+    if value is None:
+        return "nothing (None)"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _is_number(value: object, kind: type | UnionType = int | float) -> bool:
@@ -143,6 +169,6 @@ def _is_number(value: object, kind: type | UnionType = int | float) -> bool:
 
 
 def _is_module(value: object) -> bool:
-    """Whether this is a ``torch.nn.Module``: not so where torch was never imported."""
+    """Check for a ``torch.nn.Module`` without importing torch: if nothing did, there is no module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)

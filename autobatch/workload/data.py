@@ -1,7 +1,7 @@
-"""The user's samples: fetching and joining them, and finding the worst_case.
+"""The user's samples: fetch them, collate them, and find the most expensive ones.
 
-A probe that runs the first samples of the data says nothing of the longest one, so it runs the worst_case: by
-the workload's `size_of`, else by how many numbers a sample holds.
+A probe of the first samples may miss the longest one. It therefore runs the worst case: the largest
+samples by the workload's `size_of`, or else by the count of numbers in a sample.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, Self
 
@@ -19,25 +20,31 @@ from torch.utils.data import default_collate
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.nested import tensors_of
+from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
 
 FIRST_LOOK = 64
-"""Samples, spread over the data, whose sizes say whether they differ at all."""
+"""Samples, spread over the data, that are read first to see whether sizes differ."""
 
 
 SCAN_SECONDS = 5.0
-"""A scan of all samples may take this long where the first look saw no difference."""
+"""Time limit of a scan of all samples if the first look found equal sizes."""
 
 
 LONG_SCAN_SECONDS = 60.0
-"""… and this long where it did."""
+"""Time limit of the scan if the sizes differ."""
 
 
 def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Collated:
-    """Fetch samples and join them to a batch, on the host.
+    """Fetch samples by their indices and collate them, on the host.
+
+    Args:
+        workload: has the data and the collate function.
+        ids: indices of the samples.
+        data: to fetch from; None for the training data.
 
     Raises:
-        InputError: the samples cannot be joined; says which sizes were found.
+        InputError: the samples cannot be collated; the message has the shapes found.
     """
     samples = fetch(workload.train_data if data is None else data, ids)
     return collate_samples(samples, workload.collate, option="Workload(collate=…)")
@@ -46,7 +53,7 @@ def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None
 def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
     """Read samples of map-style data."""
     with user_code("data"):
-        # As torch's own loader does: a data set that can fetch many at once says so.
+        # As in torch's loader, a dataset with __getitems__ fetches many samples at once.
         many = getattr(data, "__getitems__", None)
         return many(list(ids)) if many else [data[index] for index in ids]
 
@@ -54,15 +61,15 @@ def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
 def collate_samples(
     samples: list[Any], collate: Callable[[list[Any]], Collated] | None, *, option: str
 ) -> Collated:
-    """Join samples to a batch; without ``collate`` as torch does by default.
+    """Collate samples.
 
     Args:
-        samples: as the data give them.
-        collate: the user's own.
-        option: where the user can give a collate, for the error.
+        samples: as the data returned them.
+        collate: the user's own function; None for torch's default.
+        option: how the user can give a collate function, for the message.
 
     Raises:
-        InputError: the samples cannot be joined; says which sizes were found.
+        InputError: the samples cannot be collated; the message has the shapes found.
     """
     if collate is not None:
         with user_code("collate"):
@@ -72,53 +79,73 @@ def collate_samples(
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
         shapes = sorted({str([tuple(t.shape) for t in tensors_of(sample)]) for sample in samples})
         if isinstance(error, RuntimeError) and len(shapes) == 1:
-            raise  # not for their shapes: memory, say
+            raise  # the shapes are equal, so they are not the reason; memory may be
         text = (str(error).splitlines() or [""])[0]
         raise InputError(
-            f"the samples cannot be joined to a batch ({type(error).__name__}: {text}); "
-            f"shapes found: {', '.join(shapes[:3])}; give {option}"
+            f"the samples cannot be collated ({type(error).__name__}: {text}), found shapes "
+            f"{', '.join(shapes[:3])}: give {option}"
         ) from error
 
 
 class WorstCaseSampler:
-    """The worst_case samples of the data, as batches of any size.
+    """The most expensive samples of the data, as micro-batches of any size.
 
     Args:
-        workload: what the user handed over.
-        clock: seconds; bounds the scan.
+        workload: has the data, its collate function and ``size_of``.
+        seed: of the data's random draws during the scan.
+        clock: returns seconds, to limit the scan.
     """
 
-    def __init__(self, workload: Workload, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, workload: Workload, *, seed: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._workload = workload
-        self.notes: list[str] = []
-        self._costs = self._read(clock)
-        self._order = sorted(self._costs, key=lambda index: (-self._costs[index], index))
+        self._seed = seed
+        self._clock = clock
+        self._notes: list[str] = []
+
+    @cached_property
+    def _costs(self) -> dict[int, float]:
+        """Cost of each sample by its index. Read once, without a trace in the caller's generators."""
+        with preserved_random_state():
+            seed_everything(self._seed)
+            return self._read(self._clock)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return sorted(self._costs, key=lambda index: (-self._costs[index], index))
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on the scan, one per line."""
+        return self._notes if self._costs else []
 
     def check_collate(self) -> None:
-        """Join the worst_case to the cheapest, as training will, before minutes are spent on a probe.
+        """Collate the most expensive sample with the cheapest, as training will.
+
+        A failure shows here, before a probe takes minutes.
 
         Raises:
-            InputError: they cannot be joined.
+            InputError: they cannot be collated.
         """
         if self._costs[self._order[0]] != self._costs[self._order[-1]]:
             load_micro_batch(self._workload, [self._order[0], self._order[-1]])
 
     def limited_to(self, cost: float) -> Self:
-        """The worst_case of the samples that cost no more than this; their sizes are not read again."""
+        """Return a sampler of the samples that cost at most this much, without reading sizes again."""
+        costs = self._costs
         limited = copy.copy(self)
-        limited._order = [index for index in self._order if self._costs[index] <= cost]
+        limited._order = [index for index in self._order if costs[index] <= cost]
         return limited
 
     def size_quartiles(self) -> list[float]:
-        """The quartiles of the samples' costs, the largest last; empty where all cost alike."""
+        """Return the quartiles of the samples' costs in ascending order; empty if all costs are equal."""
         costs = sorted(self._costs.values())
-        size_quartiles = sorted(
-            {costs[max(0, math.ceil(len(costs) * part / 4) - 1)] for part in (1, 2, 3, 4)}
-        )
-        return size_quartiles if len(size_quartiles) > 1 else []
+        quartiles = sorted({costs[max(0, math.ceil(len(costs) * part / 4) - 1)] for part in (1, 2, 3, 4)})
+        return quartiles if len(quartiles) > 1 else []
 
     def batch(self, size: int) -> Collated:
-        """Join the ``size`` worst_case samples, over again from the first where the data has fewer."""
+        """Collate the ``size`` most expensive samples; repeat them if the data has fewer."""
         count = len(self._order)
         return load_micro_batch(self._workload, [self._order[i % count] for i in range(size)])
 
@@ -128,7 +155,7 @@ class WorstCaseSampler:
         costs: dict[int, float] = {}
 
         def read(indices: Iterable[int], seconds: float) -> bool:
-            """Read the costs of samples until the time is over; whether all were read."""
+            """Read the costs of samples within the time limit; return whether all were read."""
             for index in indices:
                 if costs and clock() - start > seconds:
                     return False
@@ -141,9 +168,9 @@ class WorstCaseSampler:
         differ = len(set(costs.values())) > 1 or self._workload.size_of is not None
         seconds = LONG_SCAN_SECONDS if differ else SCAN_SECONDS
         if not read(range(count), seconds):
-            self.notes.append(
-                f"the sizes of {len(costs):,} of {count:,} samples were read in {seconds:.0f} s: "
-                "give Workload(size_of=…) for a quicker and complete answer"
+            self._notes.append(
+                f"the sizes of {len(costs):,} of {count:,} samples were read within {seconds:.0f} s: "
+                "give Workload(size_of=…) so that all are read faster"
             )
         return costs
 
@@ -155,12 +182,14 @@ class WorstCaseSampler:
         with user_code("size_of"):
             size = float(self._workload.size_of(sample))
         if not math.isfinite(size):
-            raise InputError(f"Workload(size_of=…) returned {size} for sample {index}: it must be a number")
+            raise InputError(
+                f"Workload(size_of=…) returned {size} for sample {index}: it must return a finite number"
+            )
         return size
 
 
 def elements(sample: Any) -> int:
-    """How many numbers a sample holds: those of tensors, arrays, images and lists, and characters of text."""
+    """Count the numbers in a sample: elements of tensors, arrays, images and lists, characters of text."""
     if isinstance(sample, Tensor):
         return sample.numel()
     if isinstance(sample, str | bytes):

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 MEMORY_BUDGET = {"cpu": "6MiB", "cuda": "160MiB", "sim": "32MiB"}
-"""Small, so that the very first run shows a limit that was found and a plan that accumulates."""
+"""Small per device kind, so that the first run finds a limit and plans an accumulation."""
 
 
 STEPS = 60
-"""Optimizer steps where the command line names none: a held-out accuracy of about 97 %."""
+"""Optimizer steps of the demo, unless the user gives --steps or --epochs: about 97 % held-out accuracy."""
 
 
 HELD_OUT = 5
-"""One of this many images is held out."""
+"""One image in this many is held out."""
 
 
 def workload() -> Workload:
-    """The demo, written as a user would write theirs."""
+    """Build the demo workload, as a user would write one."""
     import torch
 
     training, held_out = digits()
@@ -49,7 +49,7 @@ def workload() -> Workload:
 
 
 def digits() -> tuple[Dataset[Any], Dataset[Any]]:
-    """The images as float32 in [0, 1] of shape (1, 8, 8), with their labels: for training and held out."""
+    """Return the training and the held-out images, float32 in [0, 1] of shape (1, 8, 8), with labels."""
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset
@@ -65,7 +65,7 @@ def digits() -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def network() -> nn.Module:
-    """Two convolutions and two linear layers; 38 thousand parameters."""
+    """Build two convolutions and two linear layers; 38 thousand parameters."""
     from torch import nn
 
     return nn.Sequential(
@@ -82,7 +82,7 @@ def network() -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Collated) -> Tensor:
-    """Cross entropy, the mean over the images."""
+    """Return the cross entropy, the mean over the images."""
     from torch.nn.functional import cross_entropy
 
     images, labels = batch
@@ -90,13 +90,13 @@ def loss(model: nn.Module, batch: Collated) -> Tensor:
 
 
 def accuracy(model: nn.Module, batch: Collated) -> dict[str, Tensor]:
-    """The share of the images that are read right."""
+    """Return the share of images that are classified correctly."""
     images, labels = batch
     return {"accuracy": (model(images).argmax(dim=1) == labels).float().mean()}
 
 
 def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Up for three tenths of the run, then down to nothing."""
+    """Build a schedule that rises for three tenths of the run and then falls to almost 0."""
     import torch
 
     peak = optimizer.param_groups[0]["lr"]

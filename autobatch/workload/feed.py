@@ -1,13 +1,13 @@
-"""The joined micro-batches of each window, ahead of the loop or sample by sample reproducible.
+"""The collated micro-batches of each batch, from this process or from loader workers.
 
-Where samples are seeded, what a data set draws at random for one (augmentation) depends on the run's seed,
-the window, the sample's place in it and its number alone: it is the same for any number of workers, any
-micro-batch, after a window was run again, and after a resume. Seeded are the generators that are drawn from
-by default: Python's, NumPy's and torch's for the CPU. A generator that a data set keeps for itself is its
-own matter. So are sums that torch spreads over its threads, of which a worker has one.
+If samples are seeded, the random draws of a dataset for one sample (augmentation) depend on four numbers
+alone: the run's seed, the batch, the sample's place in it, and the sample's index. They are the same for any
+number of workers, for any micro-batch, after a batch was run again, and after a resume. Only the default
+generators are seeded, those of Python, of NumPy, and of torch for the CPU. A dataset's own generator is not.
+Sums that torch spreads over threads may still differ, because a worker has one thread.
 
-A collate that draws is seeded too, by the first sample of its micro-batch: the same for any number of
-workers, and another for another micro-batch.
+A collate function that draws is seeded by the first sample of its micro-batch: the same for any number of
+workers, but different for another micro-batch.
 """
 
 from __future__ import annotations
@@ -22,38 +22,44 @@ from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
 
-JOINING = -1
-"""Stands for the number of a sample while a micro-batch is joined."""
+COLLATING = -1
+"""Takes the place of a sample's index in the seed of a collate function."""
 
 
 AHEAD = 2
-"""Micro-batches that a worker fetches ahead, as torch's own loader does."""
+"""Micro-batches that a worker fetches ahead, as in torch's own loader."""
 
 
 class MicroBatchIds(NamedTuple):
-    """The samples of a micro-batch."""
+    """The sample ids of a micro-batch."""
 
-    window: int
-    """Number of its window in the run."""
+    batch_index: int
+    """Number of its batch in the run."""
     first: int
-    """Place of its first sample in the window."""
+    """Place of its first sample in the batch."""
     ids: list[int]
 
 
 class Feed(Protocol):
-    """Gives a loop its micro-batches."""
+    """Source of a loop's micro-batches."""
 
-    def collated(self, window: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
-        """The micro-batches of a window, on the host; a window may be asked for again in smaller ones.
+    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+        """Yield the collated micro-batches of a batch, on the host.
+
+        The loop may ask for the same batch again, in smaller micro-batches.
+
+        Args:
+            batch: its sample ids.
+            micro_batch: the largest number of samples in a micro-batch.
 
         Raises:
-            InputError: the workload's data or collate raised.
+            InputError: the workload's data or collate function raised.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeededCollate:
-    """Fetches and joins micro-batches, every sample under a seed of its own."""
+    """A function that fetches and collates a micro-batch, with a seed of its own for every sample."""
 
     data: Any
     collate: Callable[[list[Any]], Collated] | None
@@ -61,43 +67,50 @@ class SeededCollate:
     """Of the run."""
 
     def __call__(self, part: MicroBatchIds, *, is_asked: Callable[[], bool] = lambda: False) -> Collated:
-        """Join a micro-batch, and leave the generators at its last draw; ``None`` once it is asked to stop.
+        """Collate a micro-batch, and leave the generators after its last draw.
 
         Data that can fetch many samples at once (``__getitems__``) are asked for one at a time.
+
+        Args:
+            part: the sample ids.
+            is_asked: whether to stop early, asked before every sample.
+
+        Returns:
+            None if it was asked to stop.
         """
         samples: list[Any] = []
         for place, sample in enumerate(part.ids, part.first):
             if is_asked():
                 return None
-            seed_generators(self.seed, part.window, place, sample)
+            seed_generators(self.seed, part.batch_index, place, sample)
             samples += fetch(self.data, [sample])
-        seed_generators(self.seed, part.window, part.first, JOINING)
+        seed_generators(self.seed, part.batch_index, part.first, COLLATING)
         return collate_samples(samples, self.collate, option="Workload(collate=…)")
 
 
 class SeededFeed:
-    """Micro-batches that are joined here, when they are asked for; the loop's generators do not notice."""
+    """Micro-batches that this process collates on demand, without a trace in the loop's generators."""
 
-    def __init__(self, join: SeededCollate) -> None:
-        self._join = join
+    def __init__(self, collate: SeededCollate) -> None:
+        self._collate = collate
 
-    def collated(self, window: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """See `Feed`."""
-        for part in parts_of(window, micro_batch):
-            yield self._one(part)
+        for part in micro_batch_ids(batch, micro_batch):
+            yield self._collated(part)
 
-    def _one(self, part: MicroBatchIds) -> Collated:
-        # Those of the cards are not seeded, and so go on.
+    def _collated(self, part: MicroBatchIds) -> Collated:
+        # GPU generators are not seeded, so they are not restored either.
         before = capture_random_state()._replace(cuda=[])
         try:
-            return self._join(part)
+            return self._collate(part)
         finally:
             restore_random_state(before)
 
 
-def parts_of(window: GlobalBatch, micro_batch: int) -> Iterator[MicroBatchIds]:
-    """A window, split as evenly as can be."""
+def micro_batch_ids(batch: GlobalBatch, micro_batch: int) -> Iterator[MicroBatchIds]:
+    """Split a batch into micro-batches of at most ``micro_batch`` samples, as evenly as possible."""
     first = 0
-    for size in micro_batches(len(window.ids), micro_batch):
-        yield MicroBatchIds(window.index, first, window.ids[first : first + size])
+    for size in micro_batches(len(batch.ids), micro_batch):
+        yield MicroBatchIds(batch.index, first, batch.ids[first : first + size])
         first += size

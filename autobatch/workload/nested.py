@@ -1,4 +1,4 @@
-"""Batches as the user's collate makes them: nested containers of tensors, or objects that hold some."""
+"""Collated micro-batches: nested containers of tensors, or objects that hold tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def to_device(batch: Collated, device: torch.device) -> Collated:
-    """Move all tensors of a batch: nested tuples, lists and mappings, and anything that has ``.to``."""
+    """Move all tensors to a device: nested tuples, lists and mappings, and objects with a ``to`` method."""
     if device.type == "cpu":
         return batch
     return map_tensors(
@@ -27,12 +27,13 @@ def to_device(batch: Collated, device: torch.device) -> Collated:
 def map_tensors(
     batch: Collated, change: Callable[[Tensor], Tensor], *, convert: Callable[[Any], Any] | None = None
 ) -> Collated:
-    """The same batch with every tensor changed; what is no container of tensors is kept as it is.
+    """Return the same containers with every tensor changed; keep all other values.
 
     Args:
-        batch: what the user's collate made.
+        batch: the collated micro-batch.
         change: called with each tensor.
-        convert: called instead with what has a method ``to`` of its own: a packed sequence, a graph.
+        convert: called with each object that has its own ``to`` method, for example a packed sequence or a
+            graph; None to treat it like other values.
     """
     if isinstance(batch, Tensor):
         return change(batch)
@@ -51,7 +52,7 @@ def map_tensors(
 
 
 def tensors_of(batch: Collated) -> Iterator[Tensor]:
-    """All tensors of a nested batch, or of an object that keeps them as attributes."""
+    """Yield all tensors of nested containers, or of an object that has them as attributes."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -67,39 +68,40 @@ def tensors_of(batch: Collated) -> Iterator[Tensor]:
 
 
 def form_of(value: object) -> str:
-    """What a value is where a 0-d tensor was expected, for a message: ``a tensor of shape (3,)``."""
+    """Describe a value for a message if a 0-d tensor was expected: ``a tensor of shape (3,)``."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
 
 
 def feed(
     fetched: Iterable[tuple[Collated, int]], device: torch.device, meter: Meter, *, twice: bool
 ) -> Iterable[tuple[Collated, int]]:
-    """Bring micro-batches to the device, one at a time.
+    """Move micro-batches to the device, one at a time.
 
     Args:
-        fetched: each micro-batch as the host makes it, with its number of samples.
-        device: where they go.
-        meter: told of each; what the host makes is not counted.
-        twice: they can be gone through twice, as a `autobatch.workload.contract.WholeBatchLoss` needs.
+        fetched: each micro-batch on the host, with its number of samples.
+        device: to move them to.
+        meter: counts each micro-batch on the device, and nothing that is made on the host.
+        twice: whether the result can be iterated twice, as a `autobatch.workload.contract.WholeBatchLoss`
+            needs.
     """
 
     def place(batch: Collated) -> Collated:
         with meter.uncounted():
-            # The device's own copy, also where the device is the host.
+            # A copy of its own, even if the device is the host.
             there = map_tensors(batch, Tensor.clone) if device.type == "cpu" else to_device(batch, device)
         meter.count(tensors_of(there))
         return there
 
-    made = _made_aside(iter(fetched), meter)
-    return Twice(made, place) if twice else _feed_once(made, device, meter)
+    uncounted = _without_count(iter(fetched), meter)
+    return Twice(uncounted, place) if twice else _feed_once(uncounted, device, meter)
 
 
 class Twice:
-    """Micro-batches that are gone through twice: fetched once, kept on the host, placed each time.
+    """Micro-batches that can be iterated twice: fetched once, kept on the host, moved each time.
 
     Args:
         fetched: each micro-batch on the host, with its number of samples.
-        place: makes of one what the device holds, anew each time.
+        place: copies a micro-batch to the device.
     """
 
     def __init__(
@@ -110,15 +112,16 @@ class Twice:
         self._kept: list[tuple[Collated, int]] = []
 
     def __iter__(self) -> Iterator[tuple[Collated, int]]:
-        """The first time as they are fetched, then as they were kept."""
-        coming, self._fetched = self._fetched, None
-        for batch, size in self._kept if coming is None else coming:
-            if coming is not None:
+        """Yield micro-batches on the device: fetch and keep them the first time, then use the kept ones."""
+        fetched, self._fetched = self._fetched, None
+        for batch, size in self._kept if fetched is None else fetched:
+            if fetched is not None:
                 self._kept.append((batch, size))
             yield self._place(batch), size
 
 
-def _made_aside(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> Iterator[tuple[Collated, int]]:
+def _without_count(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> Iterator[tuple[Collated, int]]:
+    """Yield micro-batches, and keep what is made on the host out of the meter's count."""
     while True:
         with meter.uncounted():
             found = next(fetched, None)
@@ -128,9 +131,9 @@ def _made_aside(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> Iterat
 
 
 def _feed_once(
-    made: Iterator[tuple[Collated, int]], device: torch.device, meter: Meter
+    fetched: Iterator[tuple[Collated, int]], device: torch.device, meter: Meter
 ) -> Iterator[tuple[Collated, int]]:
-    for batch, size in made:
+    for batch, size in fetched:
         with meter.uncounted():
             there = to_device(batch, device)
         meter.count(tensors_of(there))

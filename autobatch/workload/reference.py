@@ -1,4 +1,4 @@
-"""How a workload is found: by ``module:function`` or ``path/to/file.py:function``."""
+"""A workload found by its reference, ``module:function`` or ``path/to/file.py:function``."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ DEMO = "autobatch.workload.demo:workload"
 
 
 def load_workload(reference: str) -> Workload:
-    """Find and call the function that ``module:function`` or ``path/to/file.py:function`` names.
+    """Import and call the function of a reference ``module:function`` or ``path/to/file.py:function``.
 
-    The working directory is importable, as for ``python -m``. A workload without a name gets its function's.
+    The working directory is importable, as for ``python -m``. A workload without a name takes the name of its
+    function.
 
     Raises:
-        InputError: there is no such file, module or function, or it returns no `Workload`.
+        InputError: the file, module or function does not exist, or the function returns no `Workload`.
     """
     place, _, function = reference.rpartition(":")
     if not place or not function:
         raise InputError(
-            f"{reference!r} names no workload: write module:function or path/to/file.py:function"
+            f"{reference!r} is not a workload: write module:function or path/to/file.py:function"
         )
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     make = getattr(module, function, None)
     if make is None:
         names = _functions_of(module)
         near = difflib.get_close_matches(function, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has: {', '.join(names) or 'no function'}"
-        raise InputError(f"{place} has no {function!r}; {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'no functions'}"
+        raise InputError(f"{place} has no {function!r}: {hint}")
     if isinstance(make, Workload):
         return make
     if not callable(make):
@@ -46,12 +47,12 @@ def load_workload(reference: str) -> Workload:
         workload = make()
     if not isinstance(workload, Workload):
         raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")
-    # What was found of one workload shall not be held against another in the same file.
+    # Two workloads of one file need two names, or they would share a cached limit.
     return workload if workload.name != Workload.name else replace(workload, name=function)
 
 
 def _functions_of(module: Any) -> list[str]:
-    """What may be a workload: functions that are the module's own."""
+    """Return the names of what may be a workload: functions defined in the module, and workloads."""
     return [
         name
         for name, value in vars(module).items()
@@ -64,10 +65,10 @@ def _functions_of(module: Any) -> list[str]:
 
 def _load_module(name: str) -> Any:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise InputError(f"{name!r} names no module: write module:function or path/to/file.py:function")
-    _importable(Path.cwd())
+        raise InputError(f"{name!r} is not a module: write module:function or path/to/file.py:function")
+    _make_importable(Path.cwd())
     try:
-        # Imports the packages above it, which are the user's own code.
+        # This imports the parent packages, which are user code too.
         with user_code(name):
             found = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -85,15 +86,16 @@ def _load_module(name: str) -> Any:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise InputError(f"there is no file {path} (looked from {Path.cwd()})")
-    _importable(path.resolve().parent)
-    # Registered, so that worker processes and pickles can find what it defines; never over another module.
+    _make_importable(path.resolve().parent)
+    # Registered so that worker processes and pickles find its definitions, but never in place of another
+    # module.
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
         return known
     name = path.stem if known is None else f"{path.stem}_workload"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise InputError(f"{path} is no Python file")
+        raise InputError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -105,6 +107,6 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def _importable(folder: Path) -> None:
+def _make_importable(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The random generators of Python, NumPy and torch: capture, restore and seed them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor
 
 
 class RandomState(NamedTuple):
-    """The generators that training draws from."""
+    """The states of all generators that training draws from."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...] | None
-    """``None`` where NumPy was not imported."""
+    """None if NumPy is not imported."""
     torch: Tensor
     cuda: list[Tensor]
-    """One state a card; empty where CUDA was not used."""
+    """One state per GPU; empty if CUDA is not in use."""
 
 
 def capture_random_state() -> RandomState:
-    """Read all generators."""
+    """Read the states of all generators."""
     numpy = sys.modules.get("numpy")
     return RandomState(
         python=random.getstate(),
@@ -36,7 +36,7 @@ def capture_random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Put all generators back to where they were."""
+    """Set all generators back to a captured state."""
     random.setstate(state.python)
     if state.numpy is not None:
         sys.modules["numpy"].random.set_state(state.numpy)
@@ -56,7 +56,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Inside, draw as you like; afterwards all generators are where they were."""
+    """Restore all generators at the end of the block."""
     state = capture_random_state()
     try:
         yield
@@ -68,11 +68,18 @@ def _cuda_in_use() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
-def seed_generators(seed: int, window: int, place: int, sample: int) -> None:
-    """Seed the generators of the CPU from four numbers; those of neighbours have nothing in common."""
-    digest = hashlib.blake2b(repr((seed, window, place, sample)).encode(), digest_size=24).digest()
+def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> None:
+    """Seed the CPU generators from a hash of four numbers, so that close numbers give unrelated draws.
+
+    Args:
+        seed: of the run.
+        batch_index: number of the batch in the run.
+        place: of the sample in its batch.
+        sample: index of the sample in the data.
+    """
+    digest = hashlib.blake2b(repr((seed, batch_index, place, sample)).encode(), digest_size=24).digest()
     random.seed(int.from_bytes(digest[:8], "little"))
-    # Not torch.manual_seed, which seeds the cards as well.
+    # torch.manual_seed would seed the GPUs too.
     torch.default_generator.manual_seed(int.from_bytes(digest[8:16], "little") >> 1)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

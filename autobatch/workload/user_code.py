@@ -1,4 +1,4 @@
-"""TODO."""
+"""Errors of the user's own code: mark them, describe them, and carry them between processes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autobatch.core.errors import AutobatchError, UserCodeError
 
-if TYPE_CHECKING:
-    pass
+_MARK = "raised by the workload: "
 
 
 @contextmanager
 def user_code(part: str) -> Iterator[None]:
-    """Note on any error that it came out of the user's own ``part``; the error itself passes untouched."""
+    """Mark every error within the block as raised by ``part`` of the workload, and let it pass."""
     try:
         yield
     except AutobatchError:
@@ -27,31 +25,28 @@ def user_code(part: str) -> Iterator[None]:
         raise
 
 
-_BLAME = "raised by the workload: "
-
-
 def mark_user_error(error: BaseException, part: str) -> None:
-    """Note (PEP 678) on an error that it came out of the user's own ``part``, once."""
+    """Add a note (PEP 678) that ``part`` of the workload raised the error, unless it has such a note."""
     if failed_part(error) is None:
-        error.add_note(_BLAME + part)
+        error.add_note(_MARK + part)
 
 
 def failed_part(error: BaseException) -> str | None:
-    """The part of the workload that an error came out of, if it was noted."""
+    """Return the part of the workload that raised an error; None if it is not marked."""
     for note in getattr(error, "__notes__", ()):
-        if note.startswith(_BLAME):
-            return str(note.removeprefix(_BLAME))
+        if note.startswith(_MARK):
+            return str(note.removeprefix(_MARK))
     return None
 
 
 def remarks_on(error: BaseException) -> list[str]:
-    """What was noted on an error besides: neither a traceback nor whose it is."""
+    """Return the other notes on an error, without tracebacks and marks."""
     notes = (str(note) for note in getattr(error, "__notes__", ()))
-    return [note for note in notes if "\n" not in note and not note.startswith(_BLAME)]
+    return [note for note in notes if "\n" not in note and not note.startswith(_MARK)]
 
 
 def describe(error: BaseException) -> str:
-    """One line on an error of the user's code: the part, the exception, and their file and line."""
+    """Describe an error of the user's code in one line: the part, the exception, the file and line."""
     place = user_frame(error)
     part = failed_part(error)
     whose = f"the workload's {part.removeprefix('the ')}" if part else "the workload"
@@ -64,20 +59,24 @@ def describe(error: BaseException) -> str:
 
 
 def to_picklable(error: BaseException) -> AutobatchError:
-    """An error that can be raised in another process, with the traceback of this one as a note."""
+    """Return an error that another process can raise, with this process's traceback as a note."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, AutobatchError) and type(error).__module__ == AutobatchError.__module__:
         carried = error.with_traceback(None)
         carried.__cause__ = carried.__context__ = None
     else:
-        # A class of the user's own may not be known over there.
+        # The other process may not know a class of the user's.
         carried = UserCodeError(describe(error))
     carried.add_note(text)
     return carried
 
 
 def user_frame(error: BaseException) -> str | None:
-    """``file:line`` of the innermost frame that is the user's: neither ours nor an installed package's."""
+    """Return ``file:line`` of the innermost frame outside autobatch and installed packages.
+
+    Returns:
+        None if there is no such frame.
+    """
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
     foreign = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen ")

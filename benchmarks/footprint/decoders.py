@@ -1,6 +1,6 @@
-"""Decoders of real sizes, for the time that an estimate takes: GPT-2 small and one of 7 billion parameters.
+"""Decoders of real sizes, to time an estimate: GPT-2 small and one of 7 billion parameters.
 
-Nothing of them is downloaded; they are the shapes of the published models with weights that never exist.
+Nothing is downloaded. They have the shapes of the published models, and their weights are never created.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autobatch import Loss, Workload
 
 
 class Shape(NamedTuple):
-    """What makes a decoder."""
+    """The shape of a decoder."""
 
     layers: int
     width: int
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     vocabulary: int
     length: int
     gated: bool
-    """Llama's block (RMSNorm, a gated MLP, no biases) in place of GPT-2's."""
+    """True for Llama's block (RMSNorm, a gated MLP, no biases), false for GPT-2's."""
 
 
 GPT2_SMALL = Shape(12, 768, 12, 3072, 50257, 1024, gated=False)
@@ -35,7 +35,7 @@ LLAMA2_7B = Shape(32, 4096, 32, 11008, 32000, 4096, gated=True)
 
 
 class Mlp(nn.Module):
-    """GELU between two layers, or a gated SiLU between three."""
+    """An MLP: GELU between two layers, or a gated SiLU between three."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
 
 
 def decoder(shape: Shape, name: str) -> Workload:
-    """The workload of a decoder; its model is built on the meta device by who asks for an estimate."""
+    """Return the workload of a decoder. An estimate builds its model on the meta device."""
     return Workload(
         name=name,
         model=lambda: Decoder(shape),

@@ -1,4 +1,4 @@
-"""What a card's allocator noted, made small enough to keep and checked against the model of it. Pure."""
+"""Records of a GPU's allocator, reduced for storage and compared with the model of the allocator."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WORKSPACES = (4096 * KiB * 2 + 16 * KiB * 8, 32 * MiB)
 
 
 class Mismatch(NamedTuple):
-    """Where the model holds something else than the card did."""
+    """An entry at which the model reserves another amount than the GPU."""
 
     index: int
-    """Of the entry."""
+    """Index of the entry."""
     gpu_bytes: int
     model_bytes: int
 
 
 def reduced(entries: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
-    """Action, address and size of the entries that a replay needs; addresses counted from the lowest."""
+    """Return action, address and size of the entries that a replay needs, relative to the lowest address."""
     kept = [(e["action"], int(e["addr"]), int(e["size"])) for e in entries if e["action"] in KEPT]
     lowest = min((address for _, address, _ in kept), default=0)
     return [(action, address - lowest, size) for action, address, size in kept]
@@ -35,10 +35,10 @@ def reduced(entries: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
 def mismatches(
     entries: Iterable[tuple[str, int, int]], config: AllocatorConfig | None = None
 ) -> list[Mismatch]:
-    """Replay a card's entries through the model, and compare what both reserve after every allocation.
+    """Replay the entries of a GPU through the model, and compare what both reserve after every allocation.
 
-    The recording must begin with nothing reserved. What the card gives back (after ``empty_cache``, or to
-    find room) the model gives back at the next allocation.
+    The recording must begin with nothing reserved. Segments that the GPU frees (after ``empty_cache``, or
+    to make room) are freed by the model at the next allocation.
     """
     model = CachingAllocator(None, config)
     handles: dict[int, Any] = {}
@@ -63,7 +63,7 @@ def mismatches(
 
 
 def lasting(trace: Trace, sizes: Iterable[int] = WORKSPACES) -> dict[int, int]:
-    """How many blocks of these sizes are taken and never given back: workspaces of libraries, by size."""
+    """Count the blocks of these sizes that are never freed, by size: the workspaces of libraries."""
     wanted = set(sizes)
     live: dict[int, int] = {}
     for block, size in trace.events:

@@ -1,12 +1,12 @@
-"""How exactly a card's memory is predicted, against the card that is here.
+"""Accuracy of the predicted memory of a GPU, against the GPU of this machine.
 
     python -m benchmarks.footprint.gpu --out DIR [--only gpt …] [--precisions bf16 …] [--caps 8 …]
 
-For every workload and precision: peaks at a few micro-batches, and the largest micro-batch under caps on the
-allocator, found by runs; beside them what a trace on tensors without memory said before. Also kept: the
-allocator's own entries for one step (``golden_*.json.gz``, to check the model of the allocator without a
-card), how much the context grows, and how many workspaces cuBLAS takes. The result is written anew after
-every workload, so a run that is cut short leaves what it has. Without a card it says so, and exits with 0.
+For every workload and precision, runs give the peaks at a few micro-batches and the largest micro-batch under
+caps on the allocator. A trace on tensors without memory predicts both before. The result also has the entries
+of the allocator for one step (``golden_*.json.gz``, to check the model of the allocator without a GPU), the
+growth of the context, and the workspaces of cuBLAS. It is written after every workload, so a run that is cut
+short keeps its results. Without a GPU nothing is measured, and the exit code is 0.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 SIZES = (4, 16, 64, 256)
 CAPS_GIB = (8, 16, 24, 40, 80)
 GOLDEN = ("gpt", "bf16", 16)
-"""The step whose entries are kept."""
+"""The step whose entries are stored."""
 HEADROOM_BYTES = 2 * GiB
-"""A cap must leave this of what is free: the context grows, and others may come."""
+"""Free memory above a cap, because the context grows and other processes may start."""
 
 
 def main() -> None:
@@ -53,10 +53,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--caps", nargs="*", type=int, default=list(CAPS_GIB), help="GiB")
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin nothing new after this long")
+    parser.add_argument("--seconds", type=float, default=540.0, help="start nothing after this time")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks.footprint.gpu: no CUDA card here, nothing was measured")
+        print("benchmarks.footprint.gpu: no CUDA GPU found, nothing was measured")
         return
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def header() -> dict[str, Any]:
-    """The card, the versions, and what is measured once."""
+    """Return the GPU, the versions, and the figures that are measured once."""
     properties = torch.cuda.get_device_properties(0)
     before = outside_bytes()
     return {
@@ -104,20 +104,20 @@ def header() -> dict[str, Any]:
 
 
 def outside_bytes() -> int:
-    """Held on the card outside of this process's allocator: the context, kernels, and other processes."""
+    """Return the bytes outside the allocator of this process: context, kernels and other processes."""
     free, total = torch.cuda.mem_get_info(0)
     return total - free - torch.cuda.memory_reserved(0)
 
 
 def workspaces() -> dict[str, int]:
-    """Which workspaces cuBLAS takes for a product in the forward and in the backward thread, and keeps."""
-    ran = attempt(bench_of("mlp", "fp32", CudaDevice(index=0, memory_budget=8 * GiB)), 4)
+    """Return the workspaces that cuBLAS keeps for a product in the forward and in the backward thread."""
+    ran = attempt(setup_of("mlp", "fp32", CudaDevice(index=0, memory_budget=8 * GiB)), 4)
     if ran.trace is None:
         return {}
     return {str(size): count for size, count in lasting(ran.trace).items()}
 
 
-def bench_of(name: str, precision: str, device: CudaDevice) -> TrainSetup:
+def setup_of(name: str, precision: str, device: CudaDevice) -> TrainSetup:
     case = CASES[name]()
     torch.manual_seed(0)
     return TrainSetup(
@@ -132,9 +132,9 @@ def bench_of(name: str, precision: str, device: CudaDevice) -> TrainSetup:
 
 
 def measure(name: str, precision: str, caps: list[int], found: dict[str, int]) -> dict[str, Any]:
-    """One workload in one precision; what goes wrong is part of the result."""
+    """Measure one workload in one precision. A failure is part of the result."""
     device = CudaDevice(index=0, memory_budget=None)
-    setup = bench_of(name, precision, device)
+    setup = setup_of(name, precision, device)
     row: dict[str, Any] = {"workload": name, "precision": precision, "sizes": [], "limits": [], "notes": []}
     try:
         step = footprint(setting_of(setup))
@@ -179,17 +179,17 @@ def peaks(step: Footprint, taken: tuple[int, int], size: int) -> dict[str, int]:
 
 
 def limit(setup: TrainSetup, step: Footprint, taken: tuple[int, int], cap_bytes: int) -> dict[str, Any]:
-    """The largest micro-batch under a cap: as it was predicted, and as runs say."""
-    said = predict(step, budget_bytes=cap_bytes, cap=SAMPLES, workspaces=taken)
+    """Return the largest micro-batch under a cap, predicted and found by runs."""
+    estimate = predict(step, budget_bytes=cap_bytes, cap=SAMPLES, workspaces=taken)
     gpu = replace(setup, device=CudaDevice(index=0, memory_budget=cap_bytes))
     program = with_workspaces(step, taken)
     predictor = ReplayPredictor(lambda: CachingAllocator(cap_bytes), program)
     true = search(lambda size: attempt(gpu, size), cap=SAMPLES, predictor=predictor)
     return {
         "cap_bytes": cap_bytes,
-        "predicted": said.micro_batch,
-        "predicted_low": said.micro_batch_low,
-        "predicted_high": said.micro_batch_high,
+        "predicted": estimate.micro_batch,
+        "predicted_low": estimate.micro_batch_low,
+        "predicted_high": estimate.micro_batch_high,
         "gpu": true.micro_batch,
         "upper_bound_by": true.upper_bound_by,
         "runs": len(true.attempts),
@@ -198,9 +198,9 @@ def limit(setup: TrainSetup, step: Footprint, taken: tuple[int, int], cap_bytes:
 
 
 def keep_golden(out: Path) -> dict[str, Any]:
-    """Keep the allocator's entries of one step, and compare the model with them."""
+    """Store the allocator's entries of one step, and compare the model with them."""
     name, precision, size = GOLDEN
-    setup = bench_of(name, precision, CudaDevice(index=0, memory_budget=None))
+    setup = setup_of(name, precision, CudaDevice(index=0, memory_budget=None))
     with setup.device.enforced():
         train(setup, size, Onlooker())
         snapshot = torch.cuda.memory._snapshot(0)

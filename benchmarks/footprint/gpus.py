@@ -1,4 +1,4 @@
-"""Workloads that are large enough for a card: their micro-batches reach tens of GiB."""
+"""Workloads that are large enough for a GPU: their micro-batches reach tens of GiB."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from benchmarks.workloads import (
 )
 
 SAMPLES = 1 << 17
-"""As many samples as any card takes; they are made, not read."""
+"""More samples than any GPU can hold; they are created, not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A workload, and how a batch of it is made at once."""
+    """A workload, and a function that creates a batch at once."""
 
     workload: Workload
     batch_of: Callable[[int], tuple[Tensor, Tensor]]
@@ -39,7 +39,7 @@ class Case:
 
 
 class Made:
-    """Stands in for the worst_case samples: all cost alike, and a batch is made whole."""
+    """A stand-in for the worst-case samples: all cost the same, and a batch is created whole."""
 
     def __init__(self, batch_of: Callable[[int], Any]) -> None:
         self.batch = batch_of
@@ -121,7 +121,7 @@ def reconstruct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
-    # Its targets are made without a device: on a card they must be made there.
+    # Its targets are created on the default device, which must be that of the batch.
     with torch.device(batch[0].device):
         return contrast(model, batch)
 
@@ -162,4 +162,4 @@ CASES: dict[str, Callable[[], Case]] = {
     "experts": lambda: case("experts", partial(Experts, 1024, 16), partial(vectors, width=1024)),
     "contrastive": lambda: case("contrastive", mlp(2048, 4, 512), partial(vectors, width=512), loss=pairs),
 }
-"""Twelve kinds; each is built anew at every call."""
+"""Twelve kinds of models; every call builds a new case."""

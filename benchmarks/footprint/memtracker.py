@@ -1,7 +1,7 @@
-"""torch's own tracker of a step's memory, beside ours: `torch.distributed._tools.mem_tracker`.
+"""Torch's tracker of the memory of a step, `torch.distributed._tools.mem_tracker`, for comparison.
 
-It is run on real tensors: on fake ones it stops at the first value that is read (``.item()`` in Adam, and in
-the step's check of its loss), which a training step cannot do without.
+It runs on real tensors. On fake ones it stops at the first value that is read (``.item()`` in Adam, and in
+the check of the loss), and a training step needs those reads.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from autobatch.step.train_step import train_step
 
 
 class Tracked(NamedTuple):
-    """What it says of one micro-batch."""
+    """Its result for one micro-batch."""
 
     peak_bytes: int | None
-    """Live bytes; it knows no allocator."""
+    """Live bytes; it does not model an allocator."""
     cpu_seconds: float
     failure: str | None
 
 
 def tracked(setup: TrainSetup, micro_batch: int) -> Tracked:
-    """Have it watch the steps of an attempt; it needs a run of its own for every size."""
+    """Track the steps of an attempt; every size needs a run of its own."""
     start = time.process_time()
     try:
         peak = _peak(setup, micro_batch)
@@ -52,7 +52,7 @@ def _peak(setup: TrainSetup, micro_batch: int) -> int:
         tracker.track_external(model, *train_state.optimizers)
 
         def mark(phase: str) -> None:
-            # It takes one forward of a module between two of these.
+            # It allows one forward pass of a module between two resets.
             if phase == "forward":
                 tracker.reset_mod_stats()
 

@@ -1,13 +1,13 @@
-"""How exactly a step's memory is predicted, against steps that really ran.
+"""Accuracy of the predicted memory of a step, against steps that ran.
 
     python -m benchmarks.footprint.run
 
-Takes about six minutes on two cores. Two truths are measured for every micro-batch, and replayed through the
-model of CUDA's caching allocator that the prediction goes through as well:
+It takes about six minutes on two cores. Two truths are measured for every micro-batch, and replayed through
+the model of CUDA's caching allocator as the prediction is:
 
-- the tensors of a real run, which is what a budget counts on the CPU and on simulated cards;
-- all that the process allocated in a run with nothing of ours active, by torch's profiler. What it holds
-  besides is scratch space inside of the CPU's operators (oneDNN), which no prediction sees.
+- the tensors of a real run, which a budget counts on the CPU and on simulated GPUs;
+- everything that the process allocated in a run without autobatch's modes, from torch's profiler. The
+  difference is scratch space in the CPU's operators (oneDNN), which no prediction sees.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from benchmarks.workloads import WORKLOADS
 RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = "python -m benchmarks.footprint.run"
 SIZES = (7, 40, 100, 250)
-"""Traced are 2, 3 and 5: up to fifty times the largest of them."""
+"""Micro-batches up to fifty times the largest traced one; 2, 3 and 5 are traced."""
 TRACKED_SIZE = 100
-"""Where MemTracker is asked as well: it takes a trace of its own for every size."""
+"""The size at which MemTracker runs as well; it needs a trace of its own for every size."""
 LIMITED_SIZES = (33, 90, 180)
-"""A budget is what one of these is predicted to reserve; the largest that fits in it may be larger."""
+"""Sizes whose predicted reserved memory is a budget; a larger size may fit in it."""
 PRECISIONS = ("fp32", "bf16")
 CASES = (("gpt2", ("h100-80gb", "rtx-4090")), ("7b", ("h200", "b200")), ("gpt2", ("rtx-4090",)))
-"""Two cards of one generation take one trace; a single card is also told what would help."""
+"""Two GPUs of one generation share a trace; a single GPU also gets remedies."""
 
 
-def bench_of(name: str, precision: str) -> TrainSetup:
+def setup_of(name: str, precision: str) -> TrainSetup:
     workload = WORKLOADS[name]()
     torch.manual_seed(0)
     return TrainSetup(
@@ -76,8 +76,8 @@ def peaks(trace: Trace) -> dict[str, int]:
 
 
 def measure(name: str, precision: str) -> dict[str, Any]:
-    """One workload in one precision: the peaks at every size, and the largest under a few budgets."""
-    setup = bench_of(name, precision)
+    """Measure one workload in one precision: the peaks at every size, and the largest under some budgets."""
+    setup = setup_of(name, precision)
     start = time.process_time()
     step = footprint(
         Setting(
@@ -116,7 +116,7 @@ def measure(name: str, precision: str) -> dict[str, Any]:
 
 
 def limit(setup: TrainSetup, program: Program, size: int) -> dict[str, Any]:
-    """The largest micro-batch under a budget, as predicted, and whether real runs say so."""
+    """Return the predicted largest micro-batch under a budget, and if real runs confirm it."""
     budget = replay(program.at(size), CachingAllocator()).peak_reserved_bytes
     found = largest(program, lambda: CachingAllocator(budget), 4096)
     gpu = TrainSetup(
@@ -137,7 +137,7 @@ def limit(setup: TrainSetup, program: Program, size: int) -> dict[str, Any]:
 
 
 def runs(gpu: TrainSetup, size: int) -> bool:
-    """Whether the steps that were traced run inside the budget; a probe also tries another order."""
+    """Check if the traced steps run within the budget; a probe also tries another order."""
     with preserved_random_state(), gpu.device.enforced() as meter:
         try:
             train(gpu, size, meter)
@@ -147,14 +147,14 @@ def runs(gpu: TrainSetup, size: int) -> bool:
 
 
 def costs() -> list[dict[str, Any]]:
-    """Seconds of estimates, each in a process of its own."""
+    """Return the time of estimates, each in a process of its own."""
     rows = []
     for which, gpus in CASES:
         command = [sys.executable, "-m", "benchmarks.footprint.seconds", which, *gpus]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            rows.append({"model": which, "failure": said[-1]})
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            rows.append({"model": which, "failure": lines[-1]})
         else:
             rows.append(json.loads(done.stdout))
         rows[-1]["load_before"] = os.getloadavg()[0]
@@ -164,7 +164,7 @@ def costs() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="names of workloads")
-    parser.add_argument("--out", type=Path, help="where to write, without the ending")
+    parser.add_argument("--out", type=Path, help="path of the result, without suffix")
     options = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()

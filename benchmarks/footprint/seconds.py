@@ -1,8 +1,8 @@
-"""What an estimate costs, in a process of its own: seconds, processor time and peak memory.
+"""The cost of an estimate in a process of its own: wall time, CPU time and peak memory.
 
     python -m benchmarks.footprint.seconds gpt2 h100-80gb
 
-The process is told nothing but the shapes; it prints one line of JSON.
+The process gets only the shapes, and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from autobatch.core.options import EstimateOptions
-from autobatch.probing.estimate import run_estimate
+from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
 
 DECODERS = {"gpt2": (GPT2_SMALL, "GPT-2 small"), "7b": (LLAMA2_7B, "Llama 2 7B")}
@@ -25,7 +25,9 @@ def main(which: str, gpus: list[str]) -> None:
     torch.set_num_threads(1)
     shape, title = DECODERS[which]
     wall, cpu = time.perf_counter(), time.process_time()
-    found = run_estimate(decoder(shape, which), EstimateOptions(profile=gpus, micro_batch=1), {})
+    found = estimate_limits(
+        decoder(shape, which), EstimateSettings(profiles=gpus, micro_batch=1), home=Path("nowhere")
+    )
     one = found.estimates[0]
     print(
         json.dumps(

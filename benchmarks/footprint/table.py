@@ -1,4 +1,4 @@
-"""Figures of the footprint benchmark, from its rows; pure, so that they can be tested."""
+"""Figures of the footprint benchmark, computed from its rows alone so that tests can check them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import statistics
 from typing import Any
 
 UNDER = 0.02
-"""A prediction this far below the truth is an underestimate that matters."""
+"""Share below the truth from which a prediction counts as an underestimate."""
 RECURRENT = "recurrent"
 
 
 def relative(predicted: int, true: int) -> float:
-    """Signed: negative where the prediction is too low."""
+    """Return the signed error; negative if the prediction is too low."""
     return predicted / true - 1
 
 
 def figures(errors: list[float]) -> dict[str, Any]:
-    """What is said of a list of signed relative errors."""
+    """Summarise a list of signed relative errors."""
     if not errors:
         return {"cases": 0, "median": None, "worst": None, "lowest": None, "under": 0, "under_share": None}
     under = sum(error < -UNDER for error in errors)
@@ -31,7 +31,7 @@ def figures(errors: list[float]) -> dict[str, Any]:
 
 
 def is_trusted(row: dict[str, Any]) -> bool:
-    """Whether the prediction is one that is used: of recurrent layers it says itself that it is not."""
+    """Check if autobatch uses the prediction; it notes itself that it does not for recurrent layers."""
     return not any(RECURRENT in note for note in row["notes"])
 
 
@@ -40,7 +40,7 @@ def errors(rows: list[dict[str, Any]], truth: str, figure: str) -> list[float]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The headline figures, of the predictions that are used; the others stand in the table."""
+    """Return the headline figures of the predictions that are used; the table has all of them."""
     trusted = [row for row in rows if is_trusted(row)]
     limits = [limit for row in trusted for limit in row["limits"]]
     theirs = [row["memtracker"] for row in trusted]
@@ -64,14 +64,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """The page of a result."""
+    """Return the page of a result."""
     found, versions = content["summary"], content["versions"]
     lines = [
         f"# Footprint, predicted and real ({content['date']})",
         "",
         f"{content['hardware']}; torch {versions['torch']}, Python {versions['python']}; "
-        f"`{content['command']}`, {content['wall_seconds']} s. Where the load says so, other work ran on the "
-        "machine meanwhile: processor time is the figure to compare then.",
+        f"`{content['command']}`, {content['wall_seconds']} s. If the load shows other work on the machine, "
+        "compare processor time.",
         "",
         f"{found['workloads']} workloads in fp32 and bf16, micro-batches of {_sizes(content)}, traced at 2, "
         "3 and 5. Errors are relative; underestimates are those over 2 %.",
@@ -98,9 +98,8 @@ def markdown(content: dict[str, Any]) -> str:
         "",
         "## Every workload",
         "",
-        "The worst error over the sizes. What the process allocates besides tensors is scratch space of",
-        "oneDNN. `*`: recurrent layers, of which autobatch says itself that a trace does not tell; it probes",
-        "them.",
+        "The worst error over the sizes. Besides tensors, the process allocates scratch space of oneDNN.",
+        "`*`: recurrent layers, which autobatch does not trust a trace for; it probes them.",
         "",
         "| workload | precision | allocated, tensors | reserved, tensors | allocated, process | MemTracker |"
         " limits exact |",
@@ -126,7 +125,7 @@ def _figures(found: dict[str, Any]) -> str:
 
 def _estimates(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| estimate of | cards | what would help | seconds | processor seconds | peak memory | load before |",
+        "| estimate of | GPUs | remedies | seconds | processor seconds | peak memory | load before |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -135,7 +134,7 @@ def _estimates(rows: list[dict[str, Any]]) -> list[str]:
             continue
         lines.append(
             f"| {row['model']}, {row['length']} tokens | {', '.join(row['gpus'])} | "
-            f"{'traced too' if row['with_remedies'] else 'no'} | {row['wall_seconds']:.1f} | "
+            f"{'traced' if row['with_remedies'] else 'no'} | {row['wall_seconds']:.1f} | "
             f"{row['cpu_seconds']:.1f} | {row['peak_rss_bytes'] >> 20:,} MiB | {row['load_before']:.1f} |"
         )
     return lines
@@ -161,7 +160,7 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def gpu_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The headline figures of a card: errors of the peaks, and of the largest micro-batches."""
+    """Return the headline figures of a GPU: errors of the peaks and of the largest micro-batches."""
     measured = [row for row in rows if "failure" not in row]
     limits = [one for row in measured for one in row["limits"] if one["gpu"]]
     return {
@@ -173,7 +172,7 @@ def gpu_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             figure: figures(errors([row for row in measured if is_trusted(row)], "gpu", figure))
             for figure in ("allocated", "reserved")
         },
-        # A limit that is predicted too high is memory that was underestimated: the signs are turned.
+        # A limit predicted too high is memory underestimated, so the signs are inverted.
         "limits": figures([-relative(one["predicted"], one["gpu"]) for one in limits]),
         "limits_exact": sum(one["predicted"] == one["gpu"] for one in limits),
         "limits_in_interval": sum(
@@ -185,7 +184,7 @@ def gpu_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gpu_text(content: dict[str, Any]) -> str:
-    """What a person reads at the end of a run on a card."""
+    """Return the text at the end of a run on a GPU."""
     found = content["summary"]
     lines = [f"{content['gpu']}, torch {content['versions']['torch']}, {content['wall_seconds']} s"]
     if found is None:
@@ -198,12 +197,12 @@ def gpu_text(content: dict[str, Any]) -> str:
                 f"{one['worst']:+.2%}, underestimates over 2 %: {one['under']} ({one['under_share']:.1%})"
             )
     lines.append(
-        f"largest micro-batch exact in {found['limits_exact']}, inside the interval in "
+        f"largest micro-batch exact in {found['limits_exact']}, within the interval in "
         f"{found['limits_in_interval']} of {found['limits']['cases']}; median runs {found['runs_median']}, "
         f"out of memory {found['ooms']} times"
     )
     lines.append(
-        f"workspaces {content['workspaces']}, outside of the allocator {content['context_bytes'][0] >> 20:,} "
-        f"MiB at first, {content['context_bytes'][-1] >> 20:,} MiB at the end; golden {content['golden']}"
+        f"workspaces {content['workspaces']}, outside the allocator {content['context_bytes'][0] >> 20:,} "
+        f"MiB at the start, {content['context_bytes'][-1] >> 20:,} MiB at the end; golden {content['golden']}"
     )
     return "\n".join(lines)

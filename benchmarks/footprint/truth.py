@@ -1,7 +1,7 @@
-"""What a step really allocates on the CPU: the events of torch's own profiler, with no mode of ours active.
+"""The real allocations of a step on the CPU, from torch's profiler, without autobatch's modes.
 
-The profiler sees every allocation of the CPU's allocator, scratch space inside of operators included; a trace
-on fakes sees tensors alone. Both run `autobatch.step.train_step.train_step`, which is what trains.
+The profiler sees every allocation of the CPU's allocator, including scratch space in operators. A trace on
+fake tensors sees tensors alone. Both run `autobatch.step.train_step.train_step`, as training does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autobatch.workload.rng import preserved_random_state
 
 
 class Prepared:
-    """A batch that was made before: handing it out allocates nothing but the batch itself."""
+    """A batch that was created before, so that returning it allocates only the batch."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -36,7 +36,7 @@ class Prepared:
 
 
 class Onlooker:
-    """A meter that does nothing, for nothing of ours is to run."""
+    """A meter that does nothing, so that autobatch's modes stay off."""
 
     def count(self, tensors: Any) -> None:
         pass
@@ -50,7 +50,7 @@ class Onlooker:
 
 
 def profiled(setup: TrainSetup, micro_batch: int) -> Trace:
-    """Run the steps of an attempt, and tell what the process allocated and freed meanwhile."""
+    """Run the steps of an attempt, and return the allocations and frees of the process."""
     prepared = replace(setup, worst_case=Prepared(setup.worst_case.batch(micro_batch)))
     with preserved_random_state(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         train(prepared, micro_batch, Onlooker())
@@ -58,10 +58,10 @@ def profiled(setup: TrainSetup, micro_batch: int) -> Trace:
 
 
 def train(setup: TrainSetup, micro_batch: int, meter: Any) -> None:
-    """Run the steps that are traced on copies of the model's tensors.
+    """Run the traced steps on copies of the model's tensors.
 
     Raises:
-        torch.OutOfMemoryError: they outgrow the budget of the device.
+        torch.OutOfMemoryError: they exceed the budget of the device.
     """
     device = setup.device.torch_device
     with temporary_weights(setup.model, device) as model:
@@ -92,7 +92,7 @@ def _batches(setup: TrainSetup, micro_batch: int, count: int, meter: Any) -> Ite
 
 
 def trace_of(tree: list[Any]) -> Trace:
-    """The allocations in a profiler's tree of events, in order; without frees of what was there."""
+    """Return the allocations of a profiler's event tree in order, without frees of earlier blocks."""
     found: list[tuple[int, int, int]] = []
     waiting = list(tree)
     while waiting:
@@ -120,5 +120,5 @@ def _copied(value: Any) -> Any:
 
 
 def has_profiler() -> bool:
-    """Whether the private parts of torch that tell the events are where they are looked for."""
+    """Check that the private parts of torch that give the events exist."""
     return hasattr(_EventType, "Allocation") and hasattr(torch.profiler, "profile")

@@ -1,10 +1,10 @@
-"""The training loop on a card: its cost over a loop written by hand, and that nothing waits inside a window.
+"""The training loop on a GPU: its time against a loop written by hand, and waits within a step.
 
     python -m benchmarks.loop.gpu [--rounds 40] [--share 0.8]
 
-A decoder in bf16, four micro-batches a step of the size that a probe finds in that share of the card; both
-loops in turn, each step timed until the card has done it. Then a window of ours runs with torch told to raise
-wherever the host would wait for the card.
+A decoder trains in bf16, with four micro-batches per step of the size that a probe finds in that share of the
+GPU. Both loops run in turn, and each step is timed until the GPU has finished it. Then a step of ours runs
+while torch raises if the host would wait for the GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 import autobatch
 from autobatch import Workload
 from autobatch.device.base import Device, Meter
-from autobatch.probing.setup import open_device
+from autobatch.device.select import open_device
 from autobatch.step.train_state import build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.training.loop import Loop
@@ -94,7 +94,7 @@ def by_autobatch(given: Workload, size: int, device: Device, meter: Meter) -> Lo
 
 
 def waits_inside(loop: Loop, size: int) -> str | None:
-    """Where the host waits for the card in the micro-batches of a window; ``None``: nowhere."""
+    """Return the place where the host waits for the GPU in the micro-batches of a step; None if nowhere."""
     batches = [(load_micro_batch(loop.workload, range(size)), size) for _ in range(ACCUMULATION)]
     placed = feed(batches, loop.train_state.device, loop.meter, twice=False)
     torch.cuda.synchronize()
@@ -111,7 +111,7 @@ def waits_inside(loop: Loop, size: int) -> str | None:
 
 
 def in_turn(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step, each contender first in every other round."""
+    """Return the seconds of every step. The contenders take turns in running first."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-WARM, rounds):
         for name in list(steps)[:: 1 if number % 2 else -1]:
@@ -131,9 +131,9 @@ def main() -> None:
     options = parser.parse_args()
     given = workload()
     with tempfile.TemporaryDirectory() as home:
-        # Nothing that fitted before on this machine may answer.
+        # No saved limit of this machine may answer.
         os.environ["AUTOBATCH_HOME"] = home
-        # Two models are there at a time here.
+        # Two models exist at the same time.
         budget = f"{options.share / 2:.0%}"
         found = autobatch.probe(given, device="cuda:0", memory_budget=budget, max_grad_norm=CLIP)
     size = found.probe.micro_batch
@@ -152,13 +152,13 @@ def main() -> None:
         "seconds_a_step": {name: statistics.median(own) for name, own in seconds.items()},
         "ratio": middle,
         "quartiles": [low, high],
-        "waits_inside_a_window": waits,
+        "waits_within_a_step": waits,
     }
     content["hardware"]["gpu"] = torch.cuda.get_device_name(0)
     table = (
         f"The loop on {content['hardware']['gpu']}, decoder of 50 M parameters, {LENGTH} tokens, bf16, "
         f"{ACCUMULATION} micro-batches of {size}: {middle:.3f} ({low:.3f} to {high:.3f}) of a loop by hand; "
-        f"waits for the card inside a window: {waits or 'none'}\n"
+        f"waits for the GPU within a step: {waits or 'none'}\n"
     )
     print(table)
     print(save("loop-gpu", content, table))

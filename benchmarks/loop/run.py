@@ -1,12 +1,12 @@
-"""What the training loop costs over a loop written by hand that does the same work.
+"""The time of the training loop against a loop written by hand that does the same work.
 
     python -m benchmarks.loop.run [--rounds 100] [--out FILE.json]
 
-One process, one thread, all contenders in every round in turn, so that what else the machine does meets them
-alike. The work: Adam, accumulation of 4 micro-batches, clipping to 1.0, the loss of each optimizer step read,
-samples in memory joined to batches (a DataLoader without workers in the loops by hand). The figure is the
-ratio to the loop by hand in the same round, of wall time and of the process's CPU time: on a quiet machine
-they are the same, and on a busy one the latter is the one to read.
+One process with one thread runs all contenders in turn in every round, so that other load on the machine
+affects them equally. The work: Adam, accumulation of 4 micro-batches, clipping to 1.0, reading the loss of
+each optimizer step, and collating samples from memory (a DataLoader without workers in the loops by hand).
+The figure is the ratio to the loop by hand in the same round, for wall time and for the CPU time of the
+process. They agree on an idle machine. On a busy one, read the CPU time.
 """
 
 from __future__ import annotations
@@ -136,17 +136,17 @@ def by_autobatch(case: dict[str, Any], precision: str) -> Callable[[], None]:
         learning_rate=1e-3,
         max_grad_norm=CLIP,
     )
-    window = ACCUMULATION * case["micro_batch"]
+    target_batch = ACCUMULATION * case["micro_batch"]
     loop = Loop(
         workload=workload,
         train_state=train_state,
-        sampler=GlobalBatchSampler(samples=len(case["data"]), target_batch=window, seed=0, steps=10**9),
+        sampler=GlobalBatchSampler(samples=len(case["data"]), target_batch=target_batch, seed=0, steps=10**9),
         device=CpuDevice(memory_budget="1GiB"),
         meter=SilentMeter(),
         micro_batch=case["micro_batch"],
     )
     run = loop.run()
-    # What a run writes of every step is part of what it costs.
+    # Writing a row for every step is part of the cost of a run.
     lines = JsonLines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
     return lambda: lines.step(next(run))
 
@@ -155,7 +155,7 @@ def by_accelerate(case: dict[str, Any], precision: str) -> Callable[[], None]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    # It keeps its precision for the whole process.
+    # accelerate keeps its precision for the whole process.
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
         cpu=True,
@@ -227,14 +227,14 @@ def by_fabric(case: dict[str, Any], precision: str) -> Callable[[], None]:
 
 
 class Paced:
-    """Batches for a loop that cannot be stepped from outside: it waits before every window."""
+    """Batches for a loop that has no step function: it waits before every optimizer step."""
 
     def __init__(self, data: Iterator[Any]) -> None:
         self.data = data
         self.may_go, self.is_done = threading.Semaphore(0), threading.Semaphore(0)
 
     def __len__(self) -> int:
-        """A length spares Lightning from fetching one batch ahead, into the next window."""
+        """Return a length, so that Lightning does not fetch a batch of the next step ahead."""
         return 10**9
 
     def __iter__(self) -> Iterator[Any]:
@@ -250,7 +250,7 @@ class Paced:
 
 
 def by_lightning(case: dict[str, Any], precision: str) -> Callable[[], None]:
-    """Its Trainer in a thread of its own, of which no two windows run at a time."""
+    """Run Lightning's Trainer in a thread, one optimizer step at a time."""
     from lightning.pytorch import LightningModule, Trainer
 
     class Module(LightningModule):
@@ -316,7 +316,7 @@ def compare(case: dict[str, Any], precision: str, rounds: int) -> dict[str, Any]
     seconds: dict[str, dict[str, list[float]]] = {c: {name: [] for name in steps} for c in clocks}
     names = list(steps)
     for number in range(rounds // case.get("fewer", 1)):
-        # Each has each place in turn: no one always runs in the wake of the same other.
+        # The order rotates, so that no contender always follows the same other one.
         for name in names[number % len(names) :] + names[: number % len(names)]:
             before = {clock: read() for clock, read in clocks.items()}
             for _ in range(case["steps"]):

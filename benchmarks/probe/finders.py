@@ -1,4 +1,4 @@
-"""The finders, each on the same limit: what it found, in how many runs and out-of-memory errors."""
+"""Finders of the largest micro-batch, each on the same limit, with their runs and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from autobatch.core.errors import DoesNotFitError
+from autobatch.core.progress import Progress
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import run_probe
-from autobatch.probing.setup import describe_setup
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit
 from autobatch.step.train_state import build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
@@ -28,7 +28,7 @@ from benchmarks.probe.limits import Limit, bisected
 
 @dataclass
 class Answer:
-    """What a finder answered."""
+    """The answer of a finder."""
 
     found: int
     runs: int
@@ -44,7 +44,7 @@ def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
     setup = limit.setup()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe, _ = run_probe(LocalProber(setup, describe_setup(setup)), limit.options, home=Path(home))
+            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Progress()).probe
         except DoesNotFitError:
             return Answer(0, 1, 1, time.perf_counter() - start), {"limited_by": "nothing fits"}
     answer = Answer(probe.micro_batch, len(probe.attempts), probe.oom_count, time.perf_counter() - start)
@@ -57,7 +57,7 @@ def by_autobatch(limit: Limit) -> tuple[Answer, dict[str, object]]:
 
 
 def by_hand(limit: Limit) -> Answer:
-    """Doubling, then bisection, with the very attempts that autobatch makes."""
+    """Double, then bisect, with the attempts that autobatch makes."""
     start = time.perf_counter()
     setup = limit.setup()
     seen: list[bool] = []
@@ -71,14 +71,14 @@ def by_hand(limit: Limit) -> Answer:
 
 
 def by_accelerate(limit: Limit, start_size: int) -> Answer:
-    """As its documentation shows: model and optimizer are built inside of the function that is decorated."""
+    """Run accelerate as its documentation shows: the decorated function builds model and optimizer."""
     from accelerate.utils import find_executable_batch_size
 
     device = limit.setup().device
     counts = [0, 0]
     start = time.perf_counter()
 
-    # Where the data has fewer samples, a loader would run fewer than the size that it is asked for.
+    # A loader over fewer samples than the size would run a smaller batch.
     @find_executable_batch_size(starting_batch_size=min(start_size, limit.cap))
     def train(batch_size: int) -> int:
         counts[0] += 1
@@ -100,7 +100,7 @@ def by_accelerate(limit: Limit, start_size: int) -> Answer:
 
 
 def train_anew(workload: Workload, meter: Meter, size: int) -> None:
-    """The windows of an attempt, on the first samples of a shuffled loader."""
+    """Run the steps of an attempt on the first samples of a shuffled loader."""
     torch.manual_seed(0)
     model = workload.model().train()
     cpu = torch.device("cpu")
@@ -122,7 +122,8 @@ def train_anew(workload: Workload, meter: Meter, size: int) -> None:
 
 
 def meter_of(device: Device) -> AbstractContextManager[Meter]:
-    """The device's own meter; on the CPU in the words of torch's allocator, which is what others look for."""
+    """Return the meter of the device; on the CPU with the message of torch's allocator, which others
+    expect."""
     if device.kind != "cpu":
         return device.enforced()
     return StorageMeter(
@@ -135,7 +136,7 @@ def meter_of(device: Device) -> AbstractContextManager[Meter]:
 
 
 def finders(*, lightning: bool) -> dict[str, Callable[[Limit], Answer] | None]:
-    """Every other finder by its name; ``None`` where what it needs is not installed."""
+    """Return every other finder by name; None if its library is not installed."""
     found: dict[str, Callable[[Limit], Answer] | None] = {"doubling and bisection by hand": by_hand}
     try:
         import accelerate  # noqa: F401

@@ -1,8 +1,8 @@
-"""How well limits are found on a real card, under caps of several sizes.
+"""Accuracy of the limits found on a real GPU, under caps of several sizes.
 
     python -m benchmarks.probe.gpu [--out DIR] [--budgets 4 8] [--models gpt-124m]
 
-Each answer is held to the truth by real attempts alone: doubling, then bisection. Without a card it says so.
+Real attempts alone give the truth: doubling, then bisection. Without a GPU nothing is measured.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils.data import Dataset
 
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import ProbeOptions
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import run_probe
-from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.setup import SetupSettings, open_setup
 from benchmarks.probe.limits import bisected
 from benchmarks.probe.run import RESULTS, environment
 from benchmarks.workloads import Block, adamw, classify, mlp
@@ -39,7 +39,7 @@ TOKENS, LENGTH, WIDTH, LAYERS, HEADS = 50257, 512, 768, 12, 12
 
 
 class Few(Dataset):
-    """A data set of any length that repeats a few samples: making them is not what is measured."""
+    """A dataset of any length that repeats a few samples, because their creation is not measured."""
 
     def __init__(self, samples: list[Any]) -> None:
         self.samples = samples
@@ -52,7 +52,7 @@ class Few(Dataset):
 
 
 class Gpt(nn.Module):
-    """A decoder of 124 million parameters, with the embedding as its head."""
+    """A decoder of 124 million parameters whose head is the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,14 +127,14 @@ MODELS = {"gpt-124m": gpt, "resnet-50": resnet, "mlp-wide": wide}
 
 
 def measure(name: str, budget: int) -> dict[str, Any]:
-    """What the probe found under a cap, and the truth."""
-    options = ProbeOptions(device="cuda:0", memory_budget=f"{budget}GiB")
+    """Probe under a cap, and find the truth."""
+    options = SetupSettings(device="cuda:0", memory_budget=f"{budget}GiB")
     setup = open_setup(MODELS[name](), options)
     row: dict[str, Any] = {"model": name, "budget_gib": budget, "precision": setup.precision}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as home:
         try:
-            probe, _ = run_probe(LocalProber(setup, describe_setup(setup)), options, home=Path(home))
+            probe = find_limit(ThisProcess(setup), ProbeLimits(), home=Path(home), progress=Progress()).probe
         except DoesNotFitError as error:
             return row | {"found": 0, "error": str(error), "true": truth(setup, {})}
     row |= {
@@ -175,14 +175,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print(f"no CUDA card here (torch {torch.__version__}): nothing was measured")
+        print(f"no CUDA GPU found (torch {torch.__version__}): nothing was measured")
         return
     gpu = torch.cuda.get_device_properties(0)
     rows = []
     for name in options.models:
         for budget in options.budgets:
             if budget * 2**30 > gpu.total_memory:
-                print(f"{name} {budget} GiB: left out, {gpu.name} has {gpu.total_memory / 2**30:.1f} GiB")
+                print(f"{name} {budget} GiB left out: {gpu.name} has {gpu.total_memory / 2**30:.1f} GiB")
                 continue
             rows.append(measure(name, budget))
             print(json.dumps(rows[-1]), flush=True)

@@ -23,9 +23,9 @@ from benchmarks.probe.limits import Limit
 
 
 class Module(LightningModule):
-    """A workload as Lightning wants it; batches are joined out of the meter's sight, as for everyone here.
+    """A workload as a LightningModule. Its batches are collated without being counted, as for every finder.
 
-    The tuner sets callbacks aside, so the module counts its trials and their out-of-memory errors.
+    The tuner removes callbacks, so the module counts its trials and their out-of-memory errors.
     """
 
     def __init__(self, workload: Workload, meter: Meter) -> None:
@@ -58,7 +58,7 @@ class Module(LightningModule):
             super().backward(*args, **more)
 
     def optimizer_step(self, *args: object, **more: object) -> None:
-        # The last micro-batch of a window runs inside of this one.
+        # The last micro-batch of a step runs within this call.
         with self.counted():
             super().optimizer_step(*args, **more)
 
@@ -75,7 +75,7 @@ class Module(LightningModule):
 
 
 def by_lightning(limit: Limit, mode: str) -> Answer:
-    """Its defaults, with two micro-batches an optimizer step as everyone here."""
+    """Run Lightning with its defaults, and two micro-batches per optimizer step as for every finder."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     device = limit.setup().device
     torch.manual_seed(0)
@@ -99,6 +99,6 @@ def by_lightning(limit: Limit, mode: str) -> Answer:
         try:
             found = Tuner(trainer).scale_batch_size(module, mode=mode)
         except (ValueError, RuntimeError):
-            # Where nothing fits it goes on to a batch of 0, which its loader refuses.
+            # If nothing fits it continues to a batch of 0, which its loader rejects.
             found = 0
     return Answer(int(found or 0), module.runs, len(module.failed), time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""The limits: every workload under three budgets on two devices; and the truth of each, by real attempts."""
+"""The limits: every workload under three budgets on two devices, and the truth from real attempts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import Dataset
 
-from autobatch.core.options import ProbeOptions
 from autobatch.device.oom import is_oom
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.setup import open_setup
+from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import build_train_state
 from autobatch.step.train_step import train_step
@@ -53,14 +52,14 @@ BUDGETS: dict[str, dict[str, tuple[str, str, str]]] = {
         "contrastive": ("2MiB", "22MiB", "40MiB"),
     },
 }
-WINDOW = 8
-"""On the simulated card memory need not be monotone: this many sizes on either side are run besides."""
+NEIGHBOURS = 8
+"""Sizes on either side of an answer that also run on the simulated GPU, where memory need not be monotone."""
 LATER = 20
-"""Windows of training at a found size, on samples drawn at random."""
+"""Optimizer steps at a found size, on random samples."""
 
 
-class OptunaStudy(Dataset):
-    """Samples in memory: making them is not what is measured."""
+class InMemory(Dataset):
+    """Samples in memory, because their creation is not measured."""
 
     def __init__(self, data: Dataset) -> None:
         self.samples = [data[index] for index in range(len(data))]  # type: ignore[arg-type]
@@ -74,12 +73,12 @@ class OptunaStudy(Dataset):
 
 def workload_of(name: str) -> Workload:
     workload = WORKLOADS[name]()
-    return replace(workload, train_data=OptunaStudy(workload.train_data))
+    return replace(workload, train_data=InMemory(workload.train_data))
 
 
 @dataclass
 class Limit:
-    """One limit, and which sizes fit under it: each is run once, however often it is asked for."""
+    """One limit, and the sizes that fit under it; each size runs once."""
 
     workload: Workload
     device: str
@@ -88,15 +87,15 @@ class Limit:
     survived: dict[int, int] = field(default_factory=dict)
 
     @property
-    def options(self) -> ProbeOptions:
-        return ProbeOptions(device=self.device, memory_budget=self.budget)
+    def settings(self) -> SetupSettings:
+        return SetupSettings(device=self.device, memory_budget=self.budget)
 
     @property
     def cap(self) -> int:
         return len(self.workload.train_data)  # type: ignore[arg-type]
 
     def setup(self) -> TrainSetup:
-        return open_setup(self.workload, self.options)
+        return open_setup(self.workload, self.settings)
 
     def fits(self, setup: TrainSetup, size: int) -> bool:
         if size not in self.known:
@@ -104,23 +103,23 @@ class Limit:
         return self.known[size]
 
     def later(self, setup: TrainSetup, size: int) -> int:
-        """The number of windows of training at a size that ran before memory was out."""
+        """Return the number of optimizer steps at a size before memory runs out."""
         if size and size not in self.survived:
             self.survived[size] = later(setup, size)
         return self.survived[size] if size else LATER
 
     def true(self, setup: TrainSetup, *around: int) -> int:
-        """The largest size that is known to fit: by bisection, and by running all sizes near the answers."""
+        """Return the largest size that fits, by bisection and by running all sizes near the answers."""
         found = bisected(lambda size: self.fits(setup, size), self.cap)
         if self.device != "cpu":
             for answer in {found, *around}:
-                for size in range(max(1, answer - WINDOW), min(self.cap, answer + WINDOW) + 1):
+                for size in range(max(1, answer - NEIGHBOURS), min(self.cap, answer + NEIGHBOURS) + 1):
                     self.fits(setup, size)
         return max((size for size, fits in self.known.items() if fits), default=0)
 
 
 def bisected(fits, cap: int) -> int:
-    """Double until it fails, then halve the bracket."""
+    """Double the size until it fails, then bisect the interval."""
     low, high = 0, 1
     while high <= cap and fits(high):
         low, high = high, (min(2 * high, cap) if high < cap else cap + 1)
@@ -130,8 +129,8 @@ def bisected(fits, cap: int) -> int:
     return low
 
 
-def later(setup: TrainSetup, size: int, windows: int = LATER) -> int:
-    """Train at a size on samples drawn at random; the number of windows that ran before memory was out."""
+def later(setup: TrainSetup, size: int, steps: int = LATER) -> int:
+    """Train at a size on random samples. Return the number of optimizer steps before memory runs out."""
     generator = torch.Generator().manual_seed(size)
     count = len(setup.workload.train_data)  # type: ignore[arg-type]
     done = 0
@@ -159,7 +158,7 @@ def later(setup: TrainSetup, size: int, windows: int = LATER) -> int:
                 yield batch, size
 
         try:
-            for _ in range(windows):
+            for _ in range(steps):
                 train_step(train_state, batches(), 2 * size)
                 done += 1
         except Exception as error:

@@ -1,9 +1,9 @@
-"""How well limits are found: autobatch beside other finders, on the same limits in the same run.
+"""Accuracy of the limits found by autobatch and by other finders, on the same limits in the same run.
 
     python -m benchmarks.probe.run
 
-Takes about eight minutes on two quiet cores. The other finders need accelerate and lightning; where one is
-not installed, its rows say so.
+It takes about eight minutes on two idle cores. The other finders need accelerate and lightning. The rows of a
+finder that is not installed state so.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from benchmarks.probe.table import markdown
 RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = "python -m benchmarks.probe.run"
 LIGHTNING = ("mlp-heavy", "conv", "resnet-bn", "gpt", "gpt-ragged", "lstm", "contrastive")
-"""A trial of Lightning's costs a loader and two loops, so it gets these workloads only."""
+"""Workloads for Lightning, whose trials cost a loader and two loops each."""
 
 
 def measure(task: tuple[str, str]) -> list[dict[str, object]]:
-    """All budgets of a workload on a device."""
+    """Measure all budgets of a workload on a device."""
     name, device = task
     torch.set_num_threads(1)
-    # Every finder collects garbage after an error: what was imported need not be looked through each time.
+    # Every finder collects garbage after an error. Freezing spares it the imported objects.
     gc.collect()
     gc.freeze()
     workload = workload_of(name)
@@ -56,7 +56,7 @@ def measure_limit(name: str, limit: Limit) -> dict[str, object]:
         rows[finder] = find(limit).to_json() if find else None
     for row in rows.values():
         if row is not None:
-            row["windows_later"] = limit.later(setup, row["found"])
+            row["steps_later"] = limit.later(setup, row["found"])
     print(f"{name:18} {limit.device:7} {limit.budget:>8}  true {true:5}  found {answer.found:5}", flush=True)
     return {
         "workload": name,
@@ -70,7 +70,7 @@ def measure_limit(name: str, limit: Limit) -> dict[str, object]:
 
 
 def environment() -> dict[str, object]:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     memory = host_memory()
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
@@ -94,11 +94,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", help="workloads; without it: all")
+    parser.add_argument("--only", nargs="*", help="workloads (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    # Nothing that fitted before on this machine may answer, and nothing is left behind.
+    # No saved limit of this machine may answer, and nothing is left behind.
     with tempfile.TemporaryDirectory() as home:
         os.environ["AUTOBATCH_HOME"] = home
         start = time.perf_counter()

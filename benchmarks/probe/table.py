@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from benchmarks.probe.limits import LATER, WINDOW
+from benchmarks.probe.limits import LATER, NEIGHBOURS
 
 HEAD = (
     "| finder | limits | found ÷ true: worst … best, median | runs: median, most "
@@ -22,7 +22,7 @@ def markdown(environment: dict[str, Any], limits: list[dict[str, Any]]) -> str:
         "",
         f"`{env['command']}` on {env['date']}: {env['cpu']}, {env['cores']} cores, {env['memory']};",
         f"Python {env['python']}, torch {env['torch']}, accelerate {env['accelerate']},",
-        f"lightning {env['lightning']}; {env['seconds']} s in all.",
+        f"lightning {env['lightning']}; {env['seconds']} s in total.",
         "",
         f"**autobatch is exact in {exact} of {len(limits)} limits**: its answer ran and fits, and the next",
         "size does not fit in a real attempt (or the answer is the cap).",
@@ -37,14 +37,14 @@ def markdown(environment: dict[str, Any], limits: list[dict[str, Any]]) -> str:
 
 
 def row(name: str, limits: list[dict[str, Any]]) -> str:
-    """One finder over some limits."""
-    # A limit under which nothing fits has no share of it to find.
+    """Return the row of one finder over some limits."""
+    # A limit under which nothing fits has no share to find.
     pairs = [(one["true"], one["finders"][name]) for one in limits if one["true"] and name in one["finders"]]
     answers = [(true, answer) for true, answer in pairs if answer is not None]
     if not answers:
         return f"| {name} | – | left out: not installed | | | | |"
     shares = sorted(answer["found"] / true for true, answer in answers)
-    over = sum(answer["windows_later"] < LATER for _, answer in answers)
+    over = sum(answer["steps_later"] < LATER for _, answer in answers)
     cells = [
         name,
         f"{len(answers)}",
@@ -66,18 +66,17 @@ def notes(environment: dict[str, Any]) -> list[str]:
     return [
         "## How",
         "",
-        "- Everyone runs in the same meter: on `cpu` the tensors' bytes are counted against the budget, on",
-        "  `sim:t4` they go through a model of CUDA's caching allocator. A batch is joined out of its sight,",
-        "  then counted.",
-        "- The truth is found by real attempts alone (doubling, then bisection); on `sim:t4`, where memory",
-        f"  need not be monotone, every size within {WINDOW} of the answers is run as well, so what ends at",
+        "- All finders run under the same meter. On `cpu` it counts the bytes of tensors against the budget.",
+        "  On `sim:t4` they go through a model of CUDA's caching allocator. Batches count after collation.",
+        "- Real attempts alone give the truth (doubling, then bisection). On `sim:t4`, where memory need not",
+        f"  be monotone, every size within {NEIGHBOURS} of the answers runs as well. A search that ends at",
         "  the nearest boundary can be under 1 there.",
-        f"- Over: of {LATER} windows of two micro-batches on samples drawn at random, one ran out of memory.",
-        "- accelerate runs the windows that autobatch runs (three optimizer steps), with model and optimizer",
-        "  built inside of the decorated function; from the whole data set where that is under 4096.",
+        f"- Over: one of {LATER} steps of two micro-batches on random samples ran out of memory.",
+        "- accelerate runs the steps that autobatch runs (three optimizer steps). The decorated function",
+        "  builds model and optimizer. It starts from the whole dataset if that is under 4096.",
         "- Lightning runs with its defaults, `accumulate_grad_batches=2`, no logger and no checkpoints, on",
         f"  {', '.join(environment['lightning_on'])}.",
-        "- Seconds are those of two processes side by side, and only to be compared with one another.",
+        "- Seconds are those of two processes at the same time. Compare them only with one another.",
     ]
 
 

@@ -1,1 +1,1 @@
-"""What tuning finds, what it gains and what it costs."""
+"""Benchmarks of tuning: its result, its gain and its cost."""

@@ -1,9 +1,9 @@
-"""What tuning gains on a card: a transformer and a convolutional network, over the largest micro-batch.
+"""The gain of tuning on a GPU over the largest micro-batch: a transformer and a convolutional network.
 
     python -m benchmarks.tune.gpu [--trials 20] [--timeout 240] [--knobs …]
 
-The gain is over the largest micro-batch with every knob at its default, measured in turn; and over the same
-in fp32, for on recent cards the default is bf16 already.
+The gain is over the largest micro-batch with every knob at its default, measured in turn. A second gain is
+over the same in fp32, because the default on recent GPUs is bf16.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.utils.data import TensorDataset
 
 from autobatch import Workload
 from autobatch.core.knobs import applicable, defaults, parse_knobs
-from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import caps_of, plan_from, run_probe
-from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.probing.child import Session, ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.trial import TrialRunner, TrialSpec
+from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 from benchmarks.report import save, surroundings
 from benchmarks.workloads import Block, Residual
 
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
 
 def convolutional(channels: int = 128, blocks: int = 8) -> nn.Module:
-    """Residual blocks at 56 by 56 pixels."""
+    """Build residual blocks at 56 by 56 pixels."""
     stem = nn.Conv2d(3, channels, 7, stride=4, padding=3)
     body = nn.Sequential(*(Residual(channels) for _ in range(blocks)))
     return nn.Sequential(stem, body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
@@ -94,25 +94,20 @@ def workload(name: str, model: Callable[[], nn.Module], data: Any, loss: Any) ->
     )
 
 
+TARGET = 1024
 CASES = {"transformer": transformer, "conv-net": conv_net}
 
 
 def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[str, Any]:
-    """Probe, tune, and measure the answer beside the default."""
-    options = options_from(
-        TuneOptions,
-        {"target_batch": 1024, "device": "cuda", "memory_budget": chosen.memory_budget},
-    )
-    setup = open_setup(make(), options)
-    facts = describe_setup(setup)
-    limit = limit_of(setup, options)
-    samples = sum(plan_from(facts, limit, options).micro_batches)
-    task = TrialSpec(limit, min(caps_of(facts, options).values()), samples, planned_steps=1000, seconds=1.0)
-    runner = TrialRunner(setup, options, task)
+    """Probe, tune, and measure the result next to the default."""
+    settings = SetupSettings(target_batch=TARGET, device="cuda", memory_budget=chosen.memory_budget)
+    setup = open_setup(make(), settings)
+    limit = limit_of(setup)
+    task = TrialSpec(limit=limit, cap=TARGET, samples=TARGET, planned_steps=1000, seconds=1.0)
     names = None if chosen.knobs is None else parse_knobs(chosen.knobs)
-    axes, _ = applicable(runner.context(), names)
+    axes, _ = applicable(look_at_workload(Session(setup), task), names)
     base = defaults(axes)
-    runner.begin(base)
+    runner = TrialRunner(setup, dataclasses.replace(task, defaults=base))
     start = time.monotonic()
     found = find_fastest(
         runner.measure,
@@ -126,15 +121,14 @@ def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[st
         ),
     ).tuning
     single = dataclasses.replace(setup, precision="fp32")
-    plain = TrialRunner(single, options, task._replace(limit=limit_of(single, options)))
-    plain.begin({})
+    plain = TrialRunner(single, dataclasses.replace(task, limit=limit_of(single)))
     gains: dict[str, list[float]] = {"over_default": [], "over_fp32": []}
     for _ in range(ROUNDS):
         best = runner.measure(found.best).samples_per_s
         gains["over_default"].append(best / runner.measure(base).samples_per_s)
         gains["over_fp32"].append(best / plain.measure({}).samples_per_s)
     return {
-        "target_batch": 1024,
+        "target_batch": TARGET,
         "micro_batch_limit": limit,
         "best": found.best,
         **{name: round(statistics.median(ratios), 3) for name, ratios in gains.items()},
@@ -145,22 +139,24 @@ def examine(make: Callable[[], Workload], chosen: argparse.Namespace) -> dict[st
     }
 
 
-def limit_of(setup: TrainSetup, options: TuneOptions) -> int:
-    """The largest micro-batch that fits."""
+def limit_of(setup: TrainSetup) -> int:
+    """Return the largest micro-batch that fits."""
+    limits = ProbeLimits(target_batch=TARGET)
     with tempfile.TemporaryDirectory() as home:
-        return run_probe(LocalProber(setup, describe_setup(setup)), options, home=Path(home))[0].micro_batch
+        found = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Progress())
+    return found.probe.micro_batch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="transformer,conv-net")
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a case")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds per case")
     parser.add_argument("--knobs", default=None)
     parser.add_argument("--memory-budget", default="24GiB")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks.tune.gpu needs a CUDA card, and there is none here: nothing was measured")
+        print("benchmarks.tune.gpu needs a CUDA GPU and found none: nothing was measured")
         sys.exit(0)
     content = surroundings("optuna", "scipy", "triton")
     content["hardware"]["cpu"] = torch.cuda.get_device_name(0)
@@ -170,7 +166,7 @@ def main() -> None:
         "cases": {},
     }
     lines = [f"# Tuning on {torch.cuda.get_device_name(0)}, {content['date']}", ""]
-    lines += ["| case | answer | over the default | over fp32 |", "|---|---|---|---|"]
+    lines += ["| case | result | over the default | over fp32 |", "|---|---|---|---|"]
     for name in chosen.cases.split(","):
         one = examine(CASES[name], chosen)
         content["cases"][name] = one

@@ -1,4 +1,4 @@
-"""Every configuration of a workload, measured; and searches over what was measured."""
+"""Measurements of every configuration of a workload, and searches that replay them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from torch.utils.data import Dataset
 
 from autobatch import Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
-from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import caps_of, plan_from, run_probe
-from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.probing.child import Session, ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.tuning.compare import compare
 from autobatch.tuning.configuration import Measure, Measurement, every, key_of
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.trial import TrialRunner, TrialSpec
+from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 
 REFINED = 6
 REFINING_ROUNDS = 8
-"""The best of many noisy figures is too good to be true: so many of them are measured again, so often, for as
-long as a trial measures. That is also what tells the noise of a trial."""
+"""Number of the best configurations that are measured again, and rounds. The best of many noisy figures is
+biased. The repeats last as long as a trial, so they also give the noise of a trial."""
 ANCHOR_EVERY = 6
-"""Configurations between two measurements of the default: what else the machine does, both meet alike."""
+"""Configurations between two measurements of the default, so that other load affects both equally."""
 LONGEST_TRIAL_SECONDS = 0.5
-"""As `autobatch tune` does."""
+"""Seconds of a trial, as in `autobatch tune`."""
 
 
 class InMemory(Dataset):
-    """The first samples of a data set, made once: so that the model is timed and not the making of them."""
+    """The first samples of a dataset, created once so that only the model is timed."""
 
     def __init__(self, data: Any, count: int) -> None:
         self.samples = [data[index] for index in range(min(count, len(data)))]
@@ -51,59 +51,54 @@ class InMemory(Dataset):
 
 
 class Case(NamedTuple):
-    """A workload with everything that a trial of it needs."""
+    """A workload with everything that its trials need."""
 
     setup: TrainSetup
     task: TrialSpec
-    options: TuneOptions
     axes: list[SearchAxis]
     limit: int
 
 
 def open_case(workload: Workload, *, target_batch: int, memory_budget: str, seconds: float) -> Case:
-    """Probe a workload, and open what trials run on."""
+    """Probe a workload, and prepare its trials."""
     workload = dataclasses.replace(workload, train_data=InMemory(workload.train_data, 4 * target_batch))
-    options = options_from(
-        TuneOptions, {"target_batch": target_batch, "memory_budget": memory_budget, "device": "cpu"}
-    )
-    # On a machine that others use, a process's own time is the one to read; on a quiet one, with one thread,
-    # it is the same.
-    setup = dataclasses.replace(open_setup(workload, options), clock=time.process_time)
-    facts = describe_setup(setup)
+    settings = SetupSettings(target_batch=target_batch, memory_budget=memory_budget, device="cpu")
+    # Other load on the machine does not change the CPU time of the process. With one thread and without other
+    # load it equals the wall time.
+    setup = dataclasses.replace(open_setup(workload, settings), clock=time.process_time)
+    limits = ProbeLimits(target_batch=target_batch)
     with tempfile.TemporaryDirectory() as home:
-        probe, _ = run_probe(LocalProber(setup, facts), options, home=Path(home))
-    plan = plan_from(facts, probe.micro_batch, options)
-    cap = min(caps_of(facts, options).values())
-    task = TrialSpec(probe.micro_batch, cap, sum(plan.micro_batches), planned_steps=1000, seconds=seconds)
-    axes, _ = applicable(TrialRunner(setup, options, task).context())
-    return Case(setup, task, options, axes, probe.micro_batch)
+        probe = find_limit(ThisProcess(setup), limits, home=Path(home), progress=Progress()).probe
+    task = TrialSpec(
+        limit=probe.micro_batch, cap=target_batch, samples=target_batch, planned_steps=1000, seconds=seconds
+    )
+    axes, _ = applicable(look_at_workload(Session(setup), task))
+    return Case(setup, dataclasses.replace(task, defaults=defaults(axes)), axes, probe.micro_batch)
 
 
-def open_lab(case: Case, seconds: float) -> TrialRunner:
-    """A lab that remembers nothing."""
-    runner = TrialRunner(case.setup, case.options, case.task._replace(seconds=seconds))
-    runner.begin(defaults(case.axes))
-    return runner
+def open_runner(case: Case, seconds: float) -> TrialRunner:
+    """Open a trial runner without earlier results."""
+    return TrialRunner(case.setup, dataclasses.replace(case.task, seconds=seconds))
 
 
 class Grid(NamedTuple):
-    """Every configuration, by its speed as a share of the default's."""
+    """The speed of every configuration as a share of that of the default."""
 
     speeds: dict[Any, float]
-    """Medians over the passes; 0 where it is not feasible."""
+    """Medians over the passes; 0 for an infeasible configuration."""
     micro_batches: dict[Any, int]
     noise: float
-    """Standard deviation of the figure of a trial, of its logarithm."""
+    """Standard deviation of the logarithm of a trial's figure."""
 
     @property
     def best(self) -> float:
-        """The largest there is."""
+        """The highest speed."""
         return max(self.speeds.values())
 
 
 def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
-    """Measure every configuration in every pass, each pass in another order."""
-    runner = open_lab(case, seconds)
+    """Measure every configuration in every pass, in a new order for each pass."""
+    runner = open_runner(case, seconds)
     base = defaults(case.axes)
     found: dict[Any, list[float]] = {key_of(values): [] for values in every(case.axes)}
     sizes: dict[Any, int] = {}
@@ -127,8 +122,8 @@ def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
 
 
 def _refine(case: Case, speeds: dict[Any, float]) -> dict[Any, list[float]]:
-    """The best, measured again beside the default, in turn."""
-    runner = open_lab(case, LONGEST_TRIAL_SECONDS)
+    """Measure the best ones again next to the default, in turn."""
+    runner = open_runner(case, LONGEST_TRIAL_SECONDS)
     base = defaults(case.axes)
     best = sorted((key for key in speeds if key != key_of(base)), key=lambda key: -speeds[key])[:REFINED]
     found: dict[Any, list[float]] = {key: [] for key in best}
@@ -140,13 +135,13 @@ def _refine(case: Case, speeds: dict[Any, float]) -> dict[Any, list[float]]:
 
 
 def _noise(figures: dict[Any, list[float]]) -> float:
-    """Of one figure; a ratio has the noise of two."""
+    """Return the noise of one figure; a ratio has the noise of two."""
     spreads = [statistics.variance(map(math.log, ratios)) for ratios in figures.values() if all(ratios)]
     return math.sqrt(statistics.median(spreads) / 2) if spreads else 0.0
 
 
 def replayed(grid: Grid, seed: int) -> Measure:
-    """Measurements that are the grid's figures with its noise."""
+    """Return measurements that replay the figures of the grid with its noise."""
     draw = random.Random(seed)
 
     def measure(values: Configuration) -> Measurement:
@@ -161,17 +156,17 @@ def replayed(grid: Grid, seed: int) -> Measure:
 
 
 class Search(NamedTuple):
-    """What a search came to, as shares of the best of the grid."""
+    """The result of a search, as shares of the best of the grid."""
 
     found: float
-    """The configuration with the best figure of its trial."""
+    """Speed of the configuration with the best trial."""
     chosen: float
-    """The one that is left after the best are measured again beside the default."""
+    """Speed of the configuration that is chosen after the best ones are measured again."""
     asking_seconds: float
 
 
 def by_autobatch(case: Case, grid: Grid, *, trials: int, seed: int) -> Search:
-    """The tuner itself."""
+    """Search with the tuner."""
     result = find_fastest(
         replayed(grid, seed),
         case.axes,
@@ -190,7 +185,7 @@ def by_autobatch(case: Case, grid: Grid, *, trials: int, seed: int) -> Search:
 def by_sampler(
     case: Case, grid: Grid, make: Callable[[int], optuna.samplers.BaseSampler], *, trials: int, seed: int
 ) -> Search:
-    """Another sampler in Optuna's own loop; it starts with the default too, and measures its best again."""
+    """Search with another sampler in Optuna's loop, also from the default, and measure its best again."""
     measure = replayed(grid, seed)
     figures: list[tuple[float, dict[str, Any]]] = []
 

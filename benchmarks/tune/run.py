@@ -1,19 +1,19 @@
-"""What the tuner finds of an exhaustive grid, what that gains, and what choosing costs.
+"""The result of the tuner against an exhaustive grid, its gain, and the cost of choosing trials.
 
     python -m benchmarks.tune.run [--workloads resnet-bn,u-net,experts] [--trials 30] [--seeds 5]
 
 For each workload, on this CPU with one thread:
-1. a grid: every configuration in two passes, each figure as a share of the default's measured just before
-   and after; the six best eight times more, beside the default. torch.compile is left out: half a minute of
-   compiling for each point of the grid;
-2. searches: the tuner, random search and TPE with the same number of trials, replaying the grid's figures
-   with its noise, so that five seeds of each cost seconds; all three start with the default, and all three
-   measure their best again beside it;
-3. the tuner for real, once: the share of its time that choosing took, and the gain of its answer over the
-   largest micro-batch in fp32 with every knob at its default, measured again in turn.
+1. A grid measures every configuration in two passes, as a share of the default measured just before and
+   after. The six best run eight times more next to the default. torch.compile is left out, because it would
+   compile for half a minute at each point of the grid.
+2. Searches with the tuner, random search and TPE use the same number of trials. They replay the figures of
+   the grid with its noise, so that five seeds of each take seconds. All three start with the default and
+   measure their best again next to it.
+3. The tuner runs once for real. This gives the share of its time spent on choosing, and the gain of its
+   result over the largest micro-batch in fp32 with every knob at its default, measured again in turn.
 
-Seconds are the process's own (its CPU time): with one thread they are those of the wall on a quiet machine,
-and on one that others use they are the ones to read.
+Seconds are the CPU time of the process. With one thread they equal the wall time of an idle machine, and on a
+busy machine they are the figure to read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from benchmarks.tune.grid import (
     by_sampler,
     measure_grid,
     open_case,
-    open_lab,
+    open_runner,
 )
 from benchmarks.workloads import WORKLOADS
 
@@ -54,14 +54,14 @@ CASES = {
     "u-net": {"target_batch": 512, "memory_budget": "4MiB"},
     "encoder-dropout": {"target_batch": 256, "memory_budget": "8MiB"},
 }
-"""Budgets that hold a fraction of the batch, so that the plan accumulates; the experts' fits whole."""
+"""Budgets for a fraction of the batch, so that the plan accumulates; the batch of the experts fits whole."""
 GRID_SECONDS = 0.08
 ROUNDS = 9
-"""… in which the answer and the default are measured in turn."""
+"""Rounds in which the result and the default are measured in turn."""
 
 
 def searches(case: Case, grid: Grid, *, trials: int, seeds: int) -> dict[str, Any]:
-    """Five seeds of each search."""
+    """Run every search with each seed."""
     made = {
         "autobatch": lambda seed: by_autobatch(case, grid, trials=trials, seed=seed),
         "tpe": lambda seed: by_sampler(
@@ -85,8 +85,8 @@ def searches(case: Case, grid: Grid, *, trials: int, seeds: int) -> dict[str, An
 
 
 def for_real(case: Case, *, trials: int) -> dict[str, Any]:
-    """Tune, then measure the answer and the default in turn."""
-    runner = open_lab(case, LONGEST_TRIAL_SECONDS)
+    """Tune, then measure the result and the default in turn."""
+    runner = open_runner(case, LONGEST_TRIAL_SECONDS)
     found = find_fastest(
         runner.measure,
         case.axes,
@@ -116,7 +116,7 @@ def for_real(case: Case, *, trials: int) -> dict[str, Any]:
 
 
 def examine(name: str, *, trials: int, seeds: int, passes: int) -> dict[str, Any]:
-    """All three parts for a workload."""
+    """Run all three parts for a workload."""
     case = open_case(WORKLOADS[name](), seconds=GRID_SECONDS, **CASES[name])
     start = time.perf_counter()
     grid = measure_grid(case, passes=passes, seconds=GRID_SECONDS)
@@ -142,15 +142,15 @@ def examine(name: str, *, trials: int, seeds: int, passes: int) -> dict[str, Any
 
 
 def table(content: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     lines = [
         f"# Tuning on {content['hardware']['cpu']}, {content['date']}",
         "",
         f"`{content['command']}`: {content['trials']} trials, median (least) of {content['seeds']} seeds; "
-        f"{content['seconds']:.0f} s in all; load {content['load_before']:.1f} before; "
+        f"{content['seconds']:.0f} s in total; load {content['load_before']:.1f} before; "
         + ", ".join(f"{name} {version}" for name, version in content["versions"].items()),
         "",
-        "Best found ÷ best of the grid (the searches replay the grid's figures with its noise):",
+        "Best found ÷ best of the grid (the searches replay the figures of the grid with its noise):",
         "",
         "| workload | configurations | noise of a figure | autobatch | TPE | random |",
         "|---|---|---|---|---|---|",
@@ -163,10 +163,10 @@ def table(content: dict[str, Any]) -> str:
         lines.append(f"| {name} | {one['configurations']} | {one['noise']:.1%} | {' | '.join(cells)} |")
     lines += [
         "",
-        "The tuner for real, once; the gain is over the largest micro-batch in fp32 with every knob at its "
+        "One real run of the tuner. The gain is over the largest micro-batch in fp32 with every knob at its "
         f"default, in {ROUNDS} rounds in turn (quartiles):",
         "",
-        "| workload | answer | gain | of the grid's best | time | choosing took |",
+        "| workload | result | gain | of the best of the grid | time | spent on choosing |",
         "|---|---|---|---|---|---|",
     ]
     for name, one in content["workloads"].items():

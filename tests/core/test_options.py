@@ -1,10 +1,8 @@
-"""Options: one check for all of them, and which of the places that give one wins."""
+"""Options: one check for all values, wherever they come from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,176 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.cli.config_files import OptionValue, configured, environment_values, layered
-from autobatch.cli.parser import parse
 from autobatch.core.errors import InputError
-from autobatch.core.options import COMMANDS, FitOptions, Options, PlanOptions, options_from
-
-PLACES = ("config.toml", "pyproject.toml", "autobatch.toml", "variable", "command line")
-"""Earliest first: later ones win."""
-
-
-def give(place: str, folder: Path, environ: dict[str, str], words: list[str], steps: int) -> None:
-    match place:
-        case "config.toml":
-            path = folder / "config" / "autobatch" / "config.toml"
-            path.parent.mkdir(parents=True)
-            path.write_text(f"steps = {steps}\n")
-        case "pyproject.toml":
-            (folder / "pyproject.toml").write_text(f"[tool.autobatch]\nsteps = {steps}\n")
-        case "autobatch.toml":
-            (folder / "autobatch.toml").write_text(f"steps = {steps}\n")
-        case "variable":
-            environ["AUTOBATCH_STEPS"] = str(steps)
-        case _:
-            words += ["--steps", str(steps)]
-
-
-def parsed(folder: Path, *words: str, **environ: str) -> tuple[str | None, Any]:
-    return parse("fit", ["--target-batch", "8", *words], folder=folder, environ=environ)
-
-
-@pytest.mark.parametrize("number", range(len(PLACES)))
-def test_later_places_win(number: int, tmp_path: Path) -> None:
-    environ: dict[str, str] = {}
-    words: list[str] = []
-    for steps, place in enumerate(PLACES[: number + 1], start=1):
-        give(place, tmp_path, environ, words, steps)
-    _, options = parsed(tmp_path, *words, **environ)
-    assert options.steps == number + 1
-
-
-def test_autobatch_toml_replaces_the_table_of_pyproject(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text('[tool.autobatch]\ntrials = 3\nworkload = "a:b"\n')
-    assert parsed(tmp_path)[0] == "a:b"
-    assert parsed(tmp_path)[1].trials == 3
-    (tmp_path / "autobatch.toml").write_text('steps = 2\nworkload = "c:d"\n')
-    workload, options = parsed(tmp_path)
-    assert (workload, options.trials, options.steps) == ("c:d", 8, 2)
-    assert parsed(tmp_path, "e:f")[0] == "e:f"
-    assert parsed(tmp_path, AUTOBATCH_WORKLOAD="g:h")[0] == "g:h"
-
-
-def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
-    (tmp_path / "autobatch.toml").write_text('memory-budget = "6GiB"\nmax_micro_batch = 4\n')
-    _, options = parsed(tmp_path, "--lr_rule", "linear", "--base-batch=4")
-    assert (options.memory_budget, options.max_micro_batch) == ("6GiB", 4)
-    assert (options.lr_rule, options.base_batch) == ("linear", 4)
-
-
-def test_of_two_that_exclude_each_other_the_later_wins(tmp_path: Path) -> None:
-    (tmp_path / "autobatch.toml").write_text("epochs = 3\n")
-    options = parsed(tmp_path, "--steps", "5")[1]
-    assert (options.steps, options.epochs) == (5, None)
-    options = parsed(tmp_path, "--epochs", "2", AUTOBATCH_STEPS="7")[1]
-    assert (options.steps, options.epochs) == (None, 2)
-    with pytest.raises(InputError, match=r"--steps 5 and --epochs 2 exclude each other: give one"):
-        parsed(tmp_path, "--steps", "5", "--epochs", "2")
-
-
-def test_a_switch_can_be_taken_back(tmp_path: Path) -> None:
-    (tmp_path / "autobatch.toml").write_text("json = true\nquiet = true\n")
-    options = parsed(tmp_path, "--no-json")[1]
-    assert (options.json, options.quiet, options.resume) == (False, True, False)
-    assert parsed(tmp_path, "--json", "--resume", AUTOBATCH_QUIET="false")[1].quiet is False
-
-
-@pytest.mark.parametrize(
-    ("words", "profiles"),
-    [
-        (["--profile", "a", "--profile=b", "--profile", "c", "d", "--json"], ["a", "b", "c", "d"]),
-        (["--profile", "a", "b"], ["a", "b"]),
-        (["--json"], ["saved"]),
-    ],
-)
-def test_an_option_that_takes_several_may_stand_several_times(
-    words: list[str], profiles: list[str], tmp_path: Path
-) -> None:
-    _, options = parse("estimate", words, folder=tmp_path, environ={"AUTOBATCH_PROFILE": "saved"})
-    assert isinstance(options, COMMANDS["estimate"])
-    assert options.profile == profiles  # type: ignore[attr-defined]
-
-
-def test_an_option_that_takes_several_takes_one(tmp_path: Path) -> None:
-    (tmp_path / "autobatch.toml").write_text("profile = 'l4'\n")
-    assert parse("estimate", [], folder=tmp_path, environ={})[1].profile == ["l4"]  # type: ignore[attr-defined]
-    assert options_from(COMMANDS["estimate"], {"profile": "t4"}).profile == ["t4"]  # type: ignore[attr-defined]
-
-
-def test_options_of_other_commands_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "autobatch.toml").write_text("steps = 3\ntarget_batch = 8\n")
-    _, options = parse("probe", [], folder=tmp_path, environ={})
-    assert type(options) is COMMANDS["probe"]
-    assert parse("plan", [], folder=tmp_path, environ={})[1].target_batch == 8
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("stpes = 3", r"autobatch.toml: there is no option stpes; did you mean steps\?"),
-        ("zzz = 3", "autobatch.toml: there is no option zzz; there are: base_batch"),
-        ("[fit]\nsteps = 3", "there is no option fit"),
-        ("steps = ", "autobatch.toml cannot be read as TOML"),
-        ("steps = 0", "steps in .*autobatch.toml must be a whole number of 1 or more, found 0"),
-        ("steps = 1.5", "must be a whole number of 1 or more, found 1.5"),
-        ("steps = true", "must be a whole number of 1 or more, found True"),
-        ("json = 'perhaps'", "json in .* must be true or false, found 'perhaps'"),
-        ("device = 3", "device in .* must be text, found 3"),
-        ("precision = 'fp8'", "must be one of auto, fp32, bf16, fp16, found 'fp8'"),
-        ("out = 1979-05-27", "out in .* must be text"),
-        ("workload = 3", "workload in .* must be module:function"),
-        ("memory_budget = 1.5", "memory_budget in .* must be text or a whole number"),
-        ("memory_budget = 'lots'", "memory_budget in .*: 'lots' is not a size in bytes"),
-        ("timeout = nan", "timeout in .* must be a number over 0, found nan"),
-        ("seed = 99999999999", "seed in .* must be a whole number from 0 to 2147483647"),
-    ],
-)
-def test_a_bad_file_is_named_with_what_to_mend(content: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "autobatch.toml").write_text(content + "\n")
-    with pytest.raises(InputError, match=said) as found:
-        parsed(tmp_path)
-    assert str(tmp_path) in str(found.value)
-    assert "\n" not in str(found.value)
-
-
-def test_other_bad_places_are_named_too(tmp_path: Path) -> None:
-    for variables, said in (
-        ({"AUTOBATCH_STPES": "3"}, r"the environment: .*AUTOBATCH_STPES; did you mean AUTOBATCH_STEPS\?"),
-        ({"AUTOBATCH_STEPS": "x"}, "AUTOBATCH_STEPS must be a whole number of 1 or more, found 'x'"),
-    ):
-        with pytest.raises(InputError, match=said):
-            parsed(tmp_path, **variables)
-    for content in ("tool = 3", "[tool]\nautobatch = 3"):
-        (tmp_path / "pyproject.toml").write_text(content)
-        with pytest.raises(InputError, match=r"pyproject.toml: (tool|autobatch) must be a table, found 3"):
-            parsed(tmp_path)
-    (tmp_path / "pyproject.toml").write_bytes(b"\xff")
-    with pytest.raises(InputError, match=r"pyproject.toml cannot be read as TOML"):
-        parsed(tmp_path)
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'theirs'\n")
-    assert parsed(tmp_path)[1].steps is None
-
-
-def test_variables_that_are_no_options(tmp_path: Path) -> None:
-    environ = {"AUTOBATCH_HOME": "/home", "AUTOBATCH_STEPS": "", "PATH": "/bin", "autobatch_steps": "4"}
-    assert environment_values(environ) == {}
-    assert configured(tmp_path, None, environ) == {}
-
-
-WORDS = {"steps": st.integers(1, 9), "epochs": st.integers(1, 9), "trials": st.integers(0, 9)}
-
-
-@given(st.lists(st.fixed_dictionaries({}, optional=WORDS), max_size=5))
-def test_laying_values_over_each_other(layers: list[Mapping[str, int]]) -> None:
-    named = [{name: OptionValue(value, name) for name, value in layer.items()} for layer in layers]
-    merged = layered(*named)
-    for name, one in merged.items():
-        last = max(n for n, layer in enumerate(layers) if name in layer)
-        assert one.value == layers[last][name]
-    both = {"steps", "epochs"}
-    if both <= merged.keys():
-        assert any(both <= layer.keys() for layer in layers)
-    assert {n for layer in layers for n in layer} - both <= merged.keys()
+from autobatch.core.options import FitOptions, Options, PlanOptions, options_from
 
 
 @given(st.integers(1, 2**62), st.integers(0, 10**6), st.floats(1e-6, 1e9))
@@ -212,7 +42,7 @@ def test_devices_that_cannot(device: str) -> None:
 def test_keywords_of_library_calls_are_named_as_they_were_given() -> None:
     for keywords, said in (
         ({"target_bach": 8}, r"there is no option target_bach; did you mean target_batch\?"),
-        ({}, "target_batch is needed and was not given: a whole number of 1 or more"),
+        ({}, "target_batch is missing: give a whole number of 1 or more"),
         ({"target_batch": "8.5"}, "target_batch must be a whole number of 1 or more, found '8.5'"),
         ({"target_batch": None}, "target_batch must be a whole number of 1 or more, found None"),
         ({"target_batch": 8, "memory_budget": "0%"}, "memory_budget: '0%' is not a share of memory"),

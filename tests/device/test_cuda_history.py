@@ -1,4 +1,4 @@
-"""A snapshot's entries as a trace, and the promise that a torch without the history records nothing."""
+"""A snapshot's entries as a trace, and a torch without the history, which records nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.device.allocator.trace import FREE, replay
+from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.device.cuda_history import History, recorded, trace_of
 
 
@@ -36,6 +36,21 @@ def test_allocations_and_completed_frees_become_events() -> None:
     outcome = replay(trace, CachingAllocator(40 * MiB))
     assert outcome.fits
     assert outcome.peak_allocated_bytes == 8 * MiB
+
+
+def test_a_failed_allocation_has_no_address_and_is_no_event() -> None:
+    """torch writes ``device_free`` in its place (torch/csrc/cuda/Module.cpp)."""
+    failed = {"action": "oom", "device_free": 5 * MiB, "size": 64 * MiB, "stream": 0}
+    with_it = trace_of([entry("alloc", 1000, 3 * MiB), failed, entry("alloc", 2000, MiB)])
+    assert with_it == trace_of([entry("alloc", 1000, 3 * MiB), entry("alloc", 2000, MiB)])
+
+
+@pytest.mark.parametrize("entries", [[{"kind": "alloc"}], [{"action": "alloc", "size": 8}], [None]])
+def test_entries_in_another_format_give_no_trace(monkeypatch: pytest.MonkeyPatch, entries: list) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _: {"device_traces": [entries]})
+    assert History(0, recording=True).trace() is None
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _: {"device_traces": [[entry("alloc", 1, 8)]]})
+    assert History(0, recording=True).trace() == Trace(((0, 8),))
 
 
 def test_a_torch_that_cannot_record_gives_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

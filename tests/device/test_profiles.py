@@ -1,29 +1,23 @@
-"""Profiles: the shipped ones, finding, matching, saving; and what fitted on this machine."""
+"""Profiles by name: the shipped ones, those of the user, and the one of a GPU in this machine."""
 
-import logging
-import re
 import sys
-import tomllib
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
-from autobatch.core.units import GiB, MiB
+from autobatch.core.units import GiB
+from autobatch.device.hardware_profile import format_profile
 from autobatch.device.profiles import (
-    Figure,
-    HardwareProfile,
     data_home,
-    format_profile,
     list_profiles,
     load_profile,
     match_profile,
-    read_profile,
+    profile_folder,
     save_profile,
 )
-from autobatch.probing.cache import CachedLimit, StaleEntry, lookup, store
+from tests.support.hardware import a_profile
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted((REPOSITORY / "profiles").glob("*.toml"))
@@ -33,28 +27,6 @@ WANTED = {
 }  # fmt: skip
 
 
-def a_profile(**changes):
-    figure = Figure(value=8 * GiB, unit="B", source="a test", date="2026-11-21", measured=True)
-    fields = {"schema": 1, "name": "my-card", "title": "My card", "vendor": "Acme", "capability": "8.6"}
-    return HardwareProfile(**(fields | {"total": figure} | changes))
-
-
-def a_fit(**changes):
-    key = {
-        "workload": "w1",
-        "device": "NVIDIA H200",
-        "total_bytes": 80 * GiB,
-        "torch": "2.12.0",
-        "budget": None,
-    }
-    return CachedLimit(
-        key=key | changes, micro_batch=93, limited_by="memory", upper_bound_by="run", date="2026-11-20"
-    )
-
-
-# --- the shipped files
-
-
 def test_every_wanted_gpu_is_shipped(tmp_path):
     assert {file.stem for file in SHIPPED} >= WANTED
     listing = list_profiles(user_dir=tmp_path)
@@ -62,41 +34,21 @@ def test_every_wanted_gpu_is_shipped(tmp_path):
     assert listing.problems == ()
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_a_shipped_profile_is_whole_and_sane(file):
-    profile = read_profile(file)
-    assert profile.name == file.stem
-    assert format_profile(profile) == file.read_text(encoding="utf-8"), "not in the canonical form"
-    assert profile.compute_capability >= (7, 0)
-    assert 8 * GiB < profile.total_bytes < 256 * GiB
-    assert profile.nvml_total is None or profile.nvml_total.value > profile.total_bytes
-    assert profile.context_bytes is None or 64 * MiB < profile.context_bytes < 2 * GiB
-    assert profile.workspaces == (32 * MiB if profile.compute_capability >= (9, 0) else 8519680, 2)
-    figures = [value for value in tomllib.loads(file.read_text()).values() if isinstance(value, dict)]
-    assert len(figures) >= 4
-    for figure in figures:
-        assert figure.keys() == {"value", "unit", "source", "date", "measured"}
-        assert figure["measured"] is False, "no shipped figure was measured by autobatch"
-
-
-# --- finding
-
-
-def test_a_path_is_taken_before_a_name_and_the_users_own_before_the_shipped(tmp_path):
+def test_a_path_comes_before_a_name_and_a_saved_profile_before_a_shipped_one(tmp_path):
     assert load_profile("t4", user_dir=tmp_path).title == "NVIDIA T4"
     mine = save_profile(a_profile(name="t4"), user_dir=tmp_path)
-    assert mine == tmp_path / "profiles" / "t4.toml"
-    assert load_profile("t4", user_dir=tmp_path).title == "My card"
+    assert mine == tmp_path / "profiles" / "t4" / "profile.toml"
+    assert load_profile("t4", user_dir=tmp_path).title == "My GPU"
     other = write_atomic(tmp_path / "other.toml", format_profile(a_profile()).encode())
-    assert load_profile(str(other), user_dir=tmp_path).name == "my-card"
-    assert {p.title for p in list_profiles(user_dir=tmp_path).profiles if p.name == "t4"} == {"My card"}
+    assert load_profile(str(other), user_dir=tmp_path).name == "my-gpu"
+    assert {p.title for p in list_profiles(user_dir=tmp_path).profiles if p.name == "t4"} == {"My GPU"}
 
 
 @pytest.mark.parametrize(
     ("asked", "near"),
     [("rtx4090", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("h20", "h200"), ("A100_80GB", "a100-80gb")],
 )
-def test_an_unknown_name_says_the_nearest_and_all(tmp_path, asked, near):
+def test_an_unknown_name_lists_the_nearest_and_all(tmp_path, asked, near):
     with pytest.raises(InputError, match=rf"no profile '{asked}': did you mean '{near}'\?.*a100-40gb, .*t4"):
         load_profile(asked, user_dir=tmp_path)
 
@@ -122,7 +74,7 @@ def test_a_missing_file_is_no_near_miss(tmp_path):
     ],
 )
 def test_a_malformed_file_is_named_with_its_field(tmp_path, text, message):
-    file = write_atomic(tmp_path / "profiles" / "bad.toml", text.encode())
+    file = write_atomic(tmp_path / "profiles" / "bad" / "profile.toml", text.encode())
     with pytest.raises(InputError, match=message) as caught:
         load_profile("bad", user_dir=tmp_path)
     assert str(file) in str(caught.value)
@@ -154,14 +106,11 @@ def test_an_installed_wheel_carries_its_profiles(tmp_path, fake_package):
     assert load_profile("h200", user_dir=tmp_path, package=fake_package.name).name == "h200"
 
 
-def test_a_folder_beside_an_installed_package_is_not_ours(tmp_path, fake_package):
+def test_a_folder_beside_an_installed_package_is_ignored(tmp_path, fake_package):
     write_atomic(fake_package.parent / "profiles" / "alien.toml", b"")
     assert list_profiles(user_dir=tmp_path, package=fake_package.name).profiles == ()
     with pytest.raises(InputError, match="known are none"):
         load_profile("alien", user_dir=tmp_path, package=fake_package.name)
-
-
-# --- matching
 
 
 @pytest.mark.parametrize(
@@ -188,128 +137,36 @@ def test_a_gpu_matches_by_its_whole_name_size_and_capability(tmp_path, name, tot
     assert (found.name if found else None) == expected
 
 
-def test_a_profile_of_ones_own_is_matched_too(tmp_path):
+def test_a_saved_profile_is_matched_too(tmp_path):
     save_profile(a_profile(), user_dir=tmp_path)
-    assert match_profile("my  CARD", 8 * GiB, (8, 6), user_dir=tmp_path).name == "my-card"
-
-
-# --- saving
+    assert match_profile("my  gpu", 8 * GiB, (8, 6), user_dir=tmp_path).name == "my-gpu"
 
 
 def test_a_saved_profile_reads_back_equal(tmp_path):
-    awkward = a_profile(title='A "card"\n\t\\ ü \x7f', device_names=("a,b", "c]"), context=None)
+    awkward = a_profile(title='A "GPU"\n\t\\ ü \x7f', device_names=("a,b", "c]"), context=None)
     save_profile(awkward, user_dir=tmp_path)
-    assert load_profile("my-card", user_dir=tmp_path) == awkward
-    assert [file.name for file in (tmp_path / "profiles").iterdir()] == ["my-card.toml"]
-    assert "context" not in (tmp_path / "profiles" / "my-card.toml").read_text()
+    assert load_profile("my-gpu", user_dir=tmp_path) == awkward
+    assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.toml")] == [
+        "profiles/my-gpu/profile.toml"
+    ]
+    assert "context" not in (tmp_path / "profiles" / "my-gpu" / "profile.toml").read_text()
 
 
-def test_unknown_figures_are_none(tmp_path):
-    profile = a_profile()
-    assert profile.total_bytes == 8 * GiB
-    assert (profile.context_bytes, profile.workspaces) == (None, None)
-    assert profile.compute_capability == (8, 6)
-
-
-@pytest.mark.parametrize("save", ["profile", "fit"])
-def test_a_home_that_cannot_be_written_is_said(tmp_path, save):
+def test_a_home_that_is_not_writable_is_named(tmp_path):
     home = write_atomic(tmp_path / "file", b"") / "home"  # below a file, where even root cannot write
-    with pytest.raises(InputError, match=rf"cannot save the {save} at .*{home.name}.*AUTOBATCH_HOME"):
-        save_profile(a_profile(), user_dir=home) if save == "profile" else store(a_fit(), home)
+    with pytest.raises(InputError, match=rf"cannot save the profile at .*{home.name}.*AUTOBATCH_HOME"):
+        save_profile(a_profile(), user_dir=home)
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = write_atomic(tmp_path / "file", b"old")
-
-    def fails(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", fails)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_folder_is_named_after_the_saved_profile_of_the_device_else_after_the_device(tmp_path):
+    folder = tmp_path / "profiles"
+    assert profile_folder("NVIDIA H200", user_dir=tmp_path) == folder / "nvidia-h200"
+    assert profile_folder("AMD EPYC (Zen 4)", user_dir=tmp_path) == folder / "amd-epyc-zen-4"
+    save_profile(a_profile(device_names=("NVIDIA H200",)), user_dir=tmp_path)
+    assert profile_folder("nvidia h200", user_dir=tmp_path) == folder / "my-gpu"
 
 
 def test_the_home_is_chosen_by_the_environment(tmp_path):
     assert data_home({"AUTOBATCH_HOME": str(tmp_path)}) == tmp_path
     assert data_home({"AUTOBATCH_HOME": ""}).name == "autobatch"
     assert data_home({}).name == "autobatch"
-
-
-# --- what fitted
-
-
-def test_a_fit_is_recalled_by_its_exact_key(tmp_path):
-    fit = a_fit()
-    assert lookup(fit.key, tmp_path) is None
-    path = store(fit, tmp_path)
-    assert path.parent == tmp_path / "fits"
-    assert lookup(dict(reversed(fit.key.items())), tmp_path) == fit
-    assert lookup({name: value for name, value in fit.key.items() if value is not None}, tmp_path) == fit
-
-
-def test_a_second_fit_of_a_key_takes_the_place_of_the_first(tmp_path):
-    store(a_fit(), tmp_path)
-    smaller = msgspec.structs.replace(a_fit(), micro_batch=64)
-    store(smaller, tmp_path)
-    assert lookup(smaller.key, tmp_path) == smaller
-    assert len(list((tmp_path / "fits").iterdir())) == 1
-
-
-def test_a_stale_fit_names_what_changed(tmp_path):
-    store(a_fit(torch="2.11.0", device="NVIDIA A10"), tmp_path)
-    store(a_fit(), tmp_path)
-    found = lookup(a_fit(torch="2.13.0", budget=6 * GiB).key, tmp_path)
-    assert isinstance(found, StaleEntry)
-    assert [(c.field, c.old, c.new) for c in found.changed] == [
-        ("budget", None, 6 * GiB),
-        ("torch", "2.12.0", "2.13.0"),
-    ]
-    assert str(found) == ("saved fit of 2026-11-20 is stale: budget none → 6442450944, torch 2.12.0 → 2.13.0")
-
-
-def test_a_stale_fit_shows_no_digests(tmp_path):
-    store(a_fit(model="0123456789abcdef"), tmp_path)
-    assert str(lookup(a_fit(model="fedcba9876543210").key, tmp_path)).endswith("is stale: model changed")
-
-
-def test_among_equally_near_fits_the_newest_is_told(tmp_path):
-    for day, version in (("2026-11-19", "2.10.0"), ("2026-11-21", "2.12.0"), ("2026-11-20", "2.11.0")):
-        store(msgspec.structs.replace(a_fit(torch=version), date=day), tmp_path)
-    assert lookup(a_fit(torch="2.13.0").key, tmp_path).fit.date == "2026-11-21"
-
-
-def test_another_workload_is_nothing(tmp_path):
-    store(a_fit(), tmp_path)
-    assert lookup(a_fit(workload="w2").key, tmp_path) is None
-    assert lookup({"device": "NVIDIA H200"}, tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "truncated"),
-        (b"{", "truncated"),
-        (b"\xff\xfe", "malformed"),
-        (b"[1]", "Expected `object`"),
-        (b"null", "Expected `object`"),
-        (b'{"schema": 2, "fits": 1}', "schema 2, this autobatch reads 1"),
-        (b'{"schema": 1}', "missing required field"),
-        (b'{"key": {"workload": 1.5}}', r"\$\.key"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_ignored_with_a_reason_and_kept(tmp_path, caplog, content, reason):
-    path = store(a_fit(), tmp_path)
-    path.write_bytes(content)
-    with caplog.at_level(logging.WARNING):
-        assert lookup(a_fit().key, tmp_path) is None
-    assert str(path) in caplog.text
-    assert path.read_bytes() == content
-    assert re.search(reason, caplog.text)
-
-
-def test_a_file_under_a_wrong_name_is_not_taken_for_the_key(tmp_path):
-    path = store(a_fit(), tmp_path)
-    path.write_bytes(msgspec.json.encode(a_fit(torch="2.1.0")))
-    assert isinstance(lookup(a_fit().key, tmp_path), StaleEntry)

@@ -1,8 +1,6 @@
-"""A card that is not here: CUDA's arithmetic and CUDA's words, with tensors of the CPU."""
+"""A simulated GPU: CUDA's arithmetic and CUDA's messages, with tensors on the CPU."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,36 +9,34 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
+from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.simulated import SimulatedDevice
+from tests.support.hardware import a_figure, a_profile
 
 
-class Gpu(NamedTuple):
-    """What is needed of a profile."""
-
-    name: str = "made-up"
-    title: str = "Made-up 9000"
-    total_bytes: int = 24 * GiB
-    context_bytes: int | None = 256 * MiB
+def gpu(*, total_bytes: int = 24 * GiB, context_bytes: int | None = 256 * MiB) -> HardwareProfile:
+    context = None if context_bytes is None else a_figure(context_bytes)
+    return a_profile(title="Made-up 9000", total=a_figure(total_bytes), context=context)
 
 
 def test_budget_is_what_the_context_and_a_headroom_leave():
-    assert SimulatedDevice(Gpu()).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
-    assert SimulatedDevice(Gpu(total_bytes=4 * GiB)).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
-    unknown = SimulatedDevice(Gpu(total_bytes=4 * GiB, context_bytes=None))
+    assert SimulatedDevice(gpu()).budget_bytes == 24 * GiB - 256 * MiB - 24 * GiB * 5 // 100
+    assert SimulatedDevice(gpu(total_bytes=4 * GiB)).budget_bytes == 4 * GiB - 256 * MiB - 512 * MiB
+    unknown = SimulatedDevice(gpu(total_bytes=4 * GiB, context_bytes=None))
     assert unknown.budget_bytes == 4 * GiB - 512 * MiB - 512 * MiB
 
 
-def test_budget_asked_for_is_taken_at_its_word():
-    assert SimulatedDevice(Gpu(), "1GiB").budget_bytes == GiB
-    assert SimulatedDevice(Gpu(), "50%").budget_bytes == 12 * GiB
+def test_an_asked_budget_is_taken_literally():
+    assert SimulatedDevice(gpu(), "1GiB").budget_bytes == GiB
+    assert SimulatedDevice(gpu(), "50%").budget_bytes == 12 * GiB
     with pytest.raises(InputError, match=r"25\.0 GiB.*24\.0 GiB"):
-        SimulatedDevice(Gpu(), "25GiB")
+        SimulatedDevice(gpu(), "25GiB")
     with pytest.raises(DoesNotFitError, match="768 MiB"):
-        SimulatedDevice(Gpu(total_bytes=768 * MiB))
+        SimulatedDevice(gpu(total_bytes=768 * MiB))
 
 
-def test_segments_are_what_is_held_against_the_budget():
-    device: Device = SimulatedDevice(Gpu(), 64 * MiB)
+def test_segments_count_against_the_budget():
+    device: Device = SimulatedDevice(gpu(), 64 * MiB)
     with device.enforced() as meter:
         small = torch.zeros(1)
         large = torch.zeros(2 * MiB // 4)
@@ -59,8 +55,8 @@ def test_segments_are_what_is_held_against_the_budget():
     assert replay(trace, device.new_allocator()).peak_reserved_bytes == 22 * MiB
 
 
-def test_cached_segments_are_used_again_given_back_and_released():
-    device = SimulatedDevice(Gpu(), 64 * MiB)
+def test_cached_segments_are_reused_and_freed():
+    device = SimulatedDevice(gpu(), 64 * MiB)
     with device.training() as meter:
         for _ in range(3):
             torch.zeros(40 * MiB // 4)
@@ -78,15 +74,15 @@ def test_cached_segments_are_used_again_given_back_and_released():
 
 
 def test_the_limit_is_on_in_training():
-    device = SimulatedDevice(Gpu(), 64 * MiB)
+    device = SimulatedDevice(gpu(), 64 * MiB)
     with device.training(), pytest.raises(torch.OutOfMemoryError):
         torch.zeros(65 * MiB, dtype=torch.uint8)
 
 
-def test_expandable_segments():
+def test_expandable_segments_reserve_less():
     reserved = []
     for expandable in (False, True):
-        device = SimulatedDevice(Gpu(), 128 * MiB, expandable_segments=expandable)
+        device = SimulatedDevice(gpu(), 128 * MiB, expandable_segments=expandable)
         with device.enforced() as meter:
             torch.zeros(40 * MiB, dtype=torch.uint8)
             torch.zeros(42 * MiB, dtype=torch.uint8)
@@ -94,8 +90,8 @@ def test_expandable_segments():
     assert reserved == [82 * MiB, 60 * MiB]
 
 
-def test_describes_itself():
-    device = SimulatedDevice(Gpu(), "1GiB")
+def test_the_record_of_the_device():
+    device = SimulatedDevice(gpu(), "1GiB")
     record = device.describe()
     assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")
     assert (record.total_bytes, record.budget_bytes) == (24 * GiB, GiB)

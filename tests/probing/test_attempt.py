@@ -16,9 +16,8 @@ from torch.utils.data import Dataset
 import autobatch
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import ProbeOptions
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.setup import open_setup
+from autobatch.probing.setup import SetupSettings, open_setup
 from tests.support.untouched import fingerprint, live_tensors, with_gradients
 
 
@@ -50,7 +49,7 @@ def work(model: nn.Module, **fields) -> Workload:
 
 
 def bench_of(workload: Workload, budget: str = "1GiB", **options) -> TrainSetup:
-    return open_setup(workload, ProbeOptions(device="cpu", memory_budget=budget, **options))
+    return open_setup(workload, SetupSettings(device="cpu", memory_budget=budget, **options))
 
 
 def with_batch_norm() -> nn.Module:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from autobatch.core.errors import AutobatchError, InputError, UserCodeError
-from autobatch.core.options import ProbeOptions, options_from
-from autobatch.probing.child import ProbeChild, count_oom_kills
+from autobatch.probing.child import ChildProcess, Session, count_oom_kills, open_process
+from autobatch.probing.questions import remedies, run_attempt
+from autobatch.probing.setup import SetupSettings
 from autobatch.workload.user_code import to_picklable
 from tests.support.commandline import SMALL
 
 SLOW = pytest.mark.slow
-OPTIONS = options_from(ProbeOptions, {"device": "cpu", "memory_budget": "64MiB"})
+SETTINGS = SetupSettings(device="cpu", memory_budget="64MiB")
 
 
 @pytest.fixture
@@ -27,9 +29,9 @@ def train(tmp_path: Path) -> Iterator[Path]:
     return path
 
 
-def child(train: Path, function: str, code: str, **settings: object) -> ProbeChild:
+def child(train: Path, function: str, code: str, **settings: object) -> ChildProcess:
     train.write_text(f"{SMALL}\n{code}\n")
-    return ProbeChild(f"{train}:{function}", OPTIONS, **settings)  # type: ignore[arg-type]
+    return ChildProcess(f"{train}:{function}", SETTINGS, **settings)  # type: ignore[arg-type]
 
 
 DIES = """
@@ -54,37 +56,39 @@ def exits():
 
 @SLOW
 def test_a_child_that_is_lost_over_what_can_be_done_without_is_replaced(train: Path) -> None:
-    with child(train, "workload", "") as probe:
-        os.kill(probe._process.pid, signal.SIGKILL)
-        assert probe.remedies() == []
-        assert probe.run(2).attempt.fits
+    with child(train, "workload", "") as process:
+        os.kill(process._process.pid, signal.SIGKILL)
+        assert remedies(process) == []
+        assert run_attempt(process, 2).attempt.fits
 
 
 @SLOW
 def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_serves_on(train: Path) -> None:
     kills = itertools.count()
-    with child(train, "killed", DIES, oom_kills=lambda: next(kills)) as probe:
-        refused = probe.run(3).attempt
+    with child(train, "killed", DIES, oom_kills=lambda: next(kills)) as process:
+        refused = run_attempt(process, 3).attempt
         assert (refused.micro_batch, refused.fits, refused.peak_allocated_bytes) == (3, False, None)
-        assert refused.reason == "the host ran out of memory and ended the probe's process"
-        assert probe.run(2).attempt.fits
+        assert refused.reason == "the host ran out of memory and ended the child process"
+        assert run_attempt(process, 2).attempt.fits
 
 
 @SLOW
 def test_a_child_that_somebody_killed_is_an_error(train: Path) -> None:
     with (
-        child(train, "killed", DIES, oom_kills=lambda: 5) as probe,
-        pytest.raises(AutobatchError, match=r"at a micro-batch of 3 \(SIGKILL\).*--memory-budget") as found,
+        child(train, "killed", DIES, oom_kills=lambda: 5) as process,
+        pytest.raises(
+            AutobatchError, match=r"an attempt at a micro-batch of 3 \(SIGKILL\).*--memory-budget"
+        ) as found,
     ):
-        probe.run(3)
+        run_attempt(process, 3)
     assert found.value.exit_code == 1
 
 
 def test_a_crash_names_the_line_where_it_happened(train: Path) -> None:
-    with child(train, "crashed", DIES) as probe:
-        assert probe.run(2).attempt.fits
+    with child(train, "crashed", DIES) as process:
+        assert run_attempt(process, 2).attempt.fits
         with pytest.raises(AutobatchError, match=r"\(SIGSEGV\)") as found:
-            probe.run(3)
+            run_attempt(process, 3)
     assert "Fatal Python error: Segmentation fault" in str(found.value)
     assert f'File "{train}", line' in str(found.value)
     assert "\n" not in str(found.value)
@@ -92,8 +96,8 @@ def test_a_crash_names_the_line_where_it_happened(train: Path) -> None:
 
 @SLOW
 def test_a_child_that_exits_is_an_error_with_its_code(train: Path) -> None:
-    with child(train, "exits", DIES) as probe, pytest.raises(AutobatchError, match="exit code 7"):
-        probe.run(3)
+    with child(train, "exits", DIES) as process, pytest.raises(AutobatchError, match="exit code 7"):
+        run_attempt(process, 3)
 
 
 def test_a_child_that_hangs_is_ended(train: Path) -> None:
@@ -105,13 +109,13 @@ def hanging(model, batch):
 def workload():
     return small(loss=hanging)
 """
-    with child(train, "workload", code, answer_seconds=60) as probe:
-        probe._answer_seconds = 0.5
+    with child(train, "workload", code, answer_seconds=60) as process:
+        process._answer_seconds = 0.5
         with pytest.raises(
             AutobatchError, match=r"no answer in .* s during an attempt .*looking for the answer"
         ):
-            probe.run(2)
-        assert probe._process.exitcode == -signal.SIGKILL
+            run_attempt(process, 2)
+        assert process._process.exitcode == -signal.SIGKILL
 
 
 def test_what_a_child_writes_stays_out_of_the_way(train: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,10 +129,10 @@ def workload():
     os.write(1, b"garbage from the start")
     return small(loss=noisy)
 """
-    with child(train, "workload", code) as probe:
-        assert probe.facts.samples == 32
-        assert probe.run(2).attempt.fits
-        assert "garbage" in probe._tail()
+    with child(train, "workload", code) as process:
+        assert process.info.samples == 32
+        assert run_attempt(process, 2).attempt.fits
+        assert "garbage" in process._tail()
     assert capfd.readouterr() == ("", "")
 
 
@@ -143,8 +147,8 @@ def workload():
     return small(loss=odd)
 """
     line = f"{SMALL}\n{code}".splitlines().index("    raise Odd(1, 2)") + 1
-    with child(train, "workload", code) as probe, pytest.raises(UserCodeError) as found:
-        probe.run(2)
+    with child(train, "workload", code) as process, pytest.raises(UserCodeError) as found:
+        run_attempt(process, 2)
     assert str(found.value) == f"the workload's loss raised Odd: odd ({train}:{line})"
     assert "Traceback" in found.value.__notes__[0]
 
@@ -154,7 +158,7 @@ def workload():
     [
         pytest.param("raise RuntimeError('so')", r"raised RuntimeError: so \(.*train.py:\d+\)", marks=SLOW),
         ("def workload(): raise SystemExit(3)", r"called sys.exit\(3\) \(.*train.py:\d+\)"),
-        pytest.param("def workload(): return 7", "returned a int, not an autobatch.Workload", marks=SLOW),
+        pytest.param("def workload(): return 7", "returned an int, not an autobatch.Workload", marks=SLOW),
     ],
 )
 def test_a_child_that_never_comes_up_says_why(train: Path, code: str, said: str) -> None:
@@ -179,3 +183,63 @@ def test_kills_are_counted_where_the_system_counts_them(tmp_path: Path) -> None:
     odd.write_text("oom_kill many\n")
     assert count_oom_kills([group, machine, odd, tmp_path / "absent"]) == 7
     assert count_oom_kills([]) == 0
+
+
+def test_a_child_that_raised_serves_on(train: Path) -> None:
+    code = """
+def odd(model, batch):
+    if len(batch[0]) == 3:
+        raise ValueError("three")
+    return loss(model, batch)
+def workload():
+    return small(loss=odd)
+"""
+    with child(train, "workload", code) as process:
+        with pytest.raises(UserCodeError, match="three"):
+            run_attempt(process, 3)
+        assert run_attempt(process, 2).attempt.fits
+
+
+def slow_answer(session: Session, seconds: float) -> str:
+    del session
+    time.sleep(seconds)
+    return "slow"
+
+
+def quick_answer(session: Session) -> str:
+    del session
+    return "quick"
+
+
+def test_the_answer_of_an_interrupted_call_is_not_taken_for_the_next_one(
+    train: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with child(train, "workload", "") as process:
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "_receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                process.call("a slow call", slow_answer, 0.2)
+        assert process.call("a quick call", quick_answer) == "quick"
+
+
+def interrupted(act: str) -> None:
+    raise KeyboardInterrupt(act)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_session_keeps_one_object_of_a_kind(isolated: bool, train: Path) -> None:
+    with open_process(f"{train}:workload", SETTINGS, isolated=isolated) as process:
+        assert [process.call("counting", count) for _ in range(3)] == [1, 2, 3]
+        process.restart()
+        assert process.call("counting", count) == (1 if isolated else 4)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def count(session: Session) -> int:
+    counter = session.keep(Counter, Counter)
+    counter.calls += 1
+    return counter.calls

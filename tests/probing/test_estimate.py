@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from autobatch.cli.terminal import Terminal
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import EstimateOptions
 from autobatch.core.units import MiB
 from autobatch.probing.cache import CachedLimit, store
-from autobatch.probing.estimate import run_estimate
+from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+
+NOWHERE = Path("nowhere")
 
 
 @pytest.fixture(scope="module")
 def found():
     workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
-    return run_estimate(workload, EstimateOptions(profile=["rtx-4090"], memory_budget=f"{24 * MiB}"), {})
+    return estimate_limits(
+        workload, EstimateSettings(profiles=["rtx-4090"], memory_budget=f"{24 * MiB}"), home=NOWHERE
+    )
 
 
 def test_one_gpu_is_explained(found):
@@ -30,7 +34,7 @@ def test_one_gpu_is_explained(found):
     assert all(remedy.micro_batch >= one.micro_batch for remedy in one.remedies)
     text = StringIO()
     Terminal(text).estimated(found)
-    for words in (f"in the {one.phase}", "optimizer state", "blocks.0", "bytes", "share"):
+    for words in (f"phase {one.phase}", "optimizer state", "blocks.0", "bytes", "share"):
         assert words in text.getvalue()
     for remedy in one.remedies:
         assert remedy.advice in text.getvalue()
@@ -56,19 +60,19 @@ def test_what_runs_on_this_machine_took_more_widens_the_interval(tmp_path):
             measured_bytes=measured * MiB,
         )
         store(saved, tmp_path)
-    options = EstimateOptions(profile=["rtx-4090", "l4"], memory_budget=f"{40 * MiB}")
-    after = run_estimate(workload, options, {"AUTOBATCH_HOME": str(tmp_path)})
-    now, before = after.estimates[0], run_estimate(workload, options, {}).estimates[0]
+    options = EstimateSettings(profiles=["rtx-4090", "l4"], memory_budget=f"{40 * MiB}")
+    after = estimate_limits(workload, options, home=tmp_path)
+    now, before = after.estimates[0], estimate_limits(workload, options, home=NOWHERE).estimates[0]
     assert now.micro_batch == before.micro_batch
     assert now.micro_batch_low < before.micro_batch_low
-    tight = EstimateOptions(profile=["rtx-4090", "l4"], memory_budget=f"{32 * MiB}")
-    assert now.micro_batch_low == run_estimate(workload, tight, {}).estimates[0].micro_batch
+    tight = EstimateSettings(profiles=["rtx-4090", "l4"], memory_budget=f"{32 * MiB}")
+    assert now.micro_batch_low == estimate_limits(workload, tight, home=NOWHERE).estimates[0].micro_batch
     assert any("-1.0% to +25.0% more than predicted (2 compared)" in note for note in after.notes)
 
 
 def test_several_gpus_are_a_table_alone():
-    options = EstimateOptions(profile=["rtx-4090", "a100-40gb"], max_micro_batch=4)
-    found = run_estimate(WORKLOADS["perceptron"](), options, {})
+    options = EstimateSettings(profiles=["rtx-4090", "a100-40gb"], max_micro_batch=4)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.remedies for one in found.estimates] == [None, None]
     text = StringIO()
     Terminal(text).estimated(found)
@@ -76,14 +80,14 @@ def test_several_gpus_are_a_table_alone():
 
 
 def test_a_simulated_device_names_the_gpu():
-    options = EstimateOptions(device="sim:l4", max_micro_batch=4)
-    found = run_estimate(WORKLOADS["perceptron"](), options, {})
+    options = EstimateSettings(device="sim:l4", max_micro_batch=4)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.profile for one in found.estimates] == ["l4"]
 
 
 def test_no_figure_is_cut_off_on_a_narrow_terminal():
-    options = EstimateOptions(profile=["rtx-3060-12gb", "t4"], max_micro_batch=4)
-    found = run_estimate(WORKLOADS["perceptron"](), options, {})
+    options = EstimateSettings(profiles=["rtx-3060-12gb", "t4"], max_micro_batch=4)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     wide = {"micro_batch": 12_345_678, "micro_batch_low": 11_345_678, "micro_batch_high": 13_345_678}
     rows = [msgspec.structs.replace(one, **wide) for one in found.estimates]
     text = StringIO()
@@ -94,6 +98,6 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal():
 
 def test_a_gpu_that_is_too_small_says_what_would_help():
     workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
-    options = EstimateOptions(profile=["t4"], memory_budget=f"{18 * MiB}", precision="fp32")
-    with pytest.raises(DoesNotFitError, match=r"optimizer state.*what would help: a larger card"):
-        run_estimate(workload, options, {})
+    options = EstimateSettings(profiles=["t4"], memory_budget=f"{18 * MiB}", precision="fp32")
+    with pytest.raises(DoesNotFitError, match=r"optimizer state.*what would help: a larger GPU"):
+        estimate_limits(workload, options, home=NOWHERE)

@@ -10,15 +10,15 @@ from torch.utils.data import Dataset
 
 import autobatch
 from autobatch import Workload
-from autobatch.api import RunContext, run_plan_command
+from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import PlanOptions, ProbeOptions
-from autobatch.core.records import Attempt
+from autobatch.core.options import PlanOptions
+from autobatch.core.progress import Progress
 from autobatch.probing import attempt as attempts
-from autobatch.probing.attempt import Outcome, TrainSetup, attempt
-from autobatch.probing.child import SpillGuard, open_prober
-from autobatch.probing.find_limit import run_probe
-from autobatch.probing.setup import open_setup
+from autobatch.probing.attempt import TrainSetup, attempt
+from autobatch.probing.child import open_process
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.setup import SetupSettings, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, amsgrad, mlp, probed, vectors, work
 
@@ -79,7 +79,7 @@ SIMULATED = {
 
 
 def check_against_every_size(workload: Workload, device: str, budget: str) -> None:
-    setup = open_setup(workload, ProbeOptions(device=device, memory_budget=budget))
+    setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget)
     cap = min(found.micro_batch + 8, len(workload.train_data))
     fits = {size: attempt(setup, size).attempt.fits for size in range(1, cap + 1)}
@@ -102,7 +102,7 @@ def test_every_size_up_to_the_limit_agrees_with_the_probe_on_a_simulated_gpu(cas
 
 
 def test_the_words_of_a_simulated_gpu_are_those_of_cuda() -> None:
-    setup = open_setup(work(lambda: mlp(2048)), ProbeOptions(device="sim:t4", memory_budget="4MiB"))
+    setup = open_setup(work(lambda: mlp(2048)), SetupSettings(device="sim:t4", memory_budget="4MiB"))
     failed = attempt(setup, 600).attempt
     assert not failed.fits
     assert failed.reason is not None
@@ -154,7 +154,7 @@ def test_large_state_that_comes_with_the_first_step_is_seen(
 ) -> None:
     """Tiny activations, AdamW with three states: one window alone accepts what training cannot run."""
     workload = work(model, optimizer=amsgrad, train_data=vectors(3000))
-    setup = open_setup(workload, ProbeOptions(device=device, memory_budget=budget))
+    setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget).micro_batch
     assert survives(setup, found, windows)
     # The mutant: activations are gone when the first step makes the state, so they are never seen together.
@@ -169,7 +169,7 @@ def test_a_size_that_runs_in_one_order_of_windows_only_does_not_fit(monkeypatch)
     """A first window of two micro-batches leaves a cache in other pieces than one of one."""
     workload = WORKLOADS["resnet-bn"]()
     options = {"device": "sim:t4", "memory_budget": "2MiB"}
-    setup = open_setup(workload, ProbeOptions(**options))
+    setup = open_setup(workload, SetupSettings(**options))
     found = autobatch.probe(workload, **options).micro_batch
     assert survives(setup, found, steps=6)
     monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
@@ -181,12 +181,12 @@ def test_a_size_that_runs_in_one_order_of_windows_only_does_not_fit(monkeypatch)
 @pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_other_order_is_predicted_once_it_made_a_difference(isolated, tmp_path) -> None:
     """Then the second prediction is right: one error, two runs, and every size above it fails."""
-    options = ProbeOptions(device="sim:t4", memory_budget="2MiB")
+    options = SetupSettings(device="sim:t4", memory_budget="2MiB")
     here = open_setup(WORKLOADS["resnet-bn"](), options)
     file = tmp_path / "train.py"
     file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['resnet-bn']\n")
-    with open_prober(f"{file}:train", options, isolated=isolated) as prober:
-        found, _ = run_probe(prober, options, home=tmp_path)
+    with open_process(f"{file}:train", options, isolated=isolated) as process:
+        found = find_limit(process, ProbeLimits(), home=tmp_path, progress=Progress()).probe
     assert [one.fits for one in found.attempts] == [False, True]
     assert found.upper_bound_by == "replay"
     above = range(found.micro_batch + 1, found.attempts[0].micro_batch + 1)
@@ -224,7 +224,7 @@ def test_samples_of_different_lengths_never_run_out_at_the_answer(size_of, windo
         train_data=Sequences(), collate=pad, loss=over_time, size_of=size_of,
     )  # fmt: skip
     found = autobatch.probe(workload, device="cpu", memory_budget="150KiB")
-    setup = open_setup(workload, ProbeOptions(device="cpu", memory_budget="150KiB"))
+    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="150KiB"))
     assert 2 <= found.micro_batch < 60
     assert survives(setup, found.micro_batch, windows)
 
@@ -243,7 +243,7 @@ def test_batch_statistics_of_one_sample_are_not_needed() -> None:
 
 
 def test_a_budget_that_holds_only_a_sample_that_cannot_run_alone_says_so() -> None:
-    probe = ProbeOptions(device="cpu", memory_budget="1GiB")
+    probe = SetupSettings(device="cpu", memory_budget="1GiB")
     least = attempt(open_setup(work(normalised), probe), 2).attempt.peak_allocated_bytes
     with pytest.raises(DoesNotFitError, match=r"micro-batch of 2 does not fit.*1 cannot run.*Expected more"):
         autobatch.probe(work(normalised), device="cpu", memory_budget=str(least - 1))
@@ -265,7 +265,7 @@ def test_a_cap_is_reached_and_not_passed(cap: int) -> None:
 
 def test_the_target_batch_caps() -> None:
     options = PlanOptions(device="cpu", memory_budget="1GiB", target_batch=3)
-    result = run_plan_command(work(), options, RunContext())
+    result = run_plan(work(), options, RunContext())
     assert (result.probe.micro_batch, result.probe.limited_by) == (3, "target_batch")
 
 
@@ -278,7 +278,7 @@ def test_what_does_not_fit_names_phase_bytes_and_budget(device: str, budget: str
     assert "micro-batch of 1 does not fit" in text
     assert any(f"(in the {phase})" in text for phase in ("setup", "forward", "backward", "optimizer"))
     if device == "cpu":
-        assert "asked for" in text
+        assert "requested" in text
         assert "free" in text
         assert "9.00 KiB" in text
     else:
@@ -296,24 +296,5 @@ def test_one_size_is_answered_alone() -> None:
 
 
 def test_samples_that_cannot_be_joined_name_their_shapes() -> None:
-    with pytest.raises(InputError, match=r"cannot be joined.*shapes found.*collate"):
+    with pytest.raises(InputError, match=r"cannot be collated.*found shapes.*collate"):
         autobatch.probe(work(train_data=Sequences()), device="cpu")
-
-
-def test_a_smaller_size_that_is_slower_a_sample_does_not_spill() -> None:
-    """What comes once a window weighs more in a small one; a larger one has no such reason."""
-    guard = SpillGuard(active=True)
-
-    def judged(size: int, seconds: float) -> bool:
-        ran = Attempt(
-            micro_batch=size,
-            fits=True,
-            peak_allocated_bytes=1,
-            peak_reserved_bytes=1,
-            seconds=1.0,
-            step_seconds=seconds,
-        )
-        return guard.judge(Outcome(ran, None)).attempt.fits
-
-    ran = [(100, 1.0), (10, 0.9), (200, 2.0), (201, 7.0), (150, 5.0)]
-    assert [judged(*one) for one in ran] == [True, True, True, False, True]

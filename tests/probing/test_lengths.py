@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.options import ProbeOptions
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.probing.attempt import attempt_at
-from autobatch.probing.child import LocalProber
-from autobatch.probing.find_limit import run_lengths, run_probe
-from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit, find_limits_by_size
+from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.workload.contract import Workload
 
 LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
@@ -42,11 +41,11 @@ def make(lengths: list[int]) -> Workload:
 
 
 def probe(lengths: list[int], home: Path):
-    options = ProbeOptions(device="cpu", memory_budget="100KiB")
+    options = SetupSettings(device="cpu", memory_budget="100KiB")
     setup = open_setup(make(lengths * 30), options)
-    prober = LocalProber(setup, describe_setup(setup))
-    found, _ = run_probe(prober, options, home=home)
-    return setup, run_lengths(prober, options, found, Silent())
+    process, limits = ThisProcess(setup), ProbeLimits()
+    found = find_limit(process, limits, home=home, progress=Progress()).probe
+    return setup, find_limits_by_size(process, limits, found, progress=Progress())
 
 
 def test_every_length_has_the_largest_micro_batch_of_its_own(tmp_path: Path) -> None:
@@ -68,5 +67,5 @@ def test_samples_that_cost_alike_have_no_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("costs", "size_quartiles"), [([1, 2, 3, 4], [1, 2, 3, 4]), ([5, 5, 5, 9], [5, 9])])
 def test_levels_are_the_quartiles(costs: list[int], size_quartiles: list[int]) -> None:
-    setup = open_setup(make(costs), ProbeOptions(device="cpu", memory_budget="1MiB"))
+    setup = open_setup(make(costs), SetupSettings(device="cpu", memory_budget="1MiB"))
     assert setup.worst_case.size_quartiles() == [4.0 * level for level in size_quartiles]

@@ -8,23 +8,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
-from autobatch.api import RunContext, run_plan_command
+from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions
-from autobatch.core.progress import Silent
+from autobatch.core.options import PlanOptions
 from autobatch.core.units import KiB, MiB
 from autobatch.device import profiles as hardware
-from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.cpu import CpuDevice
 from autobatch.probing.attempt import attempt
 from autobatch.probing.cache import CachedLimit
-from autobatch.probing.child import LocalProber
-from autobatch.probing.estimate import run_estimate
-from autobatch.probing.find_limit import run_probe
-from autobatch.probing.limits import pictures, remedies_of, traced_peak
-from autobatch.probing.setup import describe_setup
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.limits import predicted_memory, remedies_of, traced_peak
+from tests.support.probes import Listener, limit_of
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setup, token_loss
 
 
@@ -35,7 +33,7 @@ def deep():
 def test_a_plan_shows_where_the_memory_goes(tmp_path):
     options = PlanOptions(target_batch=64, memory_budget=2 * MiB, device="cpu")
     environment = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
-    found = run_plan_command(deep(), options, environment)
+    found = run_plan(deep(), options, environment)
     assert found.title == deep().name
     ran = {one.micro_batch: one.peak_allocated_bytes for one in found.probe.attempts if one.fits}
     predicted = {point.micro_batch: point.peak_reserved_bytes for point in found.predicted}
@@ -45,18 +43,18 @@ def test_a_plan_shows_where_the_memory_goes(tmp_path):
     totals = [sum(sizes) for sizes in zip(*found.memory_curve.categories.values(), strict=True)]
     assert max(totals) == ran[answer]
     # What is confirmed needs no prediction, and pays for none.
-    again = run_plan_command(deep(), options, environment)
+    again = run_plan(deep(), options, environment)
     assert again.probe.source != "search"
     assert (again.predicted, again.memory_curve) == ([], None)
-    assert pictures(None, None, 1) == ([], None)
+    assert predicted_memory(None, None, 1) == ([], None)
 
 
 def test_nothing_fits_says_what_would(tmp_path):
     options = PlanOptions(target_batch=64, memory_budget=200 * KiB, device="cpu")
     with pytest.raises(DoesNotFitError) as caught:
-        run_plan_command(deep(), options, RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)}))
+        run_plan(deep(), options, RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)}))
     text = str(caught.value)
-    for words in ("asked for", "free", "in the ", "parameters", "larger --memory-budget"):
+    for words in ("requested", "free", "in the ", "parameters", "larger --memory-budget"):
         assert words in text
     for size in re.findall(r"a micro-batch of ([\d,]+) is predicted to fit", text):
         assert int(size.replace(",", "")) >= 1
@@ -66,6 +64,9 @@ class Gpu(CpuDevice):
     """This machine's memory in the place of an L4's."""
 
     kind = "cuda"
+    compute_capability = (8, 9)
+    allocator_config = AllocatorConfig()
+    is_traceable = False
 
     def describe(self):
         return msgspec.structs.replace(
@@ -82,20 +83,17 @@ def load_profile(name):
 
 def test_what_a_trace_says_of_a_gpu_is_what_an_estimate_says(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     workload, size = WORKLOADS["transformer"](), 7
-    options = EstimateOptions(profile=["l4", "a10"], micro_batch=size, precision="fp32")
+    options = EstimateSettings(profiles=["l4", "a10"], micro_batch=size, precision="fp32")
     here = replace(setup(workload), device=Gpu(memory_budget=64 * MiB), max_grad_norm=None)
-    predicted = run_estimate(workload, options, {}).estimates[0].peak_reserved_bytes
+    predicted = estimate_limits(workload, options, home=tmp_path).estimates[0].peak_reserved_bytes
     assert traced_peak(here, size) == predicted
     assert traced_peak(setup(workload), size) is None
 
 
-def test_the_answer_on_a_gpu_is_remembered_with_both_figures(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+def test_the_answer_on_a_gpu_is_remembered_with_both_figures(tmp_path):
     here = replace(setup(WORKLOADS["perceptron"]()), device=Gpu(memory_budget=64 * MiB))
-    options = ProbeOptions(max_micro_batch=3)
-    found, path = run_probe(LocalProber(here, describe_setup(here)), options, home=tmp_path)
+    found, path, _ = limit_of(here, tmp_path, max_micro_batch=3)
     saved = msgspec.json.decode(path.read_bytes(), type=CachedLimit)
     assert saved.traced_bytes == traced_peak(here, found.micro_batch)
     assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes
@@ -110,22 +108,14 @@ class Shared(CpuDevice):
         return msgspec.structs.replace(super().describe(), other_processes_bytes=self.others)
 
 
-class Notes(Silent):
-    def __init__(self):
-        self.lines = []
-
-    def note(self, text):
-        self.lines.append(text)
-
-
 @pytest.mark.parametrize(("grown", "told"), [(63 * MiB, False), (64 * MiB, True)])
 def test_others_that_took_more_meanwhile_are_told(grown, told, tmp_path):
     here = replace(setup(WORKLOADS["perceptron"]()), device=Shared(memory_budget=64 * MiB))
-    prober, notes = LocalProber(here, describe_setup(here)), Notes()
+    process, notes = ThisProcess(here), Listener()
     here.device.others += grown
-    found, _ = run_probe(prober, ProbeOptions(max_micro_batch=3), home=tmp_path, progress=notes)
+    found = find_limit(process, ProbeLimits(max_micro_batch=3), home=tmp_path, progress=notes).probe
     assert found.other_processes_bytes == 100 * MiB + grown
-    assert any("held 100 MiB of the card before" in line for line in notes.lines) == told
+    assert any("held 100 MiB of the GPU before" in line for line in notes.notes) == told
 
 
 def test_remedies_come_from_the_bench_as_it_is():

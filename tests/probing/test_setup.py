@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import Options, PlanOptions, ProbeOptions
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.probing.setup import (
+    SetupSettings,
     budget_of,
     build_model,
     describe_setup,
     find_workload,
-    open_device,
+    new_allocator,
     open_setup,
     precision_of,
 )
@@ -26,52 +29,30 @@ from tests.support.probes import WIDTH, amsgrad, classify, mlp, vectors, work
 from tests.support.untouched import fingerprint, with_gradients
 
 
-@pytest.mark.parametrize(("spec", "kind"), [("cpu", "cpu"), ("sim:t4", "sim"), ("sim:l4", "sim")])
-def test_devices_by_name(spec: str, kind: str) -> None:
-    device = open_device(spec, memory_budget="64MiB", environ={})
-    assert (device.kind, device.budget_bytes) == (kind, 64 * 2**20)
-    assert device.describe().total_bytes > device.budget_bytes
-
-
-@pytest.mark.parametrize("spec", ["gpu", "cpu:0", "cuda:x", "cuda:-1", "sim:", "sim", "", "tpu"])
-def test_names_of_no_device(spec: str) -> None:
-    with pytest.raises(InputError, match="names no device"):
-        open_device(spec, memory_budget=None, environ={})
-
-
 def test_a_function_in_place_of_its_workload_is_said() -> None:
     with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a function: call it"):
         find_workload(work)
-    with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a int$"):
+    with pytest.raises(InputError, match=r"must be an autobatch.Workload, found an int$"):
         find_workload(3)
 
 
-def test_a_profile_that_is_not_there_and_a_budget_over_the_gpu() -> None:
-    with pytest.raises(InputError, match="no-such-card"):
-        open_device("sim:no-such-card", memory_budget=None, environ={})
-    with pytest.raises(InputError, match="900"):
-        open_device("sim:t4", memory_budget="900GiB", environ={})
-
-
-def test_auto_is_the_host_where_there_is_no_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert open_device("auto", memory_budget="64MiB", environ={}).kind == "cpu"
-
-
 def test_the_demo_brings_a_budget_and_an_asked_one_comes_before_it() -> None:
-    assert budget_of(Options(device="cpu"), demo=True) == MEMORY_BUDGET["cpu"]
-    assert budget_of(Options(device="sim:t4"), demo=True) == MEMORY_BUDGET["sim"]
-    assert budget_of(Options(device="cpu", memory_budget="9MiB"), demo=True) == "9MiB"
-    assert budget_of(Options(device="cpu"), demo=False) is None
+    assert budget_of(SetupSettings(device="cpu"), is_demo=True) == MEMORY_BUDGET["cpu"]
+    assert budget_of(SetupSettings(device="sim:t4"), is_demo=True) == MEMORY_BUDGET["sim"]
+    assert budget_of(SetupSettings(device="cpu", memory_budget="9MiB"), is_demo=True) == "9MiB"
+    assert budget_of(SetupSettings(device="cpu"), is_demo=False) is None
 
 
-def test_bf16_only_on_gpus_that_are_built_for_it(monkeypatch) -> None:
-    gpu = SimpleNamespace(kind="cuda", torch_device="cuda:0")
-    for capability, precision in (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert precision_of(Options(), gpu) == precision
-        assert precision_of(Options(precision="fp16"), gpu) == "fp16"
-    assert precision_of(Options(), open_device("cpu", memory_budget="1MiB", environ={})) == "fp32"
+def test_the_demo_asks_for_the_budget_of_the_device_that_auto_finds(monkeypatch) -> None:
+    for found, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        assert budget_of(SetupSettings(device="auto"), is_demo=True) == MEMORY_BUDGET[kind]
+
+
+def test_the_device_chooses_the_precision_unless_one_is_asked_for() -> None:
+    device = SimpleNamespace(default_precision=lambda: "bf16")
+    assert precision_of(SetupSettings(), device) == "bf16"
+    assert precision_of(SetupSettings(precision="fp16"), device) == "fp16"
 
 
 @pytest.mark.parametrize("made", [None, nn.Linear, torch.zeros(3)])
@@ -88,14 +69,14 @@ def test_opening_and_describing_draws_nothing_though_model_and_data_do() -> None
         return live
 
     before = fingerprint(live)
-    setup = open_setup(work(model, train_data=Vectors()), ProbeOptions(device="cpu", memory_budget="1MiB"))
+    setup = open_setup(work(model, train_data=Vectors()), SetupSettings(device="cpu", memory_budget="1MiB"))
     describe_setup(setup)
     assert fingerprint(live) == before
 
 
 def test_the_seed_decides_the_weights() -> None:
     def weight(seed: int) -> torch.Tensor:
-        return next(open_setup(work(), ProbeOptions(device="cpu", seed=seed)).model.parameters())
+        return next(open_setup(work(), SetupSettings(device="cpu", seed=seed)).model.parameters())
 
     assert torch.equal(weight(1), weight(1))
     assert not torch.equal(weight(1), weight(2))
@@ -106,7 +87,7 @@ def test_the_seed_decides_the_weights() -> None:
 
 def key_of(workload=None, **options) -> dict:
     asked = {"device": "cpu", "memory_budget": "1MiB"} | options
-    return describe_setup(open_setup(workload or work(), ProbeOptions(**asked))).key
+    return describe_setup(open_setup(workload or work(), SetupSettings(**asked))).key
 
 
 class Renamed(nn.Sequential):
@@ -154,7 +135,27 @@ def test_what_does_not_change_the_answer_is_in_no_key() -> None:
 
 
 def test_facts_tell_what_a_plan_needs() -> None:
-    setup = open_setup(work(base_batch=32), PlanOptions(device="cpu", memory_budget="1MiB", target_batch=9))
+    setup = open_setup(work(base_batch=32), SetupSettings(device="cpu", memory_budget="1MiB", target_batch=9))
     facts = describe_setup(setup)
     assert (facts.samples, facts.base_batch, facts.precision) == (600, 32, "fp32")
     assert facts.device.budget_bytes == 2**20
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_facts_carry_the_answers_of_the_device(expandable: bool) -> None:
+    setup = open_setup(work(), SetupSettings(device="sim:t4", memory_budget="64MiB"))
+    device = setup.device.expandable() if expandable else setup.device
+    facts = describe_setup(replace(setup, device=device))
+    made = new_allocator(facts)
+    assert isinstance(made, CachingAllocator)
+    assert (made.limit, made.config) == (64 * 2**20, AllocatorConfig(expandable_segments=expandable))
+    assert new_allocator(facts, capped=False).limit is None
+    assert new_allocator(facts, expandable=True).config.expandable_segments
+    assert (facts.compute_capability, facts.may_spill) == (None, False)
+
+
+def test_a_device_that_caches_nothing_has_an_allocator_that_counts() -> None:
+    facts = describe_setup(open_setup(work(), SetupSettings(device="cpu", memory_budget="1MiB")))
+    assert facts.allocator is None
+    assert isinstance(new_allocator(facts), CountingAllocator)
+    assert (new_allocator(facts).limit, new_allocator(facts, capped=False).limit) == (2**20, None)

@@ -1,11 +1,16 @@
+"""A run is written as JSON and read back."""
+
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
+from autobatch.core.version import __version__
 from autobatch.report.charts.curves import training_figure
-from autobatch.report.result import load_run
-from tests.support.sample_run import a_device, a_run, a_step
+from autobatch.report.result import SCHEMA, Estimates, PlanResult, ProbeResult, Result, load_run
+from tests.support.sample_run import a_device, a_probe, a_run, a_step
 
 
 def write(folder, result, lines=None):
@@ -22,7 +27,7 @@ def test_a_whole_run_reads_back(tmp_path):
     assert load_run(tmp_path) == run
 
 
-def test_the_printed_object_alone_is_enough(tmp_path):
+def test_the_printed_object_can_be_read_back(tmp_path):
     nothing = dict.fromkeys(("probe", "plan", "tuning", "training", "profile"))
     device = msgspec.to_builtins(a_device())
     printed = {"schema": 1, "autobatch": "0.1.0", "device": device, "something": "new"} | nothing
@@ -32,16 +37,16 @@ def test_the_printed_object_alone_is_enough(tmp_path):
     assert (run.title, run.versions) == ("resnet", {"autobatch": "0.1.0"})
 
 
-def test_rows_that_cannot_be_read_are_counted(tmp_path):
+def test_unreadable_rows_are_left_out_and_counted(tmp_path):
     row = msgspec.json.encode(a_step(1))
     lines = [row, b"", b'{"step": 2}', b"\xff", b'{"loss": NaN}', row[:20]]
     write(tmp_path, {"device": msgspec.to_builtins(a_device())}, lines)
     run = load_run(tmp_path)
     assert run.metrics == [a_step(1)]
-    assert run.notes == ["4 lines of metrics.jsonl could not be read and are left out"]
+    assert run.notes == ["left out 4 unreadable lines of metrics.jsonl"]
 
 
-def test_rows_from_before_there_were_speeds_are_read_and_drawn(tmp_path):
+def test_rows_without_speeds_are_read_and_drawn(tmp_path):
     def picture(rows):
         write(tmp_path, {"device": msgspec.to_builtins(a_device())}, list(map(msgspec.json.encode, rows)))
         return training_figure(load_run(tmp_path).metrics)
@@ -57,15 +62,45 @@ def test_rows_from_before_there_were_speeds_are_read_and_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no run in .*: cannot read result.json"),
+        (None, r"cannot read .*result\.json: No such file .*\. Give the folder of a run"),
         (b"{", "is not the result of a run"),
-        (b"[]", "it holds no object"),
+        (b"[]", "expected a JSON object, found list"),
         (b"{}", "missing required field `device`"),
         (b'{"device": {"kind": 1}}', r"\$\.device\.kind"),
     ],
 )
-def test_what_is_no_run_is_said(tmp_path, content, message):
+def test_a_folder_without_a_run_is_an_error(tmp_path, content, message):
     if content is not None:
         write_atomic(tmp_path / "result.json", content)
     with pytest.raises(InputError, match=message):
         load_run(tmp_path)
+
+
+def test_the_json_of_a_result_has_every_part_but_the_model():
+    result = Result(device=a_device(), probe=a_probe(), profile=Path("limit.json"), model=object())
+    found = result.to_json()
+    assert (found["schema"], found["autobatch"]) == (SCHEMA, __version__)
+    assert found["profile"] == "limit.json"
+    assert found["probe"]["micro_batch"] == 93
+    assert found["plan"] is None
+    assert not {"model", "metrics", "notes"} & found.keys()
+    assert result.to_json("device", "probe").keys() == {"schema", "autobatch", "device", "probe"}
+
+
+def test_a_part_is_also_found_under_its_name_in_the_json():
+    run = a_run()
+    fields = {name: getattr(run.plan, name) for name in run.plan.__struct_fields__}
+    plan = PlanResult(**fields, device=run.device, probe=run.probe)
+    assert plan.plan.target_batch == plan.target_batch == 1024
+    fields = {name: getattr(run.probe, name) for name in run.probe.__struct_fields__}
+    probe = ProbeResult(**fields, device=run.device)
+    assert probe.probe.micro_batch == probe.micro_batch == 93
+
+
+def test_the_json_of_estimates():
+    assert Estimates(estimates=[], notes=["a note"]).to_json() == {
+        "schema": SCHEMA,
+        "autobatch": __version__,
+        "estimates": [],
+        "notes": ["a note"],
+    }

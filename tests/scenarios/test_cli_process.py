@@ -137,7 +137,7 @@ def test_what_the_workload_raises_is_one_line_that_names_the_log(tmp_path: Path,
     line = one_line(autobatch(tmp_path, "fit", "train.py:broken", *FIT[2:], "--out", "out"), 2)
     place = f"{train}:{len(train.read_text().splitlines())}"
     raised = "the workload's loss raised ZeroDivisionError: division by zero"
-    assert line == f"{raised} ({place}); the whole story: out/run.log"
+    assert line == f"{raised} ({place}); full traceback: out/run.log"
     log = (tmp_path / "out" / "run.log").read_text()
     assert "Traceback (most recent call last)" in log
     assert f'File "{train}", line' in log
@@ -174,7 +174,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_goes_on(
     _, err = process.communicate(timeout=60)
     line = one_line(Ran(process.returncode, "", err), code)
     assert "with checkpoint out/checkpoints/step-" in line
-    again = line.partition("go on with: autobatch ")[2].split()
+    again = line.partition("Resume with: autobatch ")[2].split()
     assert again[-1] == "--resume"
     resumed = autobatch(tmp_path, *again, "--json", "--quiet")
     assert resumed.code == 0
@@ -260,7 +260,7 @@ def test_a_standard_output_that_is_full_is_one_line(
             text=True,
             check=False,
         )
-    said = "autobatch: standard output cannot be written: No space left on device"
+    said = "autobatch: cannot write to standard output: No space left on device"
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == said
     assert done.stderr.count("autobatch: ") == 1
@@ -381,10 +381,10 @@ def test_where_every_trial_crashes_the_plan_stays_and_it_says_why(tmp_path: Path
     assert ran.code == 0, ran.err
     tuning = ran.json["tuning"]
     assert [one["feasible"] for one in tuning["history"]] == [False, False]
-    assert tuning["notes"][0].startswith("none of 2 configurations could be run, so the plan stays as it is")
+    assert tuning["notes"][0].startswith("kept the plan: none of 2 configurations ran")
     assert "(SIGSEGV)" in tuning["notes"][0]
     assert ran.json["plan"]["micro_batches"] == [8]
-    assert "the default stays: it was not measured" in ran.err
+    assert "kept the default: it could not be measured" in ran.err
 
 
 SLOW_STEPS = """
@@ -418,7 +418,7 @@ def test_an_interrupt_while_learning_rates_are_tried_keeps_the_default(tmp_path:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "interrupted: the learning rate stays as it was" in err
+    assert "interrupted: kept the learning rate" in err
     found = json.loads(out)
     assert (found["plan"]["learning_rate"], found["tuning"]["trials"]) == (0.01, 1)
     assert found["tuning"]["learning_rate"] is None

@@ -1,4 +1,4 @@
-"""Several processes on one study, one of them killed in the middle of a trial."""
+"""A study that several processes share, one of which is killed during a trial."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_four_workers_share_a_study_and_one_that_is_killed_does_not_stop_it(tmp_
     ended = trials(tmp_path)
     done = [trial for trial in ended if trial.state is TrialState.COMPLETE]
     distinct = {tuple(sorted(trial.params.items())) for trial in done}
-    # Each of the others may have been in a last trial while the count came full.
+    # Each of the others may have been running a last trial when the count was reached.
     assert TRIALS <= len(distinct) <= TRIALS + WORKERS - 2
     assert not [trial for trial in ended if trial.state is TrialState.RUNNING]
     assert ended[0].state is TrialState.FAIL

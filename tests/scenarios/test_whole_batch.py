@@ -15,14 +15,13 @@ import autobatch
 from autobatch import WholeBatchLoss, Workload
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.knobs import CHANNELS_LAST, CHECKPOINTING
-from autobatch.core.options import EstimateOptions, PlanOptions, options_from
 from autobatch.core.units import KiB
 from autobatch.device.cpu import SilentMeter
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.trace_step import record
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
-from autobatch.probing.estimate import run_estimate
-from autobatch.probing.setup import describe_setup, open_setup
+from autobatch.probing.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.setup import SetupSettings, describe_setup, open_setup
 from autobatch.step.train_state import build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck
@@ -33,8 +32,7 @@ from tests.support.probes import WIDTH, probed, vectors, work
 from tests.support.step_workloads import WORKLOADS, convolutional, images, setting, setup
 from tests.support.steps import split
 from tests.support.training import make_workload
-from tests.tuning.test_trial import Time
-from tests.tuning.test_trial import setup as trial_bench
+from tests.support.trials import Time, trial_setup
 
 CPU = torch.device("cpu")
 WIDE = 512
@@ -76,7 +74,7 @@ def counted(seen: list[int]) -> WholeBatchLoss:
 )
 def test_the_loss_of_an_attempt_sees_as_many_rows_as_that_of_the_training(window, micro_batch, expected):
     seen: list[int] = []
-    made = replace(trial_bench(loss=counted(seen)), window=window)
+    made = replace(trial_setup(loss=counted(seen)), whole_batch=window)
     assert attempt(made, micro_batch).attempt.fits
     assert seen == expected
 
@@ -85,7 +83,7 @@ def test_the_loss_of_an_attempt_sees_as_many_rows_as_that_of_the_training(window
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_is_traced_is_what_an_attempt_allocates(window: int | None, precision: Any) -> None:
     found = WORKLOADS["perceptron"]()
-    made = replace(setup(replace(found, loss=LOSS), precision=precision), window=window)
+    made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=window)
     traced = replace(setting(made, steps=ATTEMPT_STEPS), samples=window)
     for size in (3, 11, 25, 30):
         assert record(traced, size).trace == attempt(made, size).trace.canonical()
@@ -106,8 +104,8 @@ def test_a_plan_is_for_the_whole_batch_and_by_brute_force_the_largest(device, ta
     assert sum(found.micro_batches) == target
     assert found.probe.limited_by == "memory"
     asked = {"target_batch": target, "device": device, "memory_budget": budget}
-    made = open_setup(contrastive(), options_from(PlanOptions, asked))
-    assert made.window == target
+    made = open_setup(contrastive(), SetupSettings(**asked))
+    assert made.whole_batch == target
     assert attempt(made, size).attempt.fits
     assert not any(attempt(made, size + more).attempt.fits for more in (1, 2, 10))
 
@@ -126,13 +124,13 @@ def test_what_fitted_is_remembered_by_target_batch() -> None:
 
 def key(workload: Workload, **options: Any) -> dict[str, Any]:
     asked = {"device": "cpu", "memory_budget": "1MiB", "target_batch": 64} | options
-    return describe_setup(open_setup(workload, options_from(PlanOptions, asked))).key
+    return describe_setup(open_setup(workload, SetupSettings(**asked))).key
 
 
-def test_the_key_holds_the_window_and_both_parts_of_such_a_loss_alone() -> None:
-    assert key(contrastive())["window"] == 64
-    assert key(contrastive(), target_batch=32)["window"] == 32
-    assert key(work())["window"] is None
+def test_the_key_holds_the_batch_and_both_parts_of_such_a_loss_alone() -> None:
+    assert key(contrastive())["whole_batch"] == 64
+    assert key(contrastive(), target_batch=32)["whole_batch"] == 32
+    assert key(work())["whole_batch"] is None
     keys = {key(contrastive(loss=counted([])))["loss"], key(contrastive())["loss"]}
     assert len(keys) == 2
     assert all("represent" in one for one in keys)
@@ -147,8 +145,8 @@ def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:
 
 def test_an_estimate_counts_the_whole_batch() -> None:
     def found(**options: Any) -> Any:
-        asked = EstimateOptions(profile=["t4"], precision="fp32", micro_batch=8, **options)
-        return run_estimate(contrastive(), asked, {})
+        asked = EstimateSettings(profiles=["t4"], precision="fp32", micro_batch=8, **options)
+        return estimate_limits(contrastive(), asked, home=Path("nowhere"))
 
     alone, small, large = found(), found(target_batch=400), found(target_batch=600)
     assert any("without a target batch" in note for note in alone.notes)
@@ -178,14 +176,14 @@ def test_a_loss_over_the_whole_batch_is_timed_once_a_window() -> None:
         "loss": WholeBatchLoss(represent=slow_rows, loss=slow_loss),
         "optimizer": lambda params, lr: Slow(params, lr=lr),
     }
-    made = replace(trial_bench(clock=time, **fields), window=64)
+    made = replace(trial_setup(clock=time, **fields), whole_batch=64)
     # Two passes over eight samples each; the loss over all 64.
     assert time_steps(made, [8] * 8, 0.0) == Timing(micro=16.0, step=37.0, setup=0.0)
 
 
 def test_losses_of_a_configuration_are_compared_over_whole_windows() -> None:
     seen: list[int] = []
-    made = trial_bench(loss=counted(seen))
+    made = trial_setup(loss=counted(seen))
     assert LossCheck(made, 64).over(replace(made, precision="bf16")) <= 0
     assert set(seen) == {MICRO_BATCHES * COMPARED}
 

@@ -1,4 +1,4 @@
-"""Knobs change how a step is computed, not what it computes; and the knobs that apply."""
+"""Knobs change how a step is computed, not what it computes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import InputError
-from autobatch.core.knobs import (
-    KNOBS,
-    LEFT_OUT,
-    TuningContext,
-    applicable,
-    defaults,
-    memory_signature,
-    numeric_signature,
-    parse_knobs,
-)
-from autobatch.core.options import TuneOptions, options_from
 from autobatch.step.apply_knobs import apply_forward, find_blocks
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import train_step
@@ -31,30 +19,6 @@ from autobatch.workload.loader import gpu_of
 from autobatch.workload.rng import seed_everything
 from tests.support.step_workloads import Residual, convolutional, images
 from tests.support.training import make_workload, mean_loss
-
-GPU = TuningContext(
-    device_kind="cuda",
-    precisions=("bf16", "fp32"),
-    optimizers=("default", "fused"),
-    blocks=12,
-    images=True,
-    compiler=None,
-    micro_batch=64,
-    planned_steps=1000,
-    cores=6,
-    fetch_share=0.4,
-    segments=None,
-)
-BARE = TuningContext(
-    device_kind="cpu",
-    precisions=("fp32",),
-    optimizers=("default",),
-    blocks=0,
-    images=False,
-    compiler="no compiler",
-    micro_batch=1,
-    planned_steps=1000,
-)
 
 
 def steady() -> nn.Module:
@@ -93,113 +57,18 @@ def states(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_every_knob_has_an_effect_and_a_default() -> None:
-    axes, notes = applicable(GPU, [knob.name for knob in KNOBS])
-    assert [axis.name for axis in axes] == [knob.name for knob in KNOBS]
-    assert not notes
-    assert all(knob.effect and knob.why_not(BARE) for knob in KNOBS)
-    assert defaults(axes) == {
-        "micro_batch_shift": 0,
-        "precision": "bf16",
-        "checkpointing": "none",
-        "compile": "off",
-        "channels_last": False,
-        "optimizer": "default",
-        "loader_workers": 0,
-        "prefetch": 2,
-        "pin_memory": True,
-        "expandable_segments": False,
-    }
-
-
-def test_no_knob_applies_without_a_choice() -> None:
-    assert applicable(BARE) == ([], [])
-    axes, notes = applicable(BARE, [knob.name for knob in KNOBS])
-    assert not axes
-    assert len(notes) == len(KNOBS)
-    assert "compile is not tuned: no compiler" in notes
-
-
-def test_the_compiler_is_tuned_on_the_cpu_and_in_short_runs_only_by_name() -> None:
-    for here in (GPU._replace(device_kind="cpu"), GPU._replace(planned_steps=60)):
-        assert "compile" not in [axis.name for axis in applicable(here)[0]]
-        assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
-
-
 @pytest.mark.parametrize(
-    ("micro_batch", "shifts"), [(1, []), (2, [0, 1]), (7, [0, 1, 2]), (64, [0, 1, 2, 3])]
-)
-def test_the_micro_batch_is_halved_down_to_one_sample_and_no_further(
-    micro_batch: int, shifts: list[int]
-) -> None:
-    axes, _ = applicable(BARE._replace(micro_batch=micro_batch))
-    assert [list(axis.choices) for axis in axes] == ([shifts] if shifts else [])
-
-
-def test_knobs_that_change_memory_and_knobs_that_change_numbers() -> None:
-    values = defaults(applicable(GPU)[0])
-    assert set(memory_signature(values)) == set(values) - {"micro_batch_shift", "loader_workers"}
-    elsewhere = {"micro_batch_shift", "loader_workers", "expandable_segments"}
-    assert set(numeric_signature(values)) == set(values) - elsewhere
-
-
-@pytest.mark.parametrize(
-    ("cores", "choices"), [(1, []), (2, [0, 2]), (7, [0, 2, 4]), (8, [0, 2, 4, 8]), (96, [0, 2, 4, 8, 16])]
-)
-def test_there_are_no_more_workers_than_cores(cores: int, choices: list[int]) -> None:
-    axes, notes = applicable(BARE._replace(cores=cores), ["loader_workers"])
-    assert [list(axis.choices) for axis in axes] == ([choices] if choices else [])
-    assert notes == ([] if choices else ["loader_workers is not tuned: this process may use a single core"])
-
-
-def test_workers_are_tuned_unasked_if_fetching_is_slow_and_never_if_they_cannot_run() -> None:
-    here = BARE._replace(cores=4, fetch_share=0.19)
-    assert applicable(here) == ([], [])
-    assert [axis.name for axis in applicable(here._replace(fetch_share=0.2))[0]] == ["loader_workers"]
-    _, notes = applicable(here._replace(loader="its samples cannot be sent"), ["loader_workers"])
-    assert notes == ["loader_workers is not tuned: its samples cannot be sent"]
-
-
-def test_the_feed_of_workers_is_tuned_only_by_name_and_with_workers() -> None:
-    names = ["prefetch", "pin_memory"]
-    assert not set(names) & {axis.name for axis in applicable(GPU)[0]}
-    axes, _ = applicable(GPU, names)
-    assert {axis.name: axis.choices for axis in axes} == {"prefetch": (2, 4, 8), "pin_memory": (True, False)}
-    assert [axis.name for axis in applicable(GPU._replace(device_kind="cpu"), names)[0]] == ["prefetch"]
-    assert applicable(BARE, names)[0] == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "knobs", "is_gpu"),
+    ("reads", "knobs", "is_gpu"),
     [
-        ("cuda", {}, True),
-        ("cuda", {"pin_memory": True}, True),
-        ("cuda", {"pin_memory": False}, False),
-        ("cpu", {}, False),
+        (True, {}, True),
+        (True, {"pin_memory": True}, True),
+        (True, {"pin_memory": False}, False),
+        (False, {}, False),
     ],
 )
-def test_workers_pin_memory_for_a_gpu_unless_the_knob_forbids_it(kind, knobs, is_gpu) -> None:
-    device = SimpleNamespace(kind=kind, torch_device=torch.device("cuda", 1))
+def test_workers_pin_memory_for_a_gpu_unless_the_knob_forbids_it(reads, knobs, is_gpu) -> None:
+    device = SimpleNamespace(reads_pinned_memory=reads, torch_device=torch.device("cuda", 1))
     assert gpu_of(device, knobs) == (device.torch_device if is_gpu else None)
-
-
-def test_names_may_have_hyphens_and_spaces() -> None:
-    assert parse_knobs("precision, channels-last,precision") == ["precision", "channels_last"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("precison", "there is no knob 'precison'; did you mean precision"),
-        ("", "there is no knob ''; there are: micro_batch_shift, precision"),
-    ],
-)
-def test_unknown_names_are_refused(text: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        parse_knobs(text)
-    with pytest.raises(InputError, match=r"^knobs: "):
-        options_from(TuneOptions, {"target_batch": 4, "knobs": text})
-    assert not set(LEFT_OUT) & {knob.name for knob in KNOBS}
 
 
 def test_blocks_are_repeated_children_of_a_list() -> None:

@@ -1,6 +1,11 @@
-"""What is asked of every page, read with the standard library's parser."""
+"""Checks that hold for every report page, made with the standard library's parser."""
 
 import itertools
+import json
+import re
+import shutil
+import subprocess
+from html import escape
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -8,7 +13,7 @@ SELF_CLOSED = {"path", "use", "rect", "line", "circle", "image"}
 
 
 class Page(HTMLParser):
-    """Collects the elements of a page, and holds that they are balanced."""
+    """The elements and the text of a page, whose tags must be balanced."""
 
     def __init__(self, text):
         super().__init__()
@@ -43,7 +48,7 @@ class Page(HTMLParser):
 
 
 def check(text):
-    """Check a page, and return it parsed."""
+    """Check a page and return it parsed."""
     page = Page(text)
     assert text.startswith("<!doctype html>")
     assert len(text.encode()) < 1_000_000
@@ -51,10 +56,10 @@ def check(text):
     for landmark in ("header", "nav", "main"):
         assert len(page.all(landmark)) == 1, landmark
     assert len(page.all("h1")) == 1
-    size_quartiles = [int(tag[1]) for tag, _, _ in page.elements if tag in {"h1", "h2", "h3", "h4"}]
-    assert all(after <= before + 1 for before, after in itertools.pairwise(size_quartiles))
+    levels = [int(tag[1]) for tag, _, _ in page.elements if tag in {"h1", "h2", "h3", "h4"}]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
     ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
-    assert len(ids) == len(set(ids)), "an id stands twice"
+    assert len(ids) == len(set(ids)), "an id appears twice"
     for _, attributes, _ in page.elements:
         for name in ("aria-labelledby", "aria-describedby"):
             assert attributes.get(name, ids[0]) in ids, attributes
@@ -74,3 +79,62 @@ def check(text):
     for tag, _, parents in page.elements:
         assert tag != "summary" or parents[-1] == "details"
     return page
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MEASURE = """
+<script>
+onload = () => {
+  const page = document.getElementById("page").contentDocument, root = page.documentElement
+  const shows = (node) => node.getBoundingClientRect().width > 0
+  const colour = (node, name) => getComputedStyle(node)[name]
+  page.querySelectorAll("details").forEach((details) => { details.open = true })
+  const line = page.querySelector("#figure-training svg path[style*='--accent']")
+  document.getElementById("answer").textContent = JSON.stringify({
+    overflow: root.scrollWidth - root.clientWidth,
+    wide: [...page.querySelectorAll("svg.wide")].filter(shows).length,
+    narrow: [...page.querySelectorAll("svg.narrow")].filter(shows).length,
+    tallest: Math.max(...[...page.querySelectorAll("svg")].map((svg) => svg.getBoundingClientRect().height)),
+    escaping: [...page.querySelectorAll("svg")].filter(shows).flatMap((svg) => {
+      const box = svg.getBoundingClientRect()
+      return [...svg.querySelectorAll("text")].filter((text) => {
+        const own = text.getBoundingClientRect()
+        return own.left < box.left - 1 || own.right > box.right + 1
+      }).map((text) => text.textContent)
+    }),
+    smallest: Math.min(...[...page.querySelectorAll("svg text")].filter(shows)
+      .map((text) => parseFloat(getComputedStyle(text).fontSize)
+        * text.closest("svg").getBoundingClientRect().width / text.closest("svg").viewBox.baseVal.width)),
+    cut: [...page.querySelectorAll("section > .scroll")].filter((box) => box.scrollWidth > box.clientWidth)
+      .map((box) => box.getAttribute("aria-label")),
+    split: [...page.querySelectorAll(".unbroken")].filter((word) => word.getClientRects().length > 1)
+      .map((word) => word.textContent),
+    paper: colour(page.body, "backgroundColor"),
+    accent: colour(line, "stroke"),
+  })
+}
+</script>
+"""
+
+
+def measure(folder, page, *, width):
+    """Open a page in Chromium, in a frame of ``width`` pixels and with its tables open.
+
+    Returns:
+        The measures, and the lines that the page wrote to the console.
+    """
+    frame = (
+        f'<iframe id="page" srcdoc="{escape(page)}" style="width:{width}px;height:900px;border:0"></iframe>'
+    )
+    file = folder / "frame.html"
+    file.write_text(f'<!doctype html><body><pre id="answer"></pre>{frame}{MEASURE}', encoding="utf-8")
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
+        "--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=4000",
+        f"--user-data-dir={folder / 'profile'}", f"--window-size={max(width, 800) + 100},1000",
+        "--dump-dom", file.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    found = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
+    return json.loads(found[1]), complaints

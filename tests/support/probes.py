@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,12 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from autobatch import Workload
-from autobatch.api import RunContext, run_probe_command
+from autobatch.api.pipeline import RunContext, run_probe
 from autobatch.core.options import ProbeOptions, options_from
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
+from autobatch.probing.attempt import TrainSetup
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.find_limit import Limit, ProbeLimits, find_limit
 from autobatch.report.result import Result
 
 WIDTH = 16
@@ -44,7 +48,7 @@ def work(model: Callable[[], nn.Module] = mlp, **fields) -> Workload:
     return Workload(model=model, **(defaults | fields))
 
 
-class Listener(Silent):
+class Listener(Progress):
     """Keeps the notes, and counts the attempts."""
 
     def __init__(self) -> None:
@@ -61,4 +65,9 @@ class Listener(Silent):
 def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     listener = Listener()
     asked = options_from(ProbeOptions, {"device": "cpu", "memory_budget": "80KiB"} | options)
-    return run_probe_command(workload, asked, RunContext(progress=listener)), listener
+    return run_probe(workload, asked, RunContext(progress=listener)), listener
+
+
+def limit_of(setup: TrainSetup, home: Path, progress: Progress | None = None, **limits) -> Limit:
+    """Find the largest micro-batch on a setup that is open here."""
+    return find_limit(ThisProcess(setup), ProbeLimits(**limits), home=home, progress=progress or Progress())

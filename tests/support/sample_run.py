@@ -1,4 +1,4 @@
-"""A made-up run, with every part that a report can have."""
+"""A sample run with every part that a report can have."""
 
 import math
 
@@ -47,13 +47,13 @@ def a_device(**changes):
         "name": "NVIDIA GeForce RTX 4090",
         "total_bytes": 24201 * MiB,
         "budget_bytes": 6 * GiB,
-        "budget_source": "--memory-budget 6GiB, taken at its word",
+        "budget_source": "set by --memory-budget 6GiB, without headroom",
         "other_processes_bytes": 3 * GiB + 311 * MiB,
         "holders": [
             MemoryHolder(pid=4312, name="/usr/bin/python3 -m notebook", used_bytes=3 * GiB),
             MemoryHolder(pid=None, name=None, used_bytes=311 * MiB),
         ],
-        "notes": ["NVML found the card by its UUID", "2 processes of other users cannot be named from here"],
+        "notes": ["NVML found the GPU by its UUID", "2 processes of other users have no name here"],
     }
     return DeviceRecord(**(fields | changes))
 
@@ -134,7 +134,7 @@ def some_rates():
                 learning_rate=rate,
                 loss=loss,
                 feasible=loss is not None,
-                note=None if loss else "it diverged: the loss went from 2.3 to 90",
+                note=None if loss else "diverged: the loss went from 2.3 to 90",
             )
             for number, (rate, loss) in enumerate(losses.items())
         ],

@@ -1,8 +1,9 @@
-"""A trial: how large a micro-batch a configuration allows, whether it trains right, what it costs."""
+"""Trials: the limit of a configuration, its losses and its speed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,133 +13,42 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch import api as rating
-from autobatch import api as stages
-from autobatch.core.knobs import Configuration
-from autobatch.core.options import FitOptions, TuneOptions, options_from
-from autobatch.device.cpu import CpuDevice
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.setup import with_knobs
-from autobatch.training import build as opening
-from autobatch.tuning import trial as labs_module
-from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Measurement
-from autobatch.tuning.find_fastest import TuningResult
-from autobatch.tuning.loss_check import LossCheck
-from autobatch.tuning.timing import Timing, time_steps
-from autobatch.tuning.trial import IsolatedTrials, TrialRunner, TrialSpec, micro_batch_of, open_trials
-from autobatch.workload.contract import Workload
-from autobatch.workload.data import WorstCaseSampler
+from autobatch.core.knobs import LOADER_WORKERS, applicable
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.planning import micro_batches
+from autobatch.probing.attempt import attempt
+from autobatch.probing.child import ChildProcess
+from autobatch.probing.setup import SetupSettings, with_knobs
+from autobatch.tuning import trial as trial_module
+from autobatch.tuning.configuration import MEMORY, RUNS
+from autobatch.tuning.timing import Timing
+from autobatch.tuning.trial import measure_trial, micro_batch_of
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
-from tests.support.training import Rows, make_workload, mean_loss
-
-DEFAULTS: Configuration = {
-    "micro_batch_shift": 0,
-    "precision": "fp32",
-    "checkpointing": "none",
-    "channels_last": False,
-    "optimizer": "default",
-}
-
-
-class Deep(nn.Module):
-    """Blocks whose activations are most of the memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)
-        )
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def rows(samples: int = 64) -> Rows:
-    generator = torch.Generator().manual_seed(0)
-    return Rows(
-        torch.randn(samples, 16, generator=generator), torch.randint(3, (samples,), generator=generator)
-    )
-
-
-def workload(**fields: Any) -> Workload:
-    return make_workload(
-        **{
-            "model": Deep,
-            "train_data": rows(),
-            "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=lr),
-            "learning_rate": 1e-3,
-            **fields,
-        }
-    )
-
-
-def setup(
-    budget: str | int = "1GiB", *, clock: Callable[[], float] | None = None, **fields: Any
-) -> TrainSetup:
-    mine = workload(**fields)
-    torch.manual_seed(0)
-    made = TrainSetup(
-        workload=mine,
-        model=mine.model(),
-        device=CpuDevice(memory_budget=budget),
-        worst_case=WorstCaseSampler(mine),
-        precision="fp32",
-    )
-    return made if clock is None else replace(made, clock=clock)
-
-
-def runner(made: TrainSetup, *, limit: int = 8, cap: int = 64, **more: Any) -> TrialRunner:
-    task = TrialSpec(limit=limit, cap=cap, samples=64, planned_steps=100, seconds=0.0)
-    opened = TrialRunner(made, options_from(TuneOptions, {"target_batch": 64}), task._replace(**more))
-    opened.begin(DEFAULTS)
-    return opened
-
-
-def changed(**values: Any) -> Configuration:
-    return {**DEFAULTS, **values}
-
-
-class Time:
-    """A clock that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def timed_fields(time: Time, *, a_sample: float = 1.0, a_step: float = 5.0) -> dict[str, Any]:
-    """A workload whose samples and optimizer steps take just so long."""
-
-    class Slow(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            time.now += a_step
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        time.now += a_sample * len(batch[0])
-        return mean_loss(model, batch)
-
-    return {"loss": loss, "optimizer": lambda params, lr: Slow(params, lr=lr)}
-
-
-def test_micro_batches_and_optimizer_steps_are_timed_apart() -> None:
-    time = Time()
-    made = setup(clock=time, **timed_fields(time))
-    assert time_steps(made, [8] * 8, 0.0) == Timing(micro=8.0, step=5.0, setup=0.0)
-    assert Timing(8.0, 5.0, 300.0).a_step(8, planned_steps=100) == 8 * 8 + 5 + 3
-    found = runner(made).measure(DEFAULTS)
-    assert found.samples_per_s == pytest.approx(64 / (8 * 8 + 5))
-    assert (found.micro_batch, found.feasible) == (8, True)
+from tests.support.training import mean_loss, points
+from tests.support.trials import (
+    DEFAULTS,
+    LOADING,
+    Signed,
+    Time,
+    changed,
+    context_of,
+    deep_layers,
+    deep_rows,
+    loading_runner,
+    make_runner,
+    signed,
+    simulated_gpu,
+    task_with,
+    timed_fields,
+    trial_setup,
+    trial_workload,
+)
 
 
 def test_halving_the_micro_batch_runs_more_of_them() -> None:
     time = Time()
-    found = runner(setup(clock=time, **timed_fields(time))).measure(changed(micro_batch_shift=2))
+    found = make_runner(trial_setup(clock=time, **timed_fields(time))).measure(changed(micro_batch_shift=2))
     assert found.micro_batch == 2
     assert found.samples_per_s == pytest.approx(64 / (64 + 5))
     assert [micro_batch_of(6, 64, {"micro_batch_shift": shift}) for shift in range(4)] == [6, 3, 1, 1]
@@ -151,14 +61,14 @@ def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch
         left = [200.0]
 
         def run(*args: Any) -> Any:
-            # The first size that it meets, then the second.
+            # Compiling takes time for the first size and for the second.
             time.now += left.pop() if left else 0.0
             return forward(*args)
 
         return run
 
     monkeypatch.setattr(torch, "compile", compiled)
-    opened = runner(setup(clock=time, **timed_fields(time)))
+    opened = make_runner(trial_setup(clock=time, **timed_fields(time)))
     values = changed(compile="default")
     assert opened.measure(values).samples_per_s == pytest.approx(64 / (64 + 5 + 200 / 100), rel=0.1)
     first = opened._setups
@@ -167,10 +77,10 @@ def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
-    made = setup()
+    made = trial_setup()
     before = {name: (id(t), t.detach().clone()) for name, t in made.model.state_dict(keep_vars=True).items()}
     random_state = capture_random_state()
-    opened = runner(made)
+    opened = make_runner(made)
     for values in (DEFAULTS, changed(checkpointing="full", optimizer="fused", precision="bf16")):
         assert opened.measure(values).feasible
     after = made.model.state_dict(keep_vars=True)
@@ -181,75 +91,45 @@ def test_a_trial_leaves_nothing_behind() -> None:
     assert torch.equal(capture_random_state().torch, random_state.torch)
 
 
-def test_what_takes_less_memory_gets_larger_micro_batches_that_fit() -> None:
-    made = setup(budget=400_000, train_data=rows(512))
-    limit = autobatch.probe(workload(train_data=rows(512)), device="cpu", memory_budget=400_000).micro_batch
-    opened = runner(made, limit=limit, cap=512, samples=512)
+def test_a_configuration_that_needs_less_memory_gets_a_larger_micro_batch_that_fits() -> None:
+    made = trial_setup(budget=400_000, train_data=deep_rows(512))
+    limit = autobatch.probe(
+        trial_workload(train_data=deep_rows(512)), device="cpu", memory_budget=400_000
+    ).micro_batch
+    opened = make_runner(made, limit=limit, cap=512, samples=512)
     found = opened.measure(changed(checkpointing="full"))
     assert found.micro_batch > 1.5 * limit
     assert opened.confirm_fits(changed(checkpointing="full")) is None
     assert attempt(with_knobs(made, changed(checkpointing="full")), found.micro_batch).attempt.fits
 
 
-def test_what_is_predicted_to_fit_with_room_or_not_at_all_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_far_from_the_limit_is_not_confirmed_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
-    monkeypatch.setattr(labs_module, "attempt", lambda *given: attempts.append(given) or attempt(*given))
-    assert runner(setup()).measure(changed(optimizer="foreach")).feasible
+    monkeypatch.setattr(trial_module, "attempt", lambda *given: attempts.append(given) or attempt(*given))
+    assert make_runner(trial_setup()).measure(changed(optimizer="foreach")).feasible
     assert not attempts
-    tight = setup(budget=60_000)
-    refused = runner(tight, limit=1).measure(changed(optimizer="foreach"))
+    tight = trial_setup(budget=60_000)
+    refused = make_runner(tight, limit=1).measure(changed(optimizer="foreach"))
     assert (refused.failure or "").startswith("not even a micro-batch of 1 is predicted to fit in")
     assert refused.constraints[MEMORY] > 0
     assert not attempts
 
 
-def test_without_a_prediction_it_is_run_and_a_smaller_size_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labs_module, "trace_footprint", lambda _: None)
-    made = setup(budget=400_000, train_data=rows(512))
-    found = runner(made, limit=8, cap=512, samples=512).measure(changed(optimizer="fused"))
+def test_without_a_prediction_runs_find_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_module, "trace_footprint", lambda _: None)
+    made = trial_setup(budget=400_000, train_data=deep_rows(512))
+    found = make_runner(made, limit=8, cap=512, samples=512).measure(changed(optimizer="fused"))
     assert found.feasible
     assert attempt(made, found.micro_batch).attempt.fits
 
 
-def test_losses_that_are_not_the_reference_s_are_refused() -> None:
-    def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
-        factor = 1.5 if torch.is_autocast_enabled("cpu") else 1.0
-        return mean_loss(model, batch) * factor
-
-    found = runner(setup(loss=spoiled)).measure(changed(precision="bf16"))
-    assert (found.failure or "").startswith("its losses are not those of the reference")
-    assert found.constraints[LOSS] == pytest.approx(0.48, abs=0.1)
-
-
-def test_a_loss_that_is_not_finite_is_refused() -> None:
-    def nan(model: nn.Module, batch: Any) -> torch.Tensor:
-        return mean_loss(model, batch) * (float("nan") if torch.is_autocast_enabled("cpu") else 1.0)
-
-    found = runner(setup(loss=nan)).measure(changed(precision="bf16"))
-    assert found.constraints == {LOSS: 1.0}
-
-
-def test_a_model_that_draws_at_random_is_given_its_noise() -> None:
-    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
-        return mean_loss(model, batch) * (1 + torch.rand(()))
-
-    made = setup(loss=noisy)
-    check = LossCheck(made, 8)
-    assert check.over(with_knobs(made, changed(checkpointing="full"))) < 0
-    assert check._noise > 0.02
-
-
-def test_16_bits_train_as_32_do() -> None:
-    assert runner(setup()).measure(changed(precision="bf16")).feasible
-
-
-def test_an_error_is_the_workload_s_at_the_default_and_the_knob_s_elsewhere() -> None:
+def test_an_error_is_raised_at_the_default_and_makes_other_configurations_infeasible() -> None:
     def brittle(model: nn.Module, batch: Any) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             raise TypeError("no such kernel in 16 bits")
         return mean_loss(model, batch)
 
-    found = runner(setup(loss=brittle)).measure(changed(precision="bf16"))
+    found = make_runner(trial_setup(loss=brittle)).measure(changed(precision="bf16"))
     assert found.failure == "TypeError: no such kernel in 16 bits"
     assert found.constraints == {RUNS: 1.0}
 
@@ -257,134 +137,107 @@ def test_an_error_is_the_workload_s_at_the_default_and_the_knob_s_elsewhere() ->
         raise TypeError("always")
 
     with pytest.raises(TypeError, match="always"):
-        runner(setup(loss=broken)).measure(DEFAULTS)
+        make_runner(trial_setup(loss=broken)).measure(DEFAULTS)
 
 
-def test_running_out_of_memory_while_it_is_timed_is_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_during_timing_is_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(labs_module, "time_steps", full)
-    found = runner(setup()).measure(DEFAULTS)
+    monkeypatch.setattr(trial_module, "time_steps", full)
+    found = make_runner(trial_setup()).measure(DEFAULTS)
     assert found.constraints == {MEMORY: 1.0}
     assert "Tried to allocate" in (found.failure or "")
 
 
-def test_what_applies_is_read_off_the_workload() -> None:
-    here = runner(setup()).context()
-    assert (here.device_kind, here.blocks, here.images, here.micro_batch) == ("cpu", 6, False, 8)
-    assert here.optimizers == ("default", "foreach", "fused")
-    assert here.precisions[0] == "fp32"
-    made = setup(
-        model=lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)),
-        train_data=Rows(torch.randn(8, 1, 4, 4), torch.randint(3, (8,))),
-        optimizer=lambda params, lr: torch.optim.Adam(params, lr=lr, foreach=True),
-    )
-    there = runner(made).context()
-    assert (there.images, there.blocks, there.optimizers) == (True, 0, ("default",))
-    asked = TrialRunner(
-        made, options_from(TuneOptions, {"target_batch": 8, "precision": "fp32"}), there_task()
-    )
-    assert asked.context().precisions == ("fp32",)
+def test_a_trial_with_workers_times_steps_that_workers_feed() -> None:
+    seen: set[int] = set()
+    runner = loading_runner(signed(seen))
+    assert runner.measure(LOADING).feasible
+    assert seen == {os.getpid()}
+    seen.clear()
+    before = capture_random_state()
+    assert runner.measure({**LOADING, "loader_workers": 2}).feasible
+    assert len(seen - {os.getpid()}) == 2
+    assert not multiprocessing.active_children()
+    assert torch.equal(capture_random_state().torch, before.torch)
 
 
-def there_task() -> TrialSpec:
-    return TrialSpec(limit=4, cap=8, samples=8, planned_steps=1, seconds=0.0)
+def test_a_requested_number_of_workers_feeds_every_trial_and_is_not_tuned() -> None:
+    seen: set[int] = set()
+    runner = loading_runner(signed(seen), workers=1)
+    assert runner.measure({"micro_batch_shift": 1}).feasible
+    assert len(seen - {os.getpid()}) == 1
+    context = context_of(runner.setup, workers=1)
+    assert context.loader == "the number of workers is given"
+    _, notes = applicable(context, [LOADER_WORKERS])
+    assert notes == ["loader_workers is not tuned: the number of workers is given"]
 
 
-CRASHES = """
-import ctypes
-def crashing(model, batch):
-    if torch.is_autocast_enabled("cpu"):
-        ctypes.string_at(0)
-    return loss(model, batch)
+@pytest.mark.parametrize(
+    ("fields", "values", "ahead"),
+    [({}, {}, 2), ({}, {"prefetch": 8}, 8), ({"prefetch": 3}, {"prefetch": 8}, 3)],
+)
+def test_a_trial_prefetches_as_the_option_or_else_the_knob_says(fields, values, ahead, monkeypatch) -> None:
+    seen: list[int] = []
+
+    def noted(*_: object, prefetch: int, **more: object) -> Timing:
+        seen.append(prefetch)
+        return Timing(1.0, 1.0, 0.0)
+
+    monkeypatch.setattr(trial_module, "time_steps", noted)
+    loading_runner(signed(set()), **fields).measure({**LOADING, "loader_workers": 2, **values})
+    assert seen == [ahead]
+
+
+def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> None:
+    home = os.getpid()
+
+    class Shy(Signed):
+        def __getitem__(self, index: int):
+            if os.getpid() != home:
+                raise ValueError("not here")
+            return super().__getitem__(index)
+
+    runner = loading_runner(signed(set(), train_data=Shy(*points(64, dtype=torch.float32).columns)))
+    refused = runner.measure({**LOADING, "loader_workers": 2})
+    assert "the workload's data raised ValueError: not here" in (refused.failure or "")
+    assert not multiprocessing.active_children()
+    assert runner.measure(LOADING).feasible
+
+
+def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: list[CachingAllocator]) -> None:
+    """The oracle is attempts on a GPU whose segments are expandable from the start."""
+    workload = signed(set(), model=deep_layers)
+    device = simulated_gpu(tmp_path, "60MiB")
+    runner = loading_runner(workload, device, cap=4096, samples=4096, limit=16)
+    values = {**LOADING, "expandable_segments": True}
+    limit = runner._limit(values)
+    assert isinstance(limit, int)
+    oracle = replace(runner.setup, device=simulated_gpu(tmp_path, "60MiB", expandable_segments=True))
+    assert attempt(oracle, limit).attempt.fits
+    assert not attempt(oracle, limit + 1).attempt.fits
+    assert limit != autobatch.probe(workload, device="sim:rtx-4090", memory_budget="60MiB").micro_batch
+    assert runner.confirm_fits(values) is None
+    assert device.new_allocator().config.expandable_segments is False
+    allocators.clear()
+    assert runner.measure(values).micro_batch == micro_batches(4096, limit)[0]
+    assert {one.config.expandable_segments for one in allocators} == {True}
+
+
+RANDOM = """
+class Random(torch.utils.data.Dataset):
+    def __len__(self): return 32
+    def __getitem__(self, index): return torch.randn(4), torch.randn(1)
 def workload():
-    return small(loss=crashing)
+    return small(train_data=Random())
 """
 
 
-def test_a_trial_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_a_child_process_that_runs_trials_may_have_workers(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(f"{SMALL}\n{CRASHES}\n")
-    options = options_from(TuneOptions, {"target_batch": 32, "device": "cpu", "memory_budget": "64MiB"})
-    task = TrialSpec(limit=8, cap=32, samples=32, planned_steps=10, seconds=0.0)
-    with open_trials(f"{path}:workload", options, task, setup=setup, isolated=True) as trials:
-        assert isinstance(trials, IsolatedTrials)
-        assert trials.context().optimizers == ("default", "foreach", "fused")
-        values = {"micro_batch_shift": 0, "precision": "fp32"}
-        trials.begin(values)
-        assert trials.measure(values).feasible
-        refused = trials.measure({**values, "precision": "bf16"})
-        assert refused.constraints == {RUNS: 1.0}
-        assert "(SIGSEGV)" in (refused.failure or "")
-        assert "\n" not in (refused.failure or "")
-        assert trials.measure(values).feasible
-        assert trials.confirm_fits(values) is None
-
-
-def test_tuning_puts_the_choice_into_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is fastest here, the batch stays, and a second call has nothing left to try."""
-    monkeypatch.setattr(stages, "TRIAL_SECONDS", 0.01)
-    first = autobatch.tune(workload(), target_batch=48, memory_budget=400_000, device="cpu", trials=3, seed=1)
-    assert first.tuning is not None
-    assert first.plan is not None
-    assert (sum(first.plan.micro_batches), first.plan.effective_batch) == (48, 48)
-    assert first.tuning.trials == 3
-    started: list[int] = []
-    progress = stages.Silent()
-    monkeypatch.setattr(progress, "measured", lambda *given: started.append(given[0]), raising=False)
-    options = options_from(
-        TuneOptions, {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
-    )
-    again = rating.run_tune_command(workload(), options, stages.RunContext(progress=progress))
-    assert again.tuning is not None
-    assert (again.tuning.study, again.tuning.history, started) == (
-        first.tuning.study,
-        first.tuning.history,
-        [],
-    )
-
-
-def test_what_was_chosen_is_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    best = {"micro_batch_shift": 1, "checkpointing": "full", "optimizer": "fused"}
-    real = stages.find_fastest
-
-    def chosen(*given: Any, **more: Any) -> TuningResult:
-        found = real(*given, **more)
-        import msgspec
-
-        return TuningResult(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
-
-    seen = []
-    build_train_state = opening.build_train_state
-    monkeypatch.setattr(stages, "find_fastest", chosen)
-    monkeypatch.setattr(
-        opening,
-        "build_train_state",
-        lambda *given, **more: seen.append(build_train_state(*given, **more)) or seen[-1],
-    )
-    result = autobatch.fit(
-        workload(),
-        target_batch=12,
-        steps=2,
-        trials=1,
-        device="cpu",
-        out=tmp_path / "run",
-        knobs=",".join(best),
-    )
-    assert result.plan is not None
-    assert result.plan.micro_batches == [4, 4, 4]
-    assert result.plan.knobs == {"checkpointing": "full", "optimizer": "fused"}
-    group = seen[0].optimizers[0].param_groups[0]
-    assert (group["fused"], seen[0].loss.__module__) == (True, "autobatch.step.apply_knobs")
-    assert result.training is not None
-    assert result.training.optimizer_steps == 2
-
-
-def test_a_run_is_tuned_for_its_own_length() -> None:
-    def planned(**options: Any) -> int:
-        facts = type("SetupInfo", (), {"samples": 100})
-        kind = FitOptions if options else TuneOptions
-        return stages._planned_steps(options_from(kind, {"target_batch": 30, **options}), facts)  # type: ignore[arg-type]
-
-    assert (planned(), planned(steps=7), planned(epochs=2)) == (stages.PLANNED_STEPS, 7, 7)
+    path.write_text(f"{SMALL}\n{RANDOM}\n")
+    task = task_with(limit=8, cap=32, samples=32, defaults=LOADING)
+    with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
+        found = child.call("a trial", measure_trial, task, {**LOADING, "loader_workers": 2})
+    assert found.failure is None

@@ -1,4 +1,4 @@
-"""Fetching and joining samples, and finding the worst_case."""
+"""Samples: fetched, collated, and the most expensive ones found."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def workload(data: Any, **fields: Any) -> Workload:
 
 
 class Slow:
-    """Samples that take a second each, by a clock of their own."""
+    """Samples that each take a second of their own clock."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -69,34 +69,34 @@ def test_the_longest_samples_are_found(lengths: list[int]) -> None:
     assert not by_scan.notes
 
 
-def test_a_batch_is_the_costliest_over_again_where_the_data_has_fewer() -> None:
+def test_a_batch_repeats_the_most_expensive_samples_if_the_data_has_fewer() -> None:
     data = [torch.full((n,), float(n)) for n in (1, 3, 2)]
     batch = WorstCaseSampler(workload(data, collate=lambda samples: [len(one) for one in samples])).batch(5)
     assert batch == [3, 2, 1, 3, 2]
 
 
-def test_one_size_is_believed_after_a_short_look_and_the_note_says_so() -> None:
+def test_equal_sizes_are_read_for_a_short_time_and_noted() -> None:
     data = Slow([7] * 1000)
     worst_case = WorstCaseSampler(workload(data), clock=data.clock)
-    assert data.now <= SCAN_SECONDS + 2
-    assert "of 1,000 samples were read in 5 s: give Workload(size_of=…)" in worst_case.notes[0]
+    assert "of 1,000 samples were read within 5 s: give Workload(size_of=…)" in worst_case.notes[0]
+    assert SCAN_SECONDS < data.now <= SCAN_SECONDS + 2
 
 
-def test_sizes_that_differ_are_worth_a_longer_look() -> None:
+def test_different_sizes_are_read_for_longer() -> None:
     data = Slow([n % 10 for n in range(1000)])
     worst_case = WorstCaseSampler(workload(data), clock=data.clock)
-    assert LONG_SCAN_SECONDS < data.now <= LONG_SCAN_SECONDS + 2
     assert len(worst_case._order) == data.now
-    assert "in 60 s" in worst_case.notes[0]
+    assert LONG_SCAN_SECONDS < data.now <= LONG_SCAN_SECONDS + 2
+    assert "within 60 s" in worst_case.notes[0]
 
 
-def test_a_scan_that_reads_all_says_nothing_and_reads_each_once() -> None:
+def test_a_complete_scan_reads_each_sample_once_and_notes_nothing() -> None:
     data = Slow([1, 9, 4])
     worst_case = WorstCaseSampler(workload(data), clock=data.clock)
     assert (first_of(worst_case, 3), data.now, worst_case.notes) == ([1, 2, 0], 3, [])
 
 
-def test_the_first_look_goes_all_over_the_data() -> None:
+def test_the_first_look_is_spread_over_the_data() -> None:
     data = Slow([1] * FIRST_LOOK * 4)
     data.lengths[-4] = 99
     fast = iter(range(10**6))
@@ -105,9 +105,9 @@ def test_the_first_look_goes_all_over_the_data() -> None:
 
 
 @pytest.mark.parametrize("size", [float("nan"), float("inf")])
-def test_a_size_is_a_number(size: float) -> None:
+def test_a_size_that_is_not_finite_is_refused(size: float) -> None:
     with pytest.raises(InputError, match=r"size_of=…\) returned (nan|inf) for sample 0"):
-        WorstCaseSampler(workload([1, 2], size_of=lambda _: size))
+        WorstCaseSampler(workload([1, 2], size_of=lambda _: size)).batch(1)
 
 
 @dataclass
@@ -139,18 +139,18 @@ class Picture:
         ([], 0),
     ],
 )
-def test_the_numbers_that_a_sample_holds(sample: Any, count: int) -> None:
+def test_the_numbers_in_a_sample_are_counted(sample: Any, count: int) -> None:
     assert elements(sample) == count
 
 
-def test_samples_are_joined_as_torch_does() -> None:
+def test_samples_are_collated_by_torchs_default() -> None:
     data = [{"x": np.full(2, n, dtype=np.float32), "y": n} for n in range(4)]
     batch = load_micro_batch(workload(data), [3, 1])
     assert batch["x"].tolist() == [[3.0, 3.0], [1.0, 1.0]]
     assert batch["y"].tolist() == [3, 1]
 
 
-def test_data_that_can_fetch_many_at_once_is_asked_once() -> None:
+def test_data_that_can_fetch_many_samples_is_asked_once() -> None:
     asked: list[list[int]] = []
 
     class Together(Slow):
@@ -162,7 +162,7 @@ def test_data_that_can_fetch_many_at_once_is_asked_once() -> None:
     assert asked == [[1, 2]]
 
 
-def test_other_data_can_be_named() -> None:
+def test_other_data_can_be_given() -> None:
     assert load_micro_batch(workload([1]), [0], data=[5]).tolist() == [5]
 
 
@@ -176,23 +176,23 @@ def test_other_data_can_be_named() -> None:
         [None, None],
     ],
 )
-def test_samples_that_cannot_be_joined_are_named_in_one_line(samples: list[Any]) -> None:
+def test_samples_that_cannot_be_collated_are_described_in_one_line(samples: list[Any]) -> None:
     with pytest.raises(
-        InputError, match=r"cannot be joined.*shapes found: \[.*give Workload\(collate"
+        InputError, match=r"cannot be collated.*found shapes \[.*: give Workload\(collate"
     ) as found:
         load_micro_batch(workload(samples), [0, 1])
     assert "\n" not in str(found.value)
 
 
-def test_samples_of_many_sizes_must_join_before_anything_is_probed() -> None:
-    """The worst_case alone are of one size, and join."""
+def test_samples_of_different_sizes_are_collated_before_a_probe() -> None:
+    """The most expensive samples alone have one size, and collate."""
     data = [torch.zeros(3), torch.zeros(3), torch.zeros(2)]
-    with pytest.raises(InputError, match=r"shapes found: \[\(2,\)\], \[\(3,\)\]; give Workload\(collate"):
+    with pytest.raises(InputError, match=r"found shapes \[\(2,\)\], \[\(3,\)\]: give Workload\(collate"):
         WorstCaseSampler(workload(data)).check_collate()
     WorstCaseSampler(workload(data, collate=torch.nn.utils.rnn.pad_sequence)).check_collate()
 
 
-def test_a_want_of_memory_while_joining_is_not_blamed_on_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_collating_is_not_an_error_of_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     def starved(_: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
@@ -201,7 +201,7 @@ def test_a_want_of_memory_while_joining_is_not_blamed_on_the_shapes(monkeypatch:
         load_micro_batch(workload([torch.zeros(2), torch.zeros(2)]), [0, 1])
 
 
-def test_errors_of_data_and_collate_pass_with_a_note_whose_they_are() -> None:
+def test_errors_of_the_users_functions_pass_and_are_marked() -> None:
     def fails(*_: Any) -> Any:
         raise KeyError("mine")
 
@@ -213,7 +213,7 @@ def test_errors_of_data_and_collate_pass_with_a_note_whose_they_are() -> None:
             load_micro_batch(broken, [0])
         assert failed_part(found.value) == part
     with pytest.raises(KeyError) as found:
-        WorstCaseSampler(workload([1], size_of=fails))
+        WorstCaseSampler(workload([1], size_of=fails)).batch(1)
     assert failed_part(found.value) == "size_of"
 
 
@@ -223,3 +223,28 @@ def test_an_endless_sample_is_not_read_to_its_end() -> None:
             yield 1
 
     assert elements(endless()) == 1
+
+
+def test_a_limit_on_the_cost_leaves_out_the_larger_samples() -> None:
+    worst_case = WorstCaseSampler(workload([[0] * n for n in (1, 9, 4, 4)]))
+    assert first_of(worst_case.limited_to(4), 4) == [2, 3, 0]
+    assert first_of(worst_case, 4) == [1, 2, 3, 0]
+
+
+def test_quartiles_of_the_sizes() -> None:
+    data = [[0] * n for n in range(1, 101)]
+    assert WorstCaseSampler(workload(data)).size_quartiles() == [25, 50, 75, 100]
+    assert WorstCaseSampler(workload([[0]] * 8)).size_quartiles() == []
+
+
+def test_a_scan_is_seeded_and_leaves_the_generators_alone() -> None:
+    def random_size(_: Any) -> float:
+        return float(torch.rand(()))
+
+    before = torch.get_rng_state()
+    orders = [
+        first_of(WorstCaseSampler(workload(list(range(50)), size_of=random_size), seed=seed), 50)
+        for seed in (1, 1, 2)
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert torch.equal(torch.get_rng_state(), before)

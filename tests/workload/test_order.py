@@ -1,4 +1,4 @@
-"""The order of the data against a plain simulation of epochs."""
+"""The order of the data, against a plain simulation of epochs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from autobatch.workload.order import GlobalBatchSampler, permutation
 
 
 def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> list[list[int]]:
-    """The definition, written as a loop over epochs and samples."""
-    windows: list[list[int]] = []
-    open_window: list[int] = []
+    """Draw all batches by a loop over epochs and samples."""
+    batches: list[list[int]] = []
+    batch: list[int] = []
     for epoch in range(epochs):
         for index in permutation(samples, seed=seed, epoch=epoch):
-            open_window.append(index)
-            if len(open_window) == target:
-                windows.append(open_window)
-                open_window = []
-        if last == "flush" and open_window:
-            windows.append(open_window)
+            batch.append(index)
+            if len(batch) == target:
+                batches.append(batch)
+                batch = []
+        if last == "flush" and batch:
+            batches.append(batch)
         if last != "carry":
-            open_window = []
-    if open_window:
-        windows.append(open_window)
-    return windows
+            batch = []
+    if batch:
+        batches.append(batch)
+    return batches
 
 
 @given(
@@ -37,24 +37,24 @@ def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> li
     last=st.sampled_from(["carry", "flush", "drop"]),
     data=st.data(),
 )
-def test_windows_are_those_of_the_simulation_from_anywhere(samples, target, epochs, last, data) -> None:
+def test_batches_equal_those_of_the_simulation_from_any_start(samples, target, epochs, last, data) -> None:
     sampler = GlobalBatchSampler(samples=samples, target_batch=target, seed=7, epochs=epochs, last_batch=last)
     expected = simulate(samples, target, epochs, last, seed=7)
     assert sampler.total == len(expected)
     start = data.draw(st.integers(0, sampler.total))
-    assert [window.ids for window in sampler.batches(start)] == expected[start:]
-    assert [window.index for window in sampler.batches(start)] == list(range(start, sampler.total))
+    assert [batch.ids for batch in sampler.batches(start)] == expected[start:]
+    assert [batch.index for batch in sampler.batches(start)] == list(range(start, sampler.total))
     for index, ids in enumerate(expected):
         assert sampler.size(index) == len(ids)
         assert sampler.seen(index) == sum(map(len, expected[:index]))
 
 
 @given(st.integers(1, 50), st.integers(1, 70), st.integers(1, 30))
-def test_a_run_counted_in_steps_has_only_full_windows(samples: int, target: int, steps: int) -> None:
+def test_a_run_counted_in_steps_has_only_full_batches(samples: int, target: int, steps: int) -> None:
     sampler = GlobalBatchSampler(samples=samples, target_batch=target, seed=0, steps=steps)
-    windows = list(sampler.batches())
-    assert [len(window.ids) for window in windows] == [target] * steps
-    counts = Counter(index for window in windows for index in window.ids)
+    batches = list(sampler.batches())
+    assert [len(batch.ids) for batch in batches] == [target] * steps
+    counts = Counter(index for batch in batches for index in batch.ids)
     assert max(counts.values()) - min(counts.get(i, 0) for i in range(samples)) <= 1
 
 
@@ -65,5 +65,5 @@ def test_epochs_are_new_permutations_and_seeds_differ() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**63, -1])
-def test_any_seed_will_do(seed: int) -> None:
+def test_any_integer_is_a_seed(seed: int) -> None:
     assert sorted(permutation(10, seed=seed, epoch=3)) == list(range(10))

@@ -1,53 +1,53 @@
-"""CUDA's caching allocator, modelled.
+"""A model of CUDA's caching allocator.
 
-`CachingAllocator` follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 through rounding, pools, segments,
-best fit, splitting, merging, the per-process cap, and the release of cached segments before an error;
-`CountingAllocator` is its plain counterpart. Nothing here knows torch, so a trace replays in milliseconds.
+`CachingAllocator` follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: rounding, pools, segments, best
+fit, splitting, merging, the per-process cap, and the release of cached segments before an error. It does not
+use torch, so a trace replays in milliseconds.
 
-Not modelled: several streams, private pools (CUDA graphs), ``max_split_size_mb`` and the other options that
-are off by default. Addresses only ever grow, where the driver would use those of freed segments again.
+Not modelled: several streams, private pools (CUDA graphs), ``max_split_size_mb`` and other options that are
+off by default. Addresses only grow, while the driver reuses those of freed segments.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 from math import lcm
 
 from autobatch.core.units import MiB
-from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, CountingAllocator, cuda_oom_text
+from autobatch.device.allocator.blocks import Block, Pool
+from autobatch.device.allocator.ledger import BudgetExceeded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """What can be set of the caching allocator; the defaults are torch's own.
+    """Settings of the caching allocator, with torch's defaults.
 
-    Sources are the constants of c10/core/AllocatorConfig.h (torch 2.13) unless said otherwise. Off by default
-    and not modelled: ``max_split_size_mb``, ``roundup_power2_divisions``, ``garbage_collection_threshold``.
+    The names are constants of c10/core/AllocatorConfig.h (torch 2.13). Off by default and not modelled:
+    ``max_split_size_mb``, ``roundup_power2_divisions``, ``garbage_collection_threshold``.
     """
 
     expandable_segments: bool = False
-    """One growing segment for each pool in place of many fixed ones (``expandable_segments:True``)."""
+    """One growing segment per pool instead of many fixed ones (``expandable_segments:True``)."""
     small_segment_bytes: int = 2 * MiB
-    """Segment that small requests are packed in, and the page of an expandable one: ``kSmallBuffer``."""
+    """Segment that small requests share, and page of an expandable one: ``kSmallBuffer``."""
     large_segment_bytes: int = 20 * MiB
-    """The same for requests over 1 MiB and under 10 MiB: ``large_segment_size()``, once ``kLargeBuffer``."""
+    """The same for requests from 1 to 10 MiB: ``large_segment_size()``, formerly ``kLargeBuffer``."""
 
     round_bytes: int = 512
-    """Every size is a multiple of this: ``kMinBlockSize``."""
+    """Granularity of all sizes: ``kMinBlockSize``."""
     small_bytes: int = 1 * MiB
-    """The largest request of the small pool, and the tail that a large block keeps: ``kSmallSize``."""
+    """Largest request of the small pool, and largest unsplit tail of a large block: ``kSmallSize``."""
     own_segment_bytes: int = 10 * MiB
-    """From here on a request gets a segment of its own size: ``kMinLargeAlloc``."""
+    """Smallest request with a segment of its own size: ``kMinLargeAlloc``."""
     segment_round_bytes: int = 2 * MiB
-    """Such a segment is a multiple of this: ``kRoundLarge``."""
+    """Granularity of such segments: ``kRoundLarge``."""
 
     def rounded(self, size: int) -> int:
-        """The bytes that a block for a request of ``size`` bytes takes (``round_size``)."""
+        """Return the size of a block for a request of ``size`` bytes (``round_size``)."""
         return max(1, -(-size // self.round_bytes)) * self.round_bytes
 
     def segment_bytes(self, rounded: int) -> int:
-        """The bytes asked of the driver where no free block serves (``get_allocation_size``)."""
+        """Return the bytes to request from the driver for a new segment (``get_allocation_size``)."""
         if rounded <= self.small_bytes:
             return self.small_segment_bytes
         if rounded < self.own_segment_bytes:
@@ -55,115 +55,15 @@ class AllocatorConfig:
         return -(-rounded // self.segment_round_bytes) * self.segment_round_bytes
 
 
-class Block:
-    """A range of addresses in a segment: held by the user, free, or (expandable segments) not mapped."""
-
-    __slots__ = ("address", "held", "mapped", "next", "pool", "previous", "size")
-
-    def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.held = False
-        self.mapped = mapped
-        self.previous: Block | None = None
-        self.next: Block | None = None
-
-    def split(self, size: int) -> Block:
-        """Cut the block after ``size`` bytes: it keeps the front, the rest is returned, linked behind it."""
-        rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
-        rest.previous, rest.next = self, self.next
-        if self.next is not None:
-            self.next.previous = rest
-        self.next = rest
-        self.size = size
-        return rest
-
-    def merge_neighbours(self) -> None:
-        """Take in the neighbours in the same state (``try_merge_blocks``); the block itself is in no list."""
-        before = self.previous
-        if before is not None and not before.held and before.mapped == self.mapped:
-            before.pool.remove(before)
-            self.address, self.size = before.address, before.size + self.size
-            self.previous = before.previous
-            if self.previous is not None:
-                self.previous.next = self
-        after = self.next
-        if after is not None and not after.held and after.mapped == self.mapped:
-            after.pool.remove(after)
-            self.size += after.size
-            self.next = after.next
-            if self.next is not None:
-                self.next.previous = self
-
-
-class Pool:
-    """The free blocks of one kind (small or large), and the unmapped ones of its expandable segments."""
-
-    __slots__ = ("free", "keeps_tail_bytes", "page_bytes", "unmapped")
-
-    def __init__(self, *, page_bytes: int, keeps_tail_bytes: int) -> None:
-        self.page_bytes = page_bytes
-        self.keeps_tail_bytes = keeps_tail_bytes
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
-
-    def insert(self, block: Block) -> None:
-        """List a block that is not held: with the free ones if it is mapped."""
-        if block.mapped:
-            insort(self.free, (block.size, block.address, block))
-        else:
-            insort(self.unmapped, (block.address, block))
-
-    def remove(self, block: Block) -> None:
-        """Take a listed block out of its list."""
-        if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
-
-    def take_best_fit(self, size: int) -> Block | None:
-        """Take out the smallest free block of at least ``size`` bytes, lowest first (``get_free_block``).
-
-        A block that can grow into unmapped space counts as large as it could become, so a block that cannot
-        is preferred to it even if it is somewhat larger.
-        """
-        at = bisect_left(self.free, (size,))
-        if at == len(self.free):
-            return None
-        while (
-            self.unmapped
-            and at + 1 < len(self.free)
-            and _reach(self.free[at + 1][2]) < _reach(self.free[at][2])
-        ):
-            at += 1
-        return self.free.pop(at)[2]
-
-
-def _reach(block: Block) -> int:
-    after = block.next
-    return block.size + (after.size if after is not None and not after.mapped else 0)
-
-
-__all__ = [
-    "Allocator",
-    "AllocatorConfig",
-    "BudgetExceeded",
-    "CachingAllocator",
-    "CountingAllocator",
-    "cuda_oom_text",
-]
-
-
 _ADDRESS_SPACE_BYTES = 1 << 47
-"""What an expandable segment may grow to; CUDA takes 9/8 of the card, which a lower cap never fills."""
+"""Largest size of an expandable segment. CUDA uses 9/8 of the GPU's memory, which the cap never reaches."""
 
 
 class CachingAllocator:
-    """CUDA's caching allocator on one stream; see the module for what is modelled.
+    """CUDA's caching allocator on one stream; the module lists what is modelled.
 
     ``limit`` caps the bytes of segments, as ``per_process_memory_fraction`` does. Expandable segments differ
-    from CUDA in one point: there the last page may go past the fraction, here never.
+    from CUDA's in one point: CUDA's last page may exceed the fraction.
     """
 
     def __init__(self, limit: int | None = None, config: AllocatorConfig | None = None) -> None:
@@ -175,17 +75,17 @@ class CachingAllocator:
         self.reserved_bytes: int = 0
         self.peak_reserved_bytes: int = 0
         self.retries: int = 0
-        # should_split: a small or expandable block is cut for any rest, a large one only for over 1 MiB.
+        # should_split: a small or expandable block is split for any rest, a large one only for over 1 MiB.
         tail = 0 if config.expandable_segments else config.small_bytes
         self._small = Pool(page_bytes=config.small_segment_bytes, keeps_tail_bytes=0)
         self._large = Pool(page_bytes=config.large_segment_bytes, keeps_tail_bytes=tail)
         self._next_address = 0
 
     def malloc(self, size: int) -> Block | None:
-        """Take ``size`` bytes; nothing (``None``) for 0, as CUDA does.
+        """Take ``size`` bytes; None for 0 bytes, like CUDA.
 
         Raises:
-            BudgetExceeded: not even after every cached segment was given back.
+            BudgetExceeded: They do not fit, even after the release of every cached segment.
         """
         if size == 0:
             return None
@@ -213,7 +113,7 @@ class CachingAllocator:
         return block
 
     def free(self, handle: Block | None) -> None:
-        """Give a block back to its pool, merged with its free neighbours."""
+        """Return a block to its pool, merged with its free neighbours."""
         if handle is None:
             return
         self.allocated_bytes -= handle.size
@@ -222,7 +122,7 @@ class CachingAllocator:
         handle.pool.insert(handle)
 
     def release(self) -> None:
-        """Give back all segments (expandable: pages) without a live block (``release_cached_blocks``)."""
+        """Free all segments (expandable: pages) without a live block (``release_cached_blocks``)."""
         for pool in (self._large, self._small):
             for _, _, block in list(pool.free):
                 if self.config.expandable_segments:
@@ -232,12 +132,12 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def reset_peak(self) -> None:
-        """Start the peaks anew from what is held now."""
+        """Reset the peaks to what is held now."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def _grow(self, pool: Pool, rounded: int) -> Block | None:
-        """Make a block of new memory, in no list (``alloc_block``); ``None`` if the cap forbids it."""
+        """Make a block of new memory, in no list (``alloc_block``); None if the cap forbids it."""
         segment_bytes = self.config.segment_bytes(rounded)
         if not self._allows(segment_bytes):
             return None
@@ -248,7 +148,7 @@ class CachingAllocator:
 
     def _grow_segment(self, pool: Pool, rounded: int) -> Block | None:
         """Map pages until a block is large enough (``try_allocate_expandable_block``)."""
-        block = _lowest_with_room(pool, rounded)
+        block = pool.lowest_with_room(rounded)
         if block is None:
             address = self._claim_addresses(_ADDRESS_SPACE_BYTES)
             block = Block(pool, address, _ADDRESS_SPACE_BYTES, mapped=False)
@@ -266,7 +166,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Map the pages of the first ``size`` bytes of an unmapped block, and merge (``map_block``)."""
+        """Map the pages of the first ``size`` bytes of an unmapped block and merge it (``map_block``)."""
         page_bytes = block.pool.page_bytes
         mapped = -(-size // page_bytes) * page_bytes
         if not self._allows(mapped):
@@ -281,7 +181,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Unmap the whole pages of a free block (``unmap_block``); segments start on a page boundary."""
+        """Unmap the whole pages of a free block (``unmap_block``). Segments start at a page boundary."""
         page_bytes = block.pool.page_bytes
         start = -(-block.address // page_bytes) * page_bytes
         end = (block.address + block.size) // page_bytes * page_bytes
@@ -308,24 +208,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _claim_addresses(self, size: int) -> int:
-        # So that the pages of either size start at multiples of it.
+        # Pages of either size then start at multiples of that size.
         alignment = lcm(self.config.large_segment_bytes, self.config.small_segment_bytes)
         address = -(-self._next_address // alignment) * alignment
         self._next_address = address + size
         return address
-
-
-def _lowest_with_room(pool: Pool, size: int) -> Block | None:
-    """The lowest run of free and unmapped blocks of at least ``size`` bytes (``find_expandable_block``)."""
-    for _, unmapped in pool.unmapped:
-        first = (
-            unmapped.previous if unmapped.previous is not None and not unmapped.previous.held else unmapped
-        )
-        room = 0
-        block: Block | None = first
-        while room < size and block is not None and not block.held:
-            room += block.size
-            block = block.next
-        if room >= size:
-            return first
-    return None

@@ -1,28 +1,25 @@
-"""A budget of bytes: the protocol of allocators, their refusal, and the plain ledger.
+"""A budget of bytes: the protocol of allocators, their refusal, and an allocator that only counts.
 
-Nothing here knows torch. `autobatch.device.allocator.caching` models CUDA's caching allocator.
+This module does not use torch. `autobatch.device.allocator.caching` models CUDA's caching allocator.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from autobatch.core.units import GiB, KiB, MiB
 
-if TYPE_CHECKING:
-    pass
 
-
-class BudgetExceeded(Exception):  # noqa: N818 - an event that callers translate, not a fault
-    """An allocator refused a request; all sizes in bytes.
+class BudgetExceeded(Exception):  # noqa: N818 - callers translate it; it is no fault
+    """The refusal of a request by an allocator. All sizes are in bytes.
 
     Attributes:
-        requested: what was asked for.
-        attempted: what the allocator wanted in turn: a whole segment, or ``requested``.
-        allocated: held by live blocks.
-        reserved: held by the allocator, cached blocks included; ``None`` where nothing is cached.
-        limit: the budget.
-        free: how much of the budget is not held.
+        requested: Size of the request.
+        attempted: Memory that the allocator needed for it: a whole segment, or ``requested``.
+        allocated: Memory of live blocks.
+        reserved: Memory of the allocator, cached blocks included. None if it caches nothing.
+        limit: The budget.
+        free: The part of the budget that is not held.
     """
 
     def __init__(
@@ -38,51 +35,51 @@ class BudgetExceeded(Exception):  # noqa: N818 - an event that callers translate
 
 
 class Allocator(Protocol):
-    """Hands out bytes of a budget. Sizes in bytes; ``None`` where a figure does not exist."""
+    """An allocator of bytes from a budget. A figure that does not exist is None."""
 
     @property
     def limit(self) -> int | None:
-        """The budget; ``None``: unlimited."""
+        """The budget; None for no limit."""
 
     @property
     def allocated_bytes(self) -> int:
-        """Held by live blocks."""
+        """Bytes of live blocks."""
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The most that was held by live blocks."""
+        """Most bytes of live blocks so far."""
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Held by the allocator, cached blocks included."""
+        """Bytes of the allocator, cached blocks included."""
 
     @property
     def peak_reserved_bytes(self) -> int | None:
-        """The most that was held by the allocator."""
+        """Most bytes of the allocator so far."""
 
     @property
     def retries(self) -> int | None:
-        """How often cached segments were given back before a request was tried again."""
+        """Number of times that cached segments were freed to retry a request."""
 
     def malloc(self, size: int) -> Any:
-        """Take ``size`` bytes; the answer is what `free` wants.
+        """Take ``size`` bytes and return a handle for `free`.
 
         Raises:
-            BudgetExceeded: they do not fit. Live blocks are as they were.
+            BudgetExceeded: They do not fit. Live blocks are unchanged.
         """
 
     def free(self, handle: Any) -> None:
-        """Give back what `malloc` answered, once."""
+        """Free a handle of `malloc`, once."""
 
     def release(self) -> None:
-        """Give back what is cached."""
+        """Free cached memory."""
 
     def reset_peak(self) -> None:
-        """Start the peaks anew from what is held now."""
+        """Reset the peaks to what is held now."""
 
 
 class CountingAllocator:
-    """Counts live bytes against a limit: no rounding, no cache."""
+    """An allocator that counts live bytes against a limit, without rounding and without a cache."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -96,7 +93,7 @@ class CountingAllocator:
         """Take ``size`` bytes.
 
         Raises:
-            BudgetExceeded: they do not fit.
+            BudgetExceeded: They do not fit.
         """
         allocated = self.allocated_bytes + size
         if self.limit is not None and allocated > self.limit:
@@ -112,27 +109,27 @@ class CountingAllocator:
         return size
 
     def free(self, handle: int) -> None:
-        """Give bytes back."""
+        """Free bytes."""
         self.allocated_bytes -= handle
 
     def release(self) -> None:
         """Do nothing: nothing is cached."""
 
     def reset_peak(self) -> None:
-        """Start the peak anew from what is held now."""
+        """Reset the peak to what is held now."""
         self.peak_allocated_bytes = self.allocated_bytes
 
 
 def cuda_oom_text(
     error: BudgetExceeded, *, total_bytes: int, context_bytes: int = 0, device_index: int = 0
 ) -> str:
-    """Render the message of CUDA's own error (``DeviceCachingAllocator::malloc``) for a refusal.
+    """Return the message of CUDA's own error (``DeviceCachingAllocator::malloc``) for a refusal.
 
     Args:
-        error: the refusal of a `CachingAllocator`.
-        total_bytes: capacity of the card.
-        context_bytes: held outside of the allocator: the CUDA context and loaded kernels.
-        device_index: the number behind "GPU" in the text.
+        error: The refusal of a `CachingAllocator`.
+        total_bytes: Capacity of the GPU.
+        context_bytes: Memory outside the allocator: the CUDA context and loaded kernels.
+        device_index: The number after "GPU" in the text.
     """
     reserved = error.allocated if error.reserved is None else error.reserved
     in_use = reserved + context_bytes
@@ -150,7 +147,7 @@ def cuda_oom_text(
 
 
 def _cuda_size(size: int) -> str:
-    """Write a size as CUDA's ``format_size`` does: two decimals, the next unit only above 1024."""
+    """Format a size like CUDA's ``format_size``: two decimals, the next unit only above 1024."""
     if size <= KiB:
         return f"{size} bytes"
     for unit, name in ((KiB, "KiB"), (MiB, "MiB")):
@@ -160,13 +157,13 @@ def _cuda_size(size: int) -> str:
 
 
 class MemoryStats(NamedTuple):
-    """Readings of the allocator, in bytes; ``None`` where the device cannot give the figure."""
+    """Readings of an allocator, in bytes; None if the device has no such figure."""
 
     allocated_bytes: int | None
-    """Held by live tensors now."""
+    """Held by live tensors."""
     reserved_bytes: int | None
-    """Held by the allocator now, cached blocks included."""
+    """Held by the allocator, cached blocks included."""
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     retries: int | None
-    """Allocations that succeeded only after cached segments were given back."""
+    """Allocations that succeeded only after cached segments were freed."""

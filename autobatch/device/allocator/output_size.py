@@ -1,7 +1,7 @@
-"""How much an operator is about to make, told before it runs.
+"""The size of an operator's outputs, known before it runs.
 
-Most operators make about as much as they are given, so a guess from their arguments says cheaply that there
-is room. Only where the guess finds none does the operator run on the meta device, which tells exactly.
+Most operators produce about as much as they get, so a cheap guess from the arguments usually shows that there
+is room. Only if it does not, the operator runs on the meta device, which gives the exact size.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
     aten.repeat.default: lambda x, sizes, *_: x.numel() * prod(sizes),
     aten.convolution.default: lambda x, weight, *_: x.numel() * weight.shape[0],
 }
-"""Elements, or more, that operators make out of much smaller arguments."""
+"""Upper bounds for the elements that operators produce from much smaller arguments."""
 
 
 _WIDEST_BYTES = 8
-"""The widest usual element: what is guessed where the dtype of the output is not looked at."""
+"""The widest usual element: the guess if the dtype of the output is not considered."""
 
 
 def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, threshold: int) -> int:
-    """Bytes of the new storages that an operator will make; 0 where they are surely within ``threshold``.
+    """Return the bytes of the new storages that an operator will make; 0 if they are within ``threshold``.
 
-    Also 0 where it cannot be told: the operator has no meta kernel, a tensor is sparse, or its outputs depend
-    on the data.
+    The result is also 0 if the size is unknown: the operator has no meta kernel, a tensor is sparse, or the
+    outputs depend on the data.
     """
     if _guess(func, args, threshold) <= threshold:
         return 0
@@ -47,12 +47,12 @@ def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, th
             out = func(*_on_meta(args), **_on_meta(kwargs))
         return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in _tensors(out))}.values())
     except Exception:
-        # Whatever is wrong shows with the real arguments as well, or only the meta kernel is missing.
+        # The real arguments raise the same error, or only the meta kernel is missing.
         return 0
 
 
 def _guess(func: Any, args: tuple[Any, ...], threshold: int) -> int:
-    """An upper bound for most operators, from their arguments alone, in bytes; coarse where that will do."""
+    """Return an upper bound in bytes for most operators, from the arguments; coarse if that suffices."""
     product = _PRODUCTS.get(func)
     if product is not None:
         return product(*args) * _WIDEST_BYTES
@@ -79,14 +79,14 @@ def _guess(func: Any, args: tuple[Any, ...], threshold: int) -> int:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Its size; of a sparse one, which has no ``nbytes``, what it would be dense."""
+    """Return the size of a tensor; of a sparse one, which has no ``nbytes``, its dense size."""
     return tensor.numel() * tensor.element_size()
 
 
 def _on_meta(values: Any) -> Any:
     def fake_copy(tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
-            raise NotImplementedError("how much of a sparse tensor is there depends on the data")
+            raise NotImplementedError("the size of a sparse tensor depends on the data")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     moved = tree_map_only(Tensor, fake_copy, values)
@@ -99,62 +99,3 @@ def _tensors(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, list | tuple):
         for each in out:
             yield from _tensors(each)
-
-
-PAGE = 4096
-
-
-PARTS = 8
-"""Parts that are rounded up, each by less than a page."""
-
-
-SAMPLES = 64
-"""Samples of the layers that are asked: so many of any part are whole pages, or nearly."""
-
-
-class Workspaces:
-    """Sizes of oneDNN's workspaces; each kind of layer is asked once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[int, int]] = {}
-
-    def bytes_of(self, args: tuple[Any, ...]) -> int:
-        """The workspace of a call of ``aten::mkldnn_rnn_layer``, in bytes: at most `PARTS` pages too many.
-
-        Args:
-            args: of the call; its tensors may be fakes. The input is (time steps, samples, features).
-        """
-        steps, samples, features = args[0].shape
-        hidden, is_trained = args[10], args[15]
-        if not is_trained:
-            return 0
-        key = (features, hidden, args[0].dtype, args[12])
-        if key not in self._known:
-            one, two = (_asked(args, at, features, hidden) for at in (1, 2))
-            self._known[key] = (two - one, 2 * one - two)
-        a_step, fixed = self._known[key]
-        whole = int(samples * (steps * a_step + fixed))
-        return -(-whole // SAMPLES) + PARTS * PAGE
-
-
-def _asked(args: tuple[Any, ...], steps: int, features: int, hidden: int) -> int:
-    """The workspace of a layer of so many time steps, really run, in bytes."""
-    # Inside a dispatch of fakes, these tensors are to be real ones.
-    with torch._C._DisableTorchDispatch(), torch.enable_grad():
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=args[0].dtype, device="cpu")
-
-        rows = args[1].shape[0]
-        state = zeros(SAMPLES, hidden)
-        out = torch.ops.aten.mkldnn_rnn_layer.default(
-            zeros(steps, SAMPLES, features),
-            zeros(rows, features),
-            zeros(rows, hidden),
-            zeros(rows),
-            zeros(rows),
-            state,
-            state,
-            *args[7:],
-        )
-    return int(out[3].numel() * out[3].element_size())

@@ -1,9 +1,8 @@
-"""The books of the storage tracker: which storages are alive, and what the allocator gave them.
+"""The table of live storages, with the memory that the allocator gave them.
 
-A storage is counted when it is first seen and given back when it dies. Its Python object lives exactly as
-long as the storage (PyObject preservation, c10/core/StorageImpl.h; the idea is that of
-torch/distributed/_tools/mem_tracker.py), so a weak reference tells. Real storages and those of fake tensors
-alike.
+A storage is counted when it is first seen, and freed when it dies. Its Python object lives exactly as long as
+the storage (PyObject preservation, c10/core/StorageImpl.h), so a weak reference shows its end. The idea is
+from torch/distributed/_tools/mem_tracker.py. Storages of fake tensors work in the same way.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 from autobatch.device.allocator.trace import FREE
 
 EMPTY = -1
-"""In place of a block's number: the storage has no byte."""
+"""Number of the block of a storage without bytes."""
 
 
 class Watch(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a counted storage, with what the allocator knows of it."""
+    """A weak reference to a counted storage, with its block and its handle in the allocator."""
 
     __slots__ = ("block", "handle", "key", "size")
 
@@ -34,14 +33,14 @@ class Watch(weakref.ref[torch.UntypedStorage]):
 
 
 class StorageTable:
-    """Storages that are alive, by their address, and the events so far.
+    """Live storages by address, and the events so far.
 
     Args:
-        allocator: what to spend.
-        text: the message of the error for a refusal.
-        storage_device: the type of device whose storages count; that of fake tensors is ``meta``.
-        record: keep the events.
-        on_new: told the number of each block that is taken.
+        allocator: Allocator that the storages are counted in.
+        text: Returns the error message for a refusal.
+        storage_device: Type of the device whose storages count; ``meta`` for fake tensors.
+        record: Whether to keep the events.
+        on_new: Called with the number of each block that is taken.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class StorageTable:
         """Count the storage of a tensor, unless it is counted already with its size.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit.
+            torch.OutOfMemoryError: It does not fit.
         """
         for storage in storages_of(tensor):
             self.count_storage(storage)
@@ -76,7 +75,7 @@ class StorageTable:
         """Count a storage, unless it is counted already with its size.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit.
+            torch.OutOfMemoryError: It does not fit.
         """
         key = storage._cdata
         known = self._live.get(key)
@@ -89,12 +88,12 @@ class StorageTable:
             self._watch(storage, size, handle, self._new_block(size))
 
     def check(self, tensor: Tensor) -> None:
-        """Book the new size of a storage of ours that was resized; others stay their maker's business.
+        """Count the new size of a counted storage that was resized, and leave other storages out.
 
         An operator that changes a sparse tensor in place gives it new parts, which are counted.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit any more.
+            torch.OutOfMemoryError: It no longer fits.
         """
         for part in _parts(tensor):
             self.count(part)
@@ -105,10 +104,10 @@ class StorageTable:
                 self._resize(watch, size)
 
     def check_all(self) -> None:
-        """Do what `check` does for every storage: Python code resizes without any operator.
+        """Do the same as `check` for every storage: Python code can resize without any operator.
 
         Raises:
-            torch.OutOfMemoryError: one does not fit any more.
+            torch.OutOfMemoryError: One no longer fits.
         """
         for watch in list(self._live.values()):
             storage = watch()
@@ -116,30 +115,30 @@ class StorageTable:
                 self._resize(watch, storage.nbytes())
 
     def watch_of(self, tensor: Tensor) -> Watch | None:
-        """What is known of a tensor's storage, if it is counted."""
+        """Return the entry of a tensor's storage; None if it is not counted."""
         try:
             return self._live.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None
 
     def allocate(self, size: int) -> Any:
-        """Take bytes of the budget.
+        """Take bytes of the budget, and return their handle.
 
         Raises:
-            torch.OutOfMemoryError: the allocator refuses.
+            torch.OutOfMemoryError: The allocator refuses.
         """
         try:
             return self.allocator.malloc(size)
         except BudgetExceeded as error:
             text = self._text(error)
-        # Raised out here, the error has no context whose traceback would keep frames and tensors alive.
+        # Raised here, the error has no context whose traceback would keep frames and tensors alive.
         raise torch.OutOfMemoryError(text)
 
     def transient(self, size: int) -> None:
-        """Book memory that is taken and given back at once.
+        """Count memory that is taken and freed at once.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit.
+            torch.OutOfMemoryError: It does not fit.
         """
         handle = self.allocate(size)
         block = self._new_block(size)
@@ -148,11 +147,11 @@ class StorageTable:
             self.events.append((block, FREE))
 
     def forget(self) -> None:
-        """Watch nothing any more, which also cuts the cycle through the callbacks."""
+        """Drop all entries, which also breaks the reference cycle through the callbacks."""
         self._live.clear()
         self._sum = None
 
-    # A sum of gradients (see the tracker) is counted only when it is known whether it takes over a block.
+    # A sum of gradients (see the tracker) is counted once it is known whether it takes over a block.
 
     def defer(self, summand: Tensor, out: Tensor) -> bool:
         """Let ``out`` take over the block of ``summand`` if that dies before the next `settle`."""
@@ -164,10 +163,10 @@ class StorageTable:
         return True
 
     def settle(self) -> None:
-        """Count a deferred output whose summand lives on.
+        """Count a deferred output whose summand is still alive.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit.
+            torch.OutOfMemoryError: It does not fit.
         """
         if self._sum is not None:
             storage = self._sum[1]()
@@ -191,7 +190,7 @@ class StorageTable:
         self._live[watch.key] = watch
 
     def _new_block(self, size: int) -> int:
-        """Number a block; an empty one takes no memory and has no number, so numbers follow the events."""
+        """Number a block. An empty block takes no memory and gets no number, so numbers follow the events."""
         if not size:
             return EMPTY
         block = self._blocks
@@ -203,7 +202,7 @@ class StorageTable:
         return block
 
     def _resize(self, watch: Watch, size: int) -> None:
-        """Book a new size: the new block is taken before the old one is given back, as torch does."""
+        """Count a new size: like torch, take the new block before freeing the old one."""
         handle = self.allocate(size)
         block = self._new_block(size)
         self._give_back(watch)
@@ -225,7 +224,7 @@ class StorageTable:
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """What a tensor lives in: those of its parts, where it is sparse or wraps others."""
+    """Yield the storages of a tensor: those of its parts if it is sparse or wraps others."""
     flatten = None if type(tensor) is Tensor else getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for name in flatten()[0]:
@@ -241,7 +240,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What a tensor without a storage of its own consists of; an opaque one shows nothing."""
+    """Return the parts of a tensor without a storage; none of an opaque tensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

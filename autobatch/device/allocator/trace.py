@@ -1,6 +1,6 @@
-"""What a session allocated, in order, and what becomes of it under an allocator.
+"""The allocations of a session in order, and their replay in an allocator.
 
-A `Trace` is recorded by a meter or made by a `autobatch.footprint.program.Program`; `replay` runs it.
+A meter records a `Trace`, or a `autobatch.footprint.program.Program` makes one. `replay` runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
 
 FREE = -1
-"""In place of a size: the block is freed."""
+"""The size of an event that frees its block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,25 +20,25 @@ class Trace:
     """The allocations and frees of a session, in order."""
 
     events: tuple[tuple[int, int], ...]
-    """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free; ids may be used again after."""
+    """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free. A freed number may be reused."""
     marks: tuple[tuple[int, str], ...] = ()
-    """``(number of events before, phase)``: the phase from there on."""
+    """``(number of events before, phase)``: the phase that begins there."""
 
     def phase_at(self, index: int) -> str | None:
-        """The phase that the event of that index belongs to; ``None`` before the first mark."""
+        """Return the phase of an event; None before the first mark."""
         at = bisect_right(self.marks, index, key=lambda mark: mark[0])
         return self.marks[at - 1][1] if at else None
 
     def followed_by(self, again: Repetition) -> Trace:
-        """The trace with a `repetition` behind it."""
+        """Return the trace followed by a `repetition`."""
         return Trace(self.events + again.events, self.marks + again.marks)
 
     def canonical(self) -> Trace:
-        """The same trace with blocks numbered as they are allocated, and runs of frees in that order.
+        """Return the same trace with blocks numbered in the order of allocation, and with sorted frees.
 
-        Some frees come in the order of a hash table (autocast's cache). Frees in a row leave the same free
-        blocks behind in any order, so sorting them changes no replay. Left out are
-        frees of unknown blocks, and what is freed after the last allocation: no peak depends on it.
+        Some frees come in the order of a hash table (autocast's cache). Consecutive frees leave the same free
+        blocks in any order, so sorting them changes no replay. Frees of unknown blocks, and frees after the
+        last allocation, are left out: no peak depends on them.
         """
         numbers: dict[int, int] = {}
         events: list[tuple[int, int]] = []
@@ -67,27 +67,28 @@ class Trace:
 
 
 class Repetition(NamedTuple):
-    """What a part of a trace adds when it runs once more."""
+    """The events that a part of a trace adds when it runs once more."""
 
     events: tuple[tuple[int, int], ...]
     marks: tuple[tuple[int, str], ...]
     blocks: int
-    """How many blocks it takes."""
+    """Number of blocks that it takes."""
 
 
 def repetition(trace: Trace, since: int, first_mark: int) -> Repetition | None:
-    """What comes after a trace whose last part, from event ``since`` on, runs once more.
+    """Return the events to add when the last part of a trace, from event ``since`` on, runs once more.
 
-    A window in the steady state leaves behind what it found: the same state, and of what the window before
-    it left (its batch, say) a new one of the same size in the same place. Then the next window is the same.
+    A step in the steady state leaves what it found: the same state, and for each block left by the step
+    before (its batch, for example) a new one of the same size in the same place. The next step is then the
+    same.
 
     Args:
-        trace: with blocks numbered as they are taken.
-        since: index of the first event of that part.
-        first_mark: index of its first mark.
+        trace: A trace whose blocks are numbered in the order of allocation.
+        since: Index of the first event of that part.
+        first_mark: Index of its first mark.
 
     Returns:
-        ``None`` where the part leaves something else behind than it found.
+        None if the part does not leave what it found.
     """
     sizes = {block: size for block, size in trace.events if size != FREE}
     found = _live(trace.events[:since])
@@ -117,26 +118,26 @@ def _live(events: tuple[tuple[int, int], ...]) -> set[int]:
 
 
 class Replay(NamedTuple):
-    """What became of a trace; sizes in bytes, ``None`` where the allocator has no such figure."""
+    """The outcome of a replay. Sizes are bytes; None if the allocator has no such figure."""
 
     fits: bool
     allocated_bytes: int
-    """Held at the end."""
+    """Bytes held at the end."""
     reserved_bytes: int | None
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     retries: int | None
     peak_at: int
-    """Index of the event after which most was allocated."""
+    """Index of the event after which most bytes were allocated."""
     peak_phase: str | None
     failed_at: int | None = None
-    """Index of the event that was refused."""
+    """Index of the refused event; None if all fit."""
     failed_phase: str | None = None
     refusal: BudgetExceeded | None = None
 
 
 def replay(trace: Trace, allocator: Allocator) -> Replay:
-    """Run a trace through an allocator, as far as it goes."""
+    """Run a trace through an allocator, up to the first refusal."""
     handles: dict[int, Any] = {}
     malloc, free = allocator.malloc, allocator.free
     peak, peak_at, failed_at, refusal = -1, 0, None, None

@@ -1,11 +1,11 @@
-"""Counts tensor storages through an allocator, and raises when it refuses.
+"""A dispatch mode that counts tensor storages in an allocator, and raises if that refuses.
 
-`StorageMeter` is a dispatch mode: it sees every operator, forward and backward, in setup, checkpoint
-recompute and optimizer. Views and in-place operators add nothing. It works on fake tensors just as well.
+It sees every operator, forward and backward, in setup, checkpoint recompute and optimizer. Views and in-place
+operators add nothing. It works on fake tensors as well.
 
-Known limitations: memory that never becomes a tensor storage (scratch space inside operators, NumPy arrays,
-the interpreter) is not counted; a storage that Python code resizes is noticed at the next operator on it or
-mark.
+Known limitations: memory that never becomes a tensor storage (scratch space of operators, NumPy arrays, the
+interpreter) is not counted. A storage that Python code resizes is noticed at the next operator on it, or at
+the next mark.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autobatch.device.allocator.trace import Trace
 
 
 class _Kind(Enum):
-    """What an operator's outputs are."""
+    """Kinds of outputs of an operator."""
 
     VIEW = 0
     IN_PLACE = 1
@@ -34,18 +34,18 @@ class _Kind(Enum):
 
 
 _MADE_UNSEEN = "aten::lift_fresh"
-"""An alias by its schema, of a storage that was made without any operator (``torch.tensor``)."""
+"""An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts storages, and enforces the allocator's limit on them.
+    """A dispatch mode that counts storages, and enforces the allocator's limit on them.
 
     Args:
-        allocator: what to spend.
-        text: the message of the error for a refusal.
-        record: keep the events, for `trace`.
-        storage_device: the type of device whose storages count; that of fake tensors is ``meta``.
-        on_new: told the number of each block that is taken.
+        allocator: Allocator that the storages are counted in.
+        text: Returns the error message for a refusal.
+        record: Whether to keep the events for `trace`.
+        storage_device: Type of the device whose storages count; ``meta`` for fake tensors.
+        on_new: Called with the number of each block that is taken.
     """
 
     supports_higher_order_operators = True
@@ -65,28 +65,28 @@ class StorageTracker(TorchDispatchMode):
         )
         self.allocator = allocator
         self._record = record
-        self._foresees = allocator.limit is not None and storage_device == "cpu"
+        self._checks_first = allocator.limit is not None and storage_device == "cpu"
         self._kinds: dict[Any, _Kind] = {}
         self._marks: list[tuple[int, str]] = []
         self._aside = False
 
     def __exit__(self, *error: object) -> None:
-        """Leave the mode; what is alive is watched no more."""
+        """Leave the mode, and stop watching live storages."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._book.forget()
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made elsewhere; those that are counted already are left alone.
+        """Count tensors that were made elsewhere, unless they are counted already.
 
         Raises:
-            torch.OutOfMemoryError: they do not fit.
+            torch.OutOfMemoryError: They do not fit.
         """
         for tensor in tensors:
             self._book.count(tensor)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, nothing is counted: for work that belongs to the host, such as making a batch."""
+        """Count nothing within the block: for work of the host, such as collating a batch."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -94,48 +94,48 @@ class StorageTracker(TorchDispatchMode):
             self._aside = before
 
     def mark(self, phase: str) -> None:
-        """Say what comes next; storages that were resized without any operator are put right.
+        """Record that a phase begins, and count storages that were resized without any operator.
 
         Raises:
-            torch.OutOfMemoryError: one of them has outgrown the budget.
+            torch.OutOfMemoryError: One of them no longer fits.
         """
         self._book.settle()
         self._book.check_all()
         self._marks.append((len(self._book.events), phase))
 
     def settle(self) -> None:
-        """Count what an operator left undecided; see `_is_gradient_sum`."""
+        """Count the output that the last operator left undecided; see `_is_gradient_sum`."""
         self._book.settle()
 
     def trace(self) -> Trace | None:
-        """The events so far; ``None`` if they are not recorded."""
+        """Return the events so far; None if they are not recorded."""
         return Trace(tuple(self._book.events), tuple(self._marks)) if self._record else None
 
     def block_of(self, tensor: Tensor) -> int | None:
-        """The number of the block that a tensor lives in; ``None`` if it is not counted."""
+        """Return the number of a tensor's block; None if it is not counted."""
         watch = self._book.watch_of(tensor)
         return None if watch is None or watch.block == EMPTY else watch.block
 
     @property
     def position(self) -> int:
-        """The number of events so far."""
+        """Number of events so far."""
         return len(self._book.events)
 
     def transient(self, size: int) -> None:
-        """Book memory that an operator used and gave back before it returned.
+        """Count memory that an operator took and freed before it returned.
 
         Raises:
-            torch.OutOfMemoryError: it did not fit.
+            torch.OutOfMemoryError: It did not fit.
         """
         self._book.transient(size)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and count what it made; see the class.
+        """Run an operator and count its outputs.
 
         Raises:
-            torch.OutOfMemoryError: it did not fit, or is sure not to.
+            torch.OutOfMemoryError: They did not fit, or are certain not to.
         """
         kwargs = {} if kwargs is None else kwargs
         if self._aside:
@@ -146,20 +146,20 @@ class StorageTracker(TorchDispatchMode):
             kind = self._kinds[func] = _kind_of(func)
         if kind is _Kind.VIEW:
             return func(*args, **kwargs)
-        if kind is _Kind.NEW and self._foresees:
-            self._foresee(func, args, kwargs)
+        if kind is _Kind.NEW and self._checks_first:
+            self._refuse_early(func, args, kwargs)
         out = func(*args, **kwargs)
         if func is torch.ops.aten.add.Tensor and self._is_gradient_sum(args, out):
             return out
         refusal = self._note(out, kind)
         if refusal is not None:
-            # The error's traceback keeps this frame alive: let go of what did not fit first.
+            # The error's traceback keeps this frame alive, so drop first what did not fit.
             del out
             raise torch.OutOfMemoryError(refusal)
         return out
 
     def _note(self, out: Any, kind: _Kind) -> str | None:
-        """Count the outputs; a refusal comes as text, so that no frame of its traceback holds on to them."""
+        """Count the outputs. Return a refusal as text, so that no frame of its traceback keeps them alive."""
         note = self._book.count if kind is _Kind.NEW else self._book.check
         try:
             if isinstance(out, Tensor):
@@ -172,8 +172,8 @@ class StorageTracker(TorchDispatchMode):
             return str(error)
         return None
 
-    def _foresee(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse an operator whose outputs are sure not to fit before it touches the memory."""
+    def _refuse_early(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse an operator whose outputs are certain not to fit, before it takes the memory."""
         allocator = self.allocator
         room = (allocator.limit or 0) - allocator.allocated_bytes
         needed = output_bytes(func, args, kwargs, threshold=room)
@@ -181,12 +181,11 @@ class StorageTracker(TorchDispatchMode):
             allocator.free(self._book.allocate(needed))
 
     def _is_gradient_sum(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Whether autograd adds two gradients here; the sum is then counted when the summand's fate is known.
+        """Return whether autograd adds two gradients here, so that their sum is counted later.
 
-        Under any dispatch mode autograd adds gradients out of place, without one in place
-        (``isTensorSubclassLike`` in torch/csrc/autograd/functions/accumulate_grad.h and input_buffer.cpp).
-        What counts is what happens without, so the sum takes over the block of the summand if that dies with
-        the addition.
+        Autograd adds gradients in place, but out of place under any dispatch mode (``isTensorSubclassLike``
+        in torch/csrc/autograd/functions/accumulate_grad.h and input_buffer.cpp). The count must be that
+        without a mode, so the sum takes over the block of the summand if that dies with the addition.
         """
         return (
             torch._C._current_graph_task_id() >= 0
@@ -210,7 +209,7 @@ def _kind_of(func: Any) -> _Kind:
 
 
 class StorageMeter(StorageTracker):  # type: ignore[no-untyped-call]
-    """A `autobatch.device.base.Meter` that counts storages, and enforces the allocator's limit on them."""
+    """A `autobatch.device.base.Meter` that counts storages and enforces the allocator's limit on them."""
 
     def stats(self) -> MemoryStats:
         """Read the allocator."""

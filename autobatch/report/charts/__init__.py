@@ -1,1 +1,1 @@
-"""The figures of the report."""
+"""The charts of the report."""

@@ -1,4 +1,4 @@
-"""The figure of training."""
+"""The chart of the training run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from autobatch.report.charts.drawing import Mark, Picture, Table, color, downsam
 from autobatch.report.sentences import count, decimal, plural
 
 TABLE_ROWS = 50
-
-
 DRAWN_POINTS = 600
-
-
 MARKED_EVENTS = 100
 
 
 class Curve(NamedTuple):
-    """One figure of the run over its windows."""
+    """One quantity over the optimizer steps of a run."""
 
     label: str
     steps: list[int]
@@ -32,14 +28,14 @@ class Curve(NamedTuple):
 
 
 def training_figure(metrics: Sequence[StepRecord], checkpoints: Sequence[int] = ()) -> Picture | None:
-    """Draw loss, learning rate and throughput over the optimizer steps, with what happened on the way.
+    """Draw loss, learning rate and throughput over the optimizer steps, with recoveries and checkpoints.
 
     Args:
-        metrics: a record for each window; of windows that ran again the last one counts.
-        checkpoints: windows after which a checkpoint was written.
+        metrics: one record per optimizer step; if a step ran again, its last record counts.
+        checkpoints: optimizer steps after which a checkpoint was written.
 
     Returns:
-        The picture; ``None`` where there is no record.
+        The picture; None if there are no records.
     """
     records = [record for _, record in sorted({record.step: record for record in metrics}.items())]
     curves = [curve for curve in _curves(records) if curve.steps]
@@ -49,7 +45,7 @@ def training_figure(metrics: Sequence[StepRecord], checkpoints: Sequence[int] = 
 
     title = "Training"
     words = (
-        f"{', '.join(curve.label for curve in curves)} over {plural(len(records), 'optimizer step')}; "
+        f"{', '.join(curve.label for curve in curves)} over {plural(len(records), 'optimizer step')}, with "
         f"{plural(len(recoveries), 'recovery', 'recoveries')} and {plural(len(checkpoints), 'checkpoint')}."
     )
     legend = _legend(recoveries=bool(recoveries), checkpoints=bool(checkpoints))
@@ -75,7 +71,7 @@ def _paint(
         axes.plot(steps, values, color=color("accent"), marker="o" if len(steps) == 1 else "")
         _mark(axes, checkpoints, "muted", (0, (1, 3)))
         _mark(axes, recoveries, "warn", "solid")
-    if recoveries:  # an empty line that is not clipped has no extent, and the layout needs one
+    if recoveries:  # the layout needs an extent, which an empty unclipped line does not have
         x = _marked(recoveries)
         rows[0].plot(
             x, [0] * len(x), "^", color=color("warn"), markersize=8, clip_on=False,
@@ -89,7 +85,7 @@ def _paint(
 
 
 def _legend(*, recoveries: bool, checkpoints: bool) -> list[Mark]:
-    marks = [Mark(role="accent", label="measured at each optimizer step")]
+    marks = [Mark(role="accent", label="value at each optimizer step")]
     if recoveries:
         marks.append(Mark(role="warn", label="recovery from out of memory", shape="triangle"))
     if checkpoints:
@@ -98,7 +94,7 @@ def _legend(*, recoveries: bool, checkpoints: bool) -> list[Mark]:
 
 
 def _axes(figure: Figure, curves: Sequence[Curve]) -> list[Axes]:
-    """Stack an axes for each curve over one axis of steps; the loss gets the most room."""
+    """Stack one axes per curve over a shared axis of steps; the loss is the tallest."""
     tall = [2.2 if curve.label == "loss" else 1.0 for curve in curves]
     grid = figure.subplots(len(curves), sharex=True, squeeze=False, gridspec_kw={"height_ratios": tall})
     rows: list[Axes] = grid[:, 0].tolist()
@@ -120,7 +116,7 @@ def _curves(records: Sequence[StepRecord]) -> list[Curve]:
 
 
 def _speeds(records: Sequence[StepRecord]) -> Iterator[tuple[int, float]]:
-    """Throughput of each window, where the window before it tells how many samples were its own."""
+    """Yield the throughput of each step whose previous step is known, as that gives its own samples."""
     before: StepRecord | None = None
     for record in records:
         known = record.step == 1 or (before is not None and before.step == record.step - 1)
@@ -131,7 +127,7 @@ def _speeds(records: Sequence[StepRecord]) -> Iterator[tuple[int, float]]:
 
 
 def _marked(steps: Sequence[int]) -> list[int]:
-    """Choose the events that are drawn: all, or an even choice where the figure would be full of them."""
+    """Return the events to draw: all of them, or an even selection if there are too many."""
     return [steps[at] for at in evenly_spaced(len(steps), MARKED_EVENTS)]
 
 
@@ -142,11 +138,11 @@ def _mark(axes: Axes, steps: Sequence[int], role: str, style: str | tuple[int, t
 
 def _table(records: Sequence[StepRecord]) -> Table:
     chosen = evenly_spaced(len(records), TABLE_ROWS)
-    few = f"{count(len(chosen))} of {count(len(records))}, evenly chosen"
+    few = f"{count(len(chosen))} of {count(len(records))}, evenly spaced"
     speeds = dict(_speeds(records))
     return Table(
-        caption=f"Optimizer steps: {'all' if len(chosen) == len(records) else few}",
-        head=["Step", "Loss", "Learning rate", "Samples/s", "Micro-batch", "What happened"],
+        caption="Every optimizer step" if len(chosen) == len(records) else f"Optimizer steps: {few}",
+        head=["Step", "Loss", "Learning rate", "Samples/s", "Micro-batch", "Event"],
         rows=[_cells(records[at], speeds.get(records[at].step)) for at in chosen],
     )
 

@@ -1,4 +1,4 @@
-"""A picture with everything that makes it readable without being seen."""
+"""Pictures as SVG, with the title, description, legend and data that make them accessible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autobatch.report.theme import LIGHT
 
 
 class Table(Record, frozen=True):
-    """Rows of text under a head; the first column names the row."""
+    """A table of text; the first column names the row."""
 
     caption: str
     head: list[str]
@@ -30,14 +30,14 @@ class Mark(Record, frozen=True):
     """One entry of a legend."""
 
     role: str
-    """A colour of the palette."""
+    """Role of its colour in the palette."""
     label: str
     shape: str = "line"
     """``line``, ``dash``, ``dot``, ``ring``, ``cross``, ``block`` or ``triangle``."""
 
 
 class Picture(Record, frozen=True):
-    """A figure, what it shows in words, its legend and its data."""
+    """A chart with its description, legend and data."""
 
     slug: str
     title: str
@@ -46,18 +46,18 @@ class Picture(Record, frozen=True):
     legend: list[Mark]
     table: Table
     note: str = ""
-    """What the page says below it, where the text around it does not say it already."""
+    """Text below the chart; empty if the page already has it."""
 
 
 def evenly_spaced(length: int, limit: int) -> list[int]:
-    """Choose at most ``limit`` indices of ``length``, evenly, the first and the last among them."""
+    """Return at most ``limit`` evenly spaced indices of ``length``, including the first and the last."""
     if length <= limit:
         return list(range(length))
     return sorted({round(place * (length - 1) / (limit - 1)) for place in range(limit)})
 
 
 def downsample(values: Sequence[float], limit: int) -> list[int]:
-    """Choose about ``limit`` indices at most, leaving out what would not be seen: extremes stay."""
+    """Return at most about ``limit`` indices, keeping the extremes of each bucket."""
     if len(values) <= limit:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
@@ -69,33 +69,33 @@ def downsample(values: Sequence[float], limit: int) -> list[int]:
 
 
 WIDE, NARROW = 720, 328
-"""Widths in CSS pixels: one unit of the picture is one pixel there."""
+"""Widths in CSS pixels; one unit of the picture is one pixel."""
 
 
 Painter = Callable[[Figure, bool], None]
-"""Draws on a figure; the flag is true for the narrow one."""
+"""Function that draws on a figure; the flag is true for the narrow drawing."""
 
 
 def color(role: str) -> str:
-    """The stand-in by which matplotlib knows a role of the palette."""
+    """Return the colour by which matplotlib refers to a role of the palette."""
     return f"#0a0b{list(LIGHT).index(role):02x}"
 
 
 def series(number: int) -> str:
-    """The stand-in of the n-th category, counted from 0; they repeat after the last."""
+    """Return the colour of category ``number``, counted from 0; colours repeat after the last."""
     names = [role for role in LIGHT if role.startswith("series-")]
     return color(names[number % len(names)])
 
 
 def draw(slug: str, title: str, description: str, painter: Painter, *, heights: tuple[int, int]) -> str:
-    """Draw a picture for wide and for narrow pages; style sheets show one of them.
+    """Draw a picture for wide and for narrow pages; the style sheet shows one of them.
 
     Args:
-        slug: names the picture in ids; unique on its page.
-        title: what the picture is, for those who do not see it.
-        description: what it shows, likewise.
-        painter: draws it.
-        heights: of the wide and the narrow one, in CSS pixels.
+        slug: prefix of the ids in the picture; unique on its page.
+        title: title for screen readers.
+        description: description for screen readers.
+        painter: the function that draws it.
+        heights: heights of the wide and the narrow drawing, in CSS pixels.
     """
     sizes = (("wide", WIDE, heights[0]), ("narrow", NARROW, heights[1]))
     return "".join(
@@ -108,10 +108,9 @@ def _one(
     slug: str, name: str, title: str, description: str, painter: Painter, *, size: tuple[int, int]
 ) -> str:
     with mpl.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", r"Glyph .* missing"
-        )  # browsers have the font; only widths are guessed
-        mpl.rcdefaults()  # a person's own matplotlibrc shall not change the report
+        # The browser has the font; a missing glyph only makes matplotlib guess its width.
+        warnings.filterwarnings("ignore", r"Glyph .* missing")
+        mpl.rcdefaults()  # the user's matplotlibrc must not change the report
         mpl.rcParams.update(_style(slug, narrow=name == "narrow"))
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         painter(figure, name == "narrow")
@@ -159,7 +158,7 @@ def _style(slug: str, *, narrow: bool) -> dict[Any, Any]:
 
 
 def _finish(text: str, slug: str, name: str, title: str, description: str) -> str:
-    """Keep the drawing; theme, name and label it for a page."""
+    """Turn matplotlib's SVG into an inline one: colour variables, unique ids, title and description."""
     body = text[text.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.DOTALL)
     body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.DOTALL)
@@ -180,7 +179,7 @@ def _finish(text: str, slug: str, name: str, title: str, description: str) -> st
 
 
 def bytes_unit(size: int) -> tuple[int, str]:
-    """The unit in which an axis that ends at ``size`` bytes reads best, and its name."""
+    """Return the largest unit that ``size`` bytes fill, and its name."""
     steps = ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
     return next(((unit, name) for unit, name in steps if size >= unit), (1, "B"))
 

@@ -1,4 +1,4 @@
-"""The figure of the search: memory against the micro-batch."""
+"""The charts of memory: peak against micro-batch, and live memory over one optimizer step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autobatch.report.sentences import count, decimal, plural
 
 
 class _Search(NamedTuple):
-    """What the search found, as points of a figure."""
+    """Results of the search, as points to draw."""
 
     budget: int
     answer: int
@@ -39,22 +39,22 @@ class _Search(NamedTuple):
 
     @property
     def highest(self) -> int:
-        """The most that the figure has to show, in bytes."""
+        """The largest memory to show, in bytes."""
         return max([self.budget, *(peak for _, peak in [*self.fits, *self.predicted])])
 
     @property
     def widest(self) -> int:
-        """The largest micro-batch that the figure has to show."""
+        """The largest micro-batch to show."""
         return max([1, *self.fails, *(size for size, _ in [*self.fits, *self.predicted])])
 
 
 def memory_figure(
     device: DeviceRecord, probe: Probe, predicted: list[PredictedPoint] | None = None
 ) -> Picture | None:
-    """Draw peak memory against the micro-batch: what was predicted, what ran, and the budget.
+    """Draw peak memory against the micro-batch: the prediction, the runs and the budget.
 
     Returns:
-        The picture; ``None`` where no size ran.
+        The picture; None if no size ran.
     """
     if not probe.attempts:
         return None
@@ -69,8 +69,8 @@ def memory_figure(
     )
     title = "Peak memory by micro-batch"
     words = (
-        f"{plural(sum(a.fits for a in probe.attempts), 'size')} fitted, {len(search.fails)} did not; "
-        f"{count(search.answer)} is the answer. The budget is {format_bytes(search.budget)}."
+        f"{plural(sum(a.fits for a in probe.attempts), 'size')} fitted, {len(search.fails)} did not. "
+        f"The result is {count(search.answer)}. The budget is {format_bytes(search.budget)}."
     )
     svg = draw("memory", title, words, partial(_paint_search, search), heights=(320, 260))
     return Picture(
@@ -113,16 +113,16 @@ def _search_legend(search: _Search) -> list[Mark]:
     marks = []
     if search.fits:
         marks.append(Mark(role="accent", label="ran and fits", shape="dot"))
-        marks.append(Mark(role="accent", label=f"the answer, {count(search.answer)}", shape="ring"))
+        marks.append(Mark(role="accent", label=f"result, {count(search.answer)}", shape="ring"))
     if search.fails:
-        marks.append(Mark(role="bad", label="did not fit (what it needs is not known)", shape="cross"))
+        marks.append(Mark(role="bad", label="did not fit (its peak is unknown)", shape="cross"))
     if search.predicted:
         marks.append(Mark(role="muted", label="predicted"))
     return marks
 
 
 def attempts_table(probe: Probe) -> Table:
-    """Put every size that ran into a table, in the order in which they ran."""
+    """Build the table of every size that ran, in order."""
     rows = [
         [
             count(attempt.micro_batch),
@@ -134,29 +134,26 @@ def attempts_table(probe: Probe) -> Table:
         ]
         for attempt in probe.attempts
     ]
-    head = ["Micro-batch", "Verdict", "Peak allocated", "Peak reserved", "Seconds", "Reason"]
+    head = ["Micro-batch", "Result", "Peak allocated", "Peak reserved", "Seconds", "Reason"]
     return Table(caption="Every size that ran, in order", head=head, rows=rows)
 
 
 def held_bytes(attempt: Attempt) -> int | None:
-    """What is held against the budget: reserved bytes; allocated ones where no allocator reserves."""
+    """Return the peak that counts against the budget: reserved bytes, or allocated bytes if none are."""
     return (
         attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
     )
 
 
 TABLE_ROWS = 50
-
-
 DRAWN_POINTS = 380
 
-
 CACHED = "cached"
-"""A category of what the allocator holds and no tensor uses: grey."""
+"""Category of memory that the allocator holds and no tensor uses; drawn in grey."""
 
 
 def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
-    """Draw live memory over one optimizer step, stacked by category; ``None`` where there is nothing."""
+    """Draw live memory over one optimizer step, stacked by category. Return None if it is empty."""
     if not curve.positions or not curve.categories:
         return None
     totals = [sum(sizes) for sizes in zip(*curve.categories.values(), strict=True)]
@@ -164,7 +161,7 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
     unit, name = bytes_unit(peak)
 
     def late(start: float) -> bool:
-        """Whether a word that starts there would run out of the picture."""
+        """Check if a label that starts here would run out of the picture."""
         return start > curve.positions[0] + 0.85 * (curve.positions[-1] - curve.positions[0])
 
     def paint(figure: Figure, narrow: bool) -> None:
@@ -179,7 +176,7 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
         axes.set_ylim(0, (1.25 if narrow else 1.15) * max(peak, 1) / unit)
         axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
         for number, (phase, start) in enumerate(curve.phases.items()):
-            # On a narrow page the names of short phases would run into one another.
+            # On a narrow page the names of short phases would overlap, so every second one is lowered.
             drop = 13 * (number % 2) if narrow else 0
             axes.axvline(start, color=color("rule"), linewidth=1)
             axes.annotate(
@@ -189,7 +186,7 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
             )  # fmt: skip
 
     title = "Memory over one optimizer step"
-    words = f"Live memory by category over the {curve.axis}s of a step; it peaks at {format_bytes(peak)}."
+    words = f"Live memory by category over the {curve.axis}s of a step. The peak is {format_bytes(peak)}."
     legend = [
         Mark(role="rule" if label == CACHED else f"series-{number % 7 + 1}", label=label, shape="block")
         for number, label in enumerate(curve.categories)
@@ -197,7 +194,7 @@ def memory_curve_figure(curve: MemoryCurve) -> Picture | None:
     svg = draw("memory-over-time", title, words, paint, heights=(320, 260))
     return Picture(
         slug="memory-over-time", title=title, description=words, svg=svg, legend=legend, table=_table(curve),
-        note=f"It peaks at {format_bytes(peak)}.",
+        note=f"The peak is {format_bytes(peak)}.",
     )  # fmt: skip
 
 

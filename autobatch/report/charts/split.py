@@ -1,4 +1,4 @@
-"""The figure of the plan: one optimizer step, cut into micro-batches."""
+"""The chart of the plan: one optimizer step, split into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from autobatch.report.sentences import count, plural
 
 SHOWN_RANKS = 8
 
-
 THINNEST = 3.0
-"""Micro-batches narrower than this, in CSS pixels, are drawn as one block."""
+"""Width in CSS pixels below which micro-batches are drawn as one block."""
 
 
 def plan_figure(plan: Plan) -> Picture:
-    """Draw one optimizer step: a row a rank, a block a micro-batch, as wide as its samples."""
+    """Draw one optimizer step: one row per rank, and one block per micro-batch, as wide as its samples."""
     shown = min(plan.world_size, SHOWN_RANKS)
     split = [
         micro_batches(rank_share(plan.target_batch, plan.world_size, rank), plan.micro_batch)
@@ -36,9 +35,9 @@ def plan_figure(plan: Plan) -> Picture:
         f"{count(plan.micro_batch)} on {plural(plan.world_size, 'rank')}."
     )
     apart = 300 / len(split[0]) > THINNEST
-    label = "one micro-batch" if apart else "micro-batches, too many to be drawn apart"
+    label = "micro-batch" if apart else "all micro-batches (too many to draw one by one)"
     few = "" if shown == plan.world_size else f", first {shown} ranks"
-    note = f"The first {shown} ranks; the others take the same, or one sample less."
+    note = f"The first {shown} ranks are shown. The others take as many samples, or one less."
     table = Table(
         caption=f"Samples of each micro-batch, in order{few}",
         head=["Rank", "Samples", "Micro-batches"],
@@ -66,7 +65,7 @@ def _paint(split: list[list[int]], figure: Figure, narrow: bool) -> None:
 
 
 def _blocks(axes: Axes, row: int, sizes: list[int], pixels: int) -> None:
-    """Lay the micro-batches of a rank side by side; numbers and gaps only where there is room."""
+    """Draw the micro-batches of a rank side by side, with numbers and gaps if there is room."""
     total, left = sum(sizes), 0
     sizes = sizes if pixels / len(sizes) > THINNEST else [total]
     gap = total / pixels / (1 if pixels / len(sizes) > 8 else 3)
@@ -81,7 +80,7 @@ def _blocks(axes: Axes, row: int, sizes: list[int], pixels: int) -> None:
 
 
 def _runs(sizes: list[int]) -> str:
-    """Write equal neighbours once: ``4 × 86, 8 × 85``."""
+    """Write runs of equal sizes once: ``4 × 86, 8 × 85``."""
     parts: list[list[int]] = []
     for size in sizes:
         if parts and parts[-1][1] == size:

@@ -1,4 +1,4 @@
-"""The figures of tuning."""
+"""The charts of tuning."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TABLE_ROWS = 200
 
 
 def trials_figure(trials: Sequence[Trial]) -> Picture | None:
-    """Draw the throughput of each trial and the best so far; ``None`` where nothing was tried.
+    """Draw the throughput of each trial and the best so far. Return None if there are no trials.
 
-    Trials count from 1 here, as they do on the terminal; their record counts from 0, as Optuna does.
+    Trials count from 1 here, as on the terminal. Their records count from 0, as in Optuna.
     """
     if not trials:
         return None
     measured = [(t.number + 1, t.samples_per_s) for t in trials if t.feasible and t.samples_per_s is not None]
-    refused = [trial.number + 1 for trial in trials if not trial.feasible]
+    infeasible = [trial.number + 1 for trial in trials if not trial.feasible]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = plain_axes(figure, xlabel="trial", title="samples/s")
@@ -33,7 +33,7 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
             axes.step(x, best, where="post", color=color("soft"), linewidth=3)
         axes.plot(x, [speed for _, speed in measured], "o", color=color("accent"), markersize=6)
         axes.plot(
-            refused, [0.04] * len(refused), "x", color=color("bad"), markersize=8, markeredgewidth=2,
+            infeasible, [0.04] * len(infeasible), "x", color=color("bad"), markersize=8, markeredgewidth=2,
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
         axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
@@ -41,9 +41,9 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
         axes.margins(x=0.04, y=0.2)
 
     title = "Throughput by trial"
-    words = f"{plural(len(measured), 'trial')} measured, {len(refused)} not feasible."
-    legend = [Mark(role="accent", label="a trial", shape="dot"), Mark(role="soft", label="best so far")]
-    legend += [Mark(role="bad", label="not feasible", shape="cross")] if refused else []
+    words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible."
+    legend = [Mark(role="accent", label="trial", shape="dot"), Mark(role="soft", label="best so far")]
+    legend += [Mark(role="bad", label="infeasible", shape="cross")] if infeasible else []
     svg = draw("trials", title, words, paint, heights=(280, 240))
     return Picture(
         slug="trials",
@@ -57,13 +57,13 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
 
 
 def importance_figure(importance: dict[str, float]) -> Picture | None:
-    """Draw how much each knob mattered, the most first; ``None`` where nothing is known."""
+    """Draw the importance of each knob, largest first. Return None if it is unknown."""
     if not importance:
         return None
     ranked = sorted(importance.items(), key=lambda item: (-item[1], item[0]))
 
     def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, title="share of the differences in throughput")
+        axes = plain_axes(figure, title="share of the variation in throughput")
         axes.grid(visible=False)
         places = range(len(ranked))
         axes.barh(places, [share for _, share in ranked], height=0.55, color=color("accent"), linewidth=0)
@@ -77,10 +77,10 @@ def importance_figure(importance: dict[str, float]) -> Picture | None:
                 f"{share:.0%}", (share, place), xytext=(6, 0), textcoords="offset points", va="center"
             )
 
-    title = "What mattered"
-    words = f"{ranked[0][0]} mattered the most, {ranked[0][1]:.0%} of the differences in throughput."
+    title = "Importance of each knob"
+    words = f"{ranked[0][0]} explains the most, {ranked[0][1]:.0%} of the variation in throughput."
     table = Table(
-        caption="Share of the differences in throughput that each knob explains",
+        caption="Share of the variation in throughput that each knob explains",
         head=["Knob", "Share"],
         rows=[[name, f"{share:.1%}"] for name, share in ranked],
     )
@@ -114,20 +114,20 @@ def _trials_table(trials: Sequence[Trial]) -> Table:
 
 
 def rates_figure(found: LrTuning) -> Picture | None:
-    """Draw the loss after a short run against the learning rate; ``None`` where nothing was tried."""
+    """Draw the loss after a short run against the learning rate. Return None if there are no trials."""
     if not found.history:
         return None
     trained = [
         (one.learning_rate, one.loss) for one in found.history if one.feasible and one.loss is not None
     ]
-    tried = [one.learning_rate for one in found.history]
-    refused = [one.learning_rate for one in found.history if not one.feasible]
+    rates = [one.learning_rate for one in found.history]
+    infeasible = [one.learning_rate for one in found.history if not one.feasible]
     chosen = [point for point in trained if point[0] == found.best]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = plain_axes(figure, xlabel="learning rate", title=f"loss at the end of {found.steps} steps")
         axes.set_xscale("log")
-        axes.set_xlim(0.8 * min(*tried, found.default / 4), 1.25 * max(*tried, found.default * 4))
+        axes.set_xlim(0.8 * min(*rates, found.default / 4), 1.25 * max(*rates, found.default * 4))
         axes.axvline(found.default, color=color("muted"), linestyle=":", linewidth=1.6)
         axes.plot(*_points(sorted(trained)), "-", color=color("soft"), linewidth=2)
         axes.plot(*_points(trained), "o", color=color("accent"), markersize=6)
@@ -136,7 +136,7 @@ def rates_figure(found: LrTuning) -> Picture | None:
             markeredgewidth=1.8,
         )  # fmt: skip
         axes.plot(
-            refused, [0.96] * len(refused), "x", color=color("bad"), markersize=8, markeredgewidth=2,
+            infeasible, [0.96] * len(infeasible), "x", color=color("bad"), markersize=8, markeredgewidth=2,
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if narrow else (1.0, 3.0)))
@@ -146,11 +146,11 @@ def rates_figure(found: LrTuning) -> Picture | None:
         axes.margins(y=0.2)
 
     title = "Loss by learning rate"
-    words = f"{plural(len(trained), 'learning rate')} trained to the end, {len(refused)} did not."
-    legend = [Mark(role="accent", label="a run", shape="dot")] if trained else []
-    legend += [Mark(role="accent", label=f"taken, {decimal(found.best)}", shape="ring")] if chosen else []
-    legend.append(Mark(role="muted", label=f"the plan's own, {decimal(found.default)}", shape="dash"))
-    legend += [Mark(role="bad", label="diverged, or ended early", shape="cross")] if refused else []
+    words = f"{plural(len(trained), 'learning rate')} trained to the end, {len(infeasible)} did not."
+    legend = [Mark(role="accent", label="run", shape="dot")] if trained else []
+    legend += [Mark(role="accent", label=f"chosen, {decimal(found.best)}", shape="ring")] if chosen else []
+    legend.append(Mark(role="muted", label=f"default, {decimal(found.default)}", shape="dash"))
+    legend += [Mark(role="bad", label="diverged or stopped early", shape="cross")] if infeasible else []
     return Picture(
         slug="rates",
         title=title,
@@ -167,10 +167,10 @@ def rates_figure(found: LrTuning) -> Picture | None:
 
 
 def pairs_table(found: LrTuning) -> Table:
-    """Put what decided into a table."""
+    """Build the table of the runs that decided between the default and the best learning rate."""
     return Table(
-        caption="The best of the trials beside the plan's own learning rate, on the same data",
-        head=["Seed of the data", "Loss, the plan's own", "Loss, the best", "Gain, of the fall of the loss"],
+        caption="The default and the best learning rate on the same data",
+        head=["Data seed", "Default loss", "Best loss", "Gain, share of the loss reduction"],
         rows=[
             [str(pair.seed), _loss(pair.default_loss), _loss(pair.other_loss), f"{pair.gain:+.1%}"]
             for pair in found.pairs

@@ -103,13 +103,13 @@ def test_views_and_in_place_add_nothing_and_aliases_keep_alive():
         assert [size for _, size in meter.trace().events] == [4000, -1]
 
 
-def test_adopts_once_what_was_made_elsewhere():
+def test_what_was_made_elsewhere_is_counted_once():
     x, y = torch.ones(100), torch.ones(50)
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 5), (4, 5), check_invariants=True)
     with tracker() as meter:
         meter.count([x, x[5:], x.detach(), nn.Parameter(x)])
         assert held(meter) == 400
-        y.add_(1)  # works on it, but does not make it ours
+        y.add_(1)  # changes it, but does not count it
         assert held(meter) == 400
         meter.count([sparse])
         assert held(meter) == 400 + 2 * 8 + 10 * F32
@@ -123,7 +123,7 @@ def test_adopts_once_what_was_made_elsewhere():
 
 @pytest.mark.parametrize("spare", [64, 10**6])
 def test_sparse_gradients_are_counted(spare):
-    """Whether or not the guess finds room: with little to spare, operators run on the meta device first."""
+    """With little to spare, operators run on the meta device first."""
     model = nn.Embedding(1000, 8, sparse=True)
     ids = torch.tensor([1, 2, 2])
     # The loss and its gradient; the rows looked up and their gradient, the values and indices of the sparse.
@@ -205,7 +205,7 @@ def test_the_error_holds_on_to_nothing_that_did_not_fit():
         lambda: nn.functional.embedding(torch.zeros(10**7, dtype=torch.long), torch.zeros(2, 10**5)),
     ],
 )
-def test_what_is_sure_not_to_fit_is_refused_before_it_takes_the_memory(make):
+def test_what_is_certain_not_to_fit_is_refused_before_it_takes_the_memory(make):
     with tracker(200 * MiB) as meter, pytest.raises(torch.OutOfMemoryError):
         make()
     assert meter.stats().peak_allocated_bytes <= 200 * MiB
@@ -214,7 +214,7 @@ def test_what_is_sure_not_to_fit_is_refused_before_it_takes_the_memory(make):
 @pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")  # beta, says torch
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
 def test_sparse_tensors_are_counted_near_the_limit(layout):
-    """There the guess from the arguments is looked at: sparse ones have no bytes of their own to tell."""
+    """Near the limit the size is guessed from the arguments, and sparse tensors have no ``nbytes``."""
     dense = torch.zeros(100, 100)
     dense[0, :10] = 1
     with tracker(2 * KiB) as meter:
@@ -256,7 +256,7 @@ def test_gradients_that_add_up_are_counted_as_in_place():
         assert held(meter) == 2 * weight + x.nbytes
 
 
-def test_an_addition_whose_summand_lives_on_is_counted():
+def test_an_addition_whose_summand_stays_alive_is_counted():
     class Keeps(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -307,7 +307,7 @@ class Step:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
-def test_errors_from_every_phase_leave_the_books_at_the_baseline(recompute, caching):
+def test_errors_from_every_phase_leave_the_count_at_the_baseline(recompute, caching):
     """Limits from hopeless to ample, in one session each."""
     step = Step(recompute=recompute)
     with tracker() as meter:
@@ -386,7 +386,7 @@ def test_the_mode_changes_no_result():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_traces_of_two_micro_batches_tell_a_third():
+def test_traces_of_two_micro_batches_predict_a_third():
     def record(batch: int):
         step = Step()
         with tracker() as meter:
@@ -402,7 +402,7 @@ def test_traces_of_two_micro_batches_tell_a_third():
     assert [phase for _, phase in trace.marks] == ["forward", "backward", "optimizer"] * 2
 
 
-def test_what_is_made_aside_is_not_counted_until_it_is_adopted():
+def test_what_is_made_uncounted_is_counted_on_request():
     with tracker() as meter:
         with meter.uncounted():
             batch = torch.stack([torch.arange(10.0) % 3 for _ in range(10)])

@@ -1,0 +1,1 @@
+"""The library calls and the commands that train: the stages in order."""

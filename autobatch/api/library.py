@@ -1,0 +1,107 @@
+"""The library calls: probe, plan, estimate, tune and fit.
+
+Each takes the options of the command of the same name as keywords, as text or as plain values.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from autobatch.api.pipeline import RunContext, run_estimate, run_fit, run_plan, run_probe, run_tune
+from autobatch.core.options import (
+    EstimateOptions,
+    FitOptions,
+    PlanOptions,
+    ProbeOptions,
+    TuneOptions,
+    options_from,
+)
+from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
+from autobatch.workload.contract import Workload
+
+
+def probe(workload: Workload | str | None = None, **options: Any) -> ProbeResult:
+    """Find the largest micro-batch that fits.
+
+    Args:
+        workload: what to train, or a reference to it; None for the embedded demo.
+        options: those of ``autobatch probe``, under the same names, as text or plain values.
+
+    Raises:
+        InputError: an option, the device or the workload is invalid.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    result = run_probe(workload, options_from(ProbeOptions, options), RunContext())
+    assert result.probe is not None
+    return ProbeResult(**_fields(result.probe), device=result.device)
+
+
+def plan(workload: Workload | str | None = None, **options: Any) -> PlanResult:
+    """Probe, then plan the batch, to train in your own loop.
+
+    Args:
+        workload: what to train, or a reference to it; None for the embedded demo.
+        options: those of ``autobatch plan``; ``target_batch`` is required.
+
+    Raises:
+        InputError: an option, the device or the workload is invalid.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    result = run_plan(workload, options_from(PlanOptions, options), RunContext())
+    assert result.plan is not None
+    assert result.probe is not None
+    return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
+
+
+def estimate(workload: Workload | str | None = None, **options: Any) -> Estimates:
+    """Predict what fits on hardware that need not be here. No GPU is touched.
+
+    Args:
+        workload: what to train, or a reference to it; None for the embedded demo.
+        options: those of ``autobatch estimate``; ``profile`` takes a list of names or files.
+
+    Raises:
+        InputError: an option, a profile or the workload is invalid.
+        Unpredictable: the step cannot be traced; the message says why.
+        DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
+    """
+    return run_estimate(workload, options_from(EstimateOptions, options), os.environ)
+
+
+def tune(workload: Workload | str | None = None, **options: Any) -> Result:
+    """Probe, plan, and measure what is left to choose.
+
+    Args:
+        workload: what to train, or a reference to it; None for the embedded demo.
+        options: those of ``autobatch tune``; ``target_batch`` is required.
+
+    Raises:
+        InputError: an option, the device, the storage or the workload is invalid.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    return run_tune(workload, options_from(TuneOptions, options), RunContext())
+
+
+def fit(workload: Workload | str | None = None, **options: Any) -> Result:
+    """Probe, plan, tune, train, validate and report.
+
+    Args:
+        workload: what to train, or a reference to it; None for the embedded demo.
+        options: those of ``autobatch fit``; ``target_batch`` is required.
+
+    Returns:
+        The records of every part, and the trained ``model``.
+
+    Raises:
+        InputError: an option, the device, the storage or the workload is invalid.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+        AutobatchError: see `autobatch.training.run.train`.
+    """
+    return run_fit(workload, options_from(FitOptions, options), RunContext())
+
+
+def _fields(record: msgspec.Struct) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}

@@ -1,0 +1,138 @@
+"""The options of a command, unpacked into the settings of each layer. No layer below knows the options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from autobatch.core.options import EstimateOptions, FitOptions, PlanOptions, SearchOptions, TuneOptions
+from autobatch.core.records import Plan
+from autobatch.planning import make_plan
+from autobatch.probing.estimate import EstimateSettings
+from autobatch.probing.find_limit import ProbeLimits, caps_of
+from autobatch.probing.setup import SetupInfo, SetupSettings
+from autobatch.training.build import LoopSettings
+from autobatch.training.run import RunSettings
+from autobatch.tuning.tune_plan import TuneSettings
+from autobatch.workload import demo
+
+
+def setup_settings(options: SearchOptions, target_batch: int | None = None) -> SetupSettings:
+    """Return how the setup is opened; ``target_batch`` is None if the batch is unknown."""
+    return SetupSettings(
+        device=options.device,
+        memory_budget=options.memory_budget,
+        precision=options.precision,
+        seed=options.seed,
+        max_grad_norm=options.max_grad_norm,
+        ema=options.ema,
+        target_batch=target_batch,
+    )
+
+
+def probe_limits(options: SearchOptions, target_batch: int | None = None) -> ProbeLimits:
+    """Return the bounds of the probe; ``target_batch`` is None if the probe is not for a plan."""
+    return ProbeLimits(
+        target_batch=target_batch,
+        max_micro_batch=options.max_micro_batch,
+        time_limit_s=options.time_limit or math.inf,
+        has_own_budget=options.memory_budget is not None,
+    )
+
+
+def plan_for(info: SetupInfo, limit: int, options: PlanOptions) -> Plan:
+    """Plan the batch under a limit on the micro-batch.
+
+    Raises:
+        InputError: a rule for the learning rate lacks the batch that it was tuned for.
+    """
+    return make_plan(
+        target_batch=options.target_batch,
+        micro_batch_limit=limit,
+        learning_rate=info.learning_rate,
+        base_batch=options.base_batch or info.base_batch,
+        rule=options.lr_rule,
+        precision=info.precision,
+    )
+
+
+def estimate_settings(options: EstimateOptions) -> EstimateSettings:
+    """Return what is predicted, and for which GPUs."""
+    return EstimateSettings(
+        device=options.device,
+        memory_budget=options.memory_budget,
+        precision=options.precision,
+        seed=options.seed,
+        profiles=options.profile,
+        micro_batch=options.micro_batch,
+        max_micro_batch=options.max_micro_batch,
+        target_batch=options.target_batch,
+    )
+
+
+def tune_settings(options: TuneOptions, info: SetupInfo, planned_steps: int) -> TuneSettings:
+    """Return the settings of the tuner, for a run of so many optimizer steps."""
+    return TuneSettings(
+        trials=options.trials,
+        planned_steps=planned_steps,
+        cap=min(caps_of(info, probe_limits(options, options.target_batch)).values()),
+        seed=options.seed,
+        storage=options.storage,
+        study=options.study,
+        knobs=options.knobs,
+        is_precision_open=options.precision == "auto",
+        lr_trials=options.lr_trials,
+        lr_steps=options.lr_steps,
+        asked={
+            "target_batch": options.target_batch,
+            "memory_budget": None if options.memory_budget is None else str(options.memory_budget),
+            "max_micro_batch": options.max_micro_batch,
+        },
+    )
+
+
+def fit_tune_settings(options: FitOptions, info: SetupInfo, planned_steps: int) -> TuneSettings:
+    """Return the settings of the tuner within ``fit``, which knows how the run is fed."""
+    return replace(
+        tune_settings(options, info, planned_steps),
+        workers=options.workers,
+        prefetch=options.prefetch,
+        skips_nonfinite=options.on_nonfinite == "skip",
+    )
+
+
+def loop_settings(options: FitOptions, *, is_demo: bool) -> LoopSettings:
+    """Return the settings of the training loop. A run without a length is one epoch; the demo has its own."""
+    steps, epochs = options.steps, options.epochs
+    if steps is None and epochs is None:
+        steps, epochs = (demo.STEPS, None) if is_demo else (None, 1)
+    return LoopSettings(
+        target_batch=options.target_batch,
+        seed=options.seed,
+        steps=steps,
+        epochs=epochs,
+        last_batch=options.last_batch,
+        max_grad_norm=options.max_grad_norm,
+        ema=options.ema,
+        on_nonfinite=options.on_nonfinite,
+        warmup_samples=options.warmup_samples,
+        bn_momentum=options.bn_momentum,
+        workers=options.workers,
+        prefetch=options.prefetch,
+        sample_seeds=options.sample_seeds,
+    )
+
+
+def run_settings(options: FitOptions, out: Path, resume_hint: str) -> RunSettings:
+    """Return what the run writes, and when."""
+    return RunSettings(
+        out=out,
+        checkpoint_every=options.checkpoint_every,
+        checkpoint_minutes=options.checkpoint_minutes,
+        on_failed_save=options.on_failed_save,
+        validate_every=options.validate_every,
+        validation_micro_batch=options.validation_micro_batch,
+        keep_last=options.keep_last,
+        resume_hint=resume_hint,
+    )

@@ -1,0 +1,92 @@
+"""Keywords of the library calls, for editors and type checkers.
+
+Each type lists the options of a command that a call accepts, with the plain values that a user may pass. The
+options that only change what the command line prints (``json``, ``quiet``, ``verbose``) are left out. A test
+compares these types with `autobatch.core.options`, which defines the options and checks their values.
+Annotations are evaluated here, so that ``__required_keys__`` is right.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Literal, Required, TypedDict
+
+from autobatch.core.records import LearningRateRule
+
+StrPath = str | os.PathLike[str]
+
+
+class CommonKeywords(TypedDict, total=False):
+    """Keywords of every call."""
+
+    device: str
+    memory_budget: str | int | None
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    seed: int
+
+
+class SearchKeywords(CommonKeywords, total=False):
+    """Keywords of the calls that search for the largest micro-batch."""
+
+    max_micro_batch: int | None
+    time_limit: float | None
+    max_grad_norm: float | None
+    ema: float | None
+
+
+class ProbeKeywords(SearchKeywords, total=False):
+    """Keywords of `autobatch.probe`."""
+
+    micro_batch: int | None
+
+
+class PlanKeywords(SearchKeywords, total=False):
+    """Keywords of `autobatch.plan`."""
+
+    target_batch: Required[int]
+    lr_rule: LearningRateRule
+    base_batch: int | None
+
+
+class TuneKeywords(PlanKeywords, total=False):
+    """Keywords of `autobatch.tune`."""
+
+    trials: int
+    timeout: float | None
+    storage: StrPath | None
+    study: str | None
+    knobs: str | None
+    tune_lr: bool
+    lr_trials: int
+    lr_steps: int
+
+
+class FitKeywords(TuneKeywords, total=False):
+    """Keywords of `autobatch.fit`."""
+
+    steps: int | None
+    epochs: int | None
+    last_batch: Literal["carry", "flush", "drop"]
+    checkpoint_every: int | None
+    checkpoint_minutes: float | None
+    on_failed_save: Literal["stop", "continue"]
+    validate_every: int | None
+    validation_micro_batch: int | None
+    warmup_samples: int | None
+    on_nonfinite: Literal["raise", "skip"]
+    split_check: Literal["error", "note", "off"]
+    bn_momentum: Literal["keep", "auto"]
+    keep_last: int
+    workers: int | None
+    prefetch: int | None
+    sample_seeds: bool
+    resume: bool
+    out: StrPath | None
+
+
+class EstimateKeywords(CommonKeywords, total=False):
+    """Keywords of `autobatch.estimate`."""
+
+    profile: str | Sequence[str]
+    micro_batch: int | None
+    max_micro_batch: int | None
+    target_batch: int | None

@@ -1,0 +1,75 @@
+"""Answers that follow from running operators on the CPU: precision, compiler, optimizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from autobatch.core.records import Precision
+
+
+class CpuOperators:
+    """The part of a `autobatch.device.base.Device` that is common to devices with tensors on the CPU."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``cpu``."""
+        return torch.device("cpu")
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """None: no GPU runs the operators."""
+        return None
+
+    @property
+    def is_traceable(self) -> bool:
+        """True: the CPU's operators allocate what a trace of them sees."""
+        return True
+
+    @property
+    def may_spill(self) -> bool:
+        """False: the budget is counted here, so no driver can exceed it."""
+        return False
+
+    @property
+    def reads_pinned_memory(self) -> bool:
+        """False: the tensors are in host memory already."""
+        return False
+
+    @property
+    def gains_from_compile(self) -> bool:
+        """False: on the CPU compiling rarely pays for its time."""
+        return False
+
+    def default_precision(self) -> Precision:
+        """Return fp32."""
+        return "fp32"
+
+    def native_precisions(self) -> tuple[Precision, ...]:
+        """Return fp32, and bf16 on processors that compute in it."""
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        native = any(getattr(torch.cpu, name, lambda: False)() for name in names)
+        return ("fp32", "bf16") if native else ("fp32",)
+
+    def optimizer_implementations(self) -> tuple[str, ...]:
+        """Return all three: the default steps parameter by parameter."""
+        return ("default", "foreach", "fused")
+
+    def compiler_missing(self) -> str | None:
+        """Return what torch.compile lacks here: a C++ compiler or Python's headers. None if nothing."""
+        compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
+        if not any(name and shutil.which(name) for name in compilers):
+            return "torch.compile needs a C++ compiler on the CPU"
+        headers = Path(sysconfig.get_paths()["include"], "Python.h")
+        if headers.exists():
+            return None
+        return f"torch.compile needs Python's headers, and {headers} is not there"
+
+    def synchronize(self) -> None:
+        """Do nothing: operators on the CPU are done when they return."""

@@ -1,0 +1,95 @@
+"""GPUs as torch and NVML see them: which there are, what is free, and what other processes hold."""
+
+from __future__ import annotations
+
+import torch
+
+from autobatch.core.errors import InputError
+from autobatch.core.records import Record
+from autobatch.device import nvml
+
+
+class VisibleGpu(Record, frozen=True, kw_only=True):
+    """A GPU that torch can use, for reports."""
+
+    index: int
+    """The number in ``cuda:N``."""
+    name: str
+    uuid: str | None
+    total_bytes: int
+    free_bytes: int | None
+    capability: str
+    """Compute capability, such as ``9.0``."""
+
+
+def visible_gpus() -> list[VisibleGpu]:
+    """List the GPUs that torch can use, in torch's order; empty without a GPU or a CUDA build."""
+    if not torch.cuda.is_available():
+        return []
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        uuid = str(getattr(properties, "uuid", "")) or None
+        gpu = read_nvml(uuid)
+        gpus.append(
+            VisibleGpu(
+                index=index,
+                name=properties.name,
+                uuid=uuid,
+                total_bytes=properties.total_memory,
+                free_bytes=gpu.free_bytes if isinstance(gpu, nvml.NvmlGpu) else None,
+                capability=f"{properties.major}.{properties.minor}",
+            )
+        )
+    return gpus
+
+
+def require_gpu(index: int) -> None:
+    """Check that torch finds the GPU of an index.
+
+    Raises:
+        InputError: It does not.
+    """
+    if not torch.cuda.is_available():
+        raise InputError(
+            f"cuda:{index} was asked for, and torch {torch.__version__} finds no CUDA GPU: "
+            "run `autobatch doctor` to see why, or use --device cpu"
+        )
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise InputError(f"cuda:{index} was asked for, and torch finds {count}: cuda:0 to cuda:{count - 1}")
+
+
+def read_nvml(uuid: str | None) -> nvml.NvmlGpu | nvml.NvmlAbsent:
+    """Read a GPU from NVML by torch's UUID, which lacks the prefix that tells a MIG slice from a GPU."""
+    if uuid is None:
+        return nvml.NvmlAbsent(reason="torch does not report the UUID of the GPU")
+    gpu = nvml.read_gpu(f"MIG-{uuid}")
+    if isinstance(gpu, nvml.NvmlAbsent):
+        gpu = nvml.read_gpu(f"GPU-{uuid}")
+    if isinstance(gpu, nvml.NvmlGpu) and gpu.mig_mode:
+        return nvml.NvmlAbsent(reason="the GPU is split by MIG, and its figures are not those of the slice")
+    return gpu
+
+
+def context_growth(
+    before: nvml.NvmlGpu | nvml.NvmlAbsent, after: nvml.NvmlGpu | nvml.NvmlAbsent
+) -> int | None:
+    """Return the bytes that a CUDA context took between two readings; None if unknown."""
+    if isinstance(before, nvml.NvmlAbsent) or isinstance(after, nvml.NvmlAbsent):
+        return None
+    if before.free_bytes is None or after.free_bytes is None:
+        return None
+    return max(0, before.free_bytes - after.free_bytes) or None  # 0: the context was there before
+
+
+def others_bytes(gpu: nvml.NvmlGpu, *, held_bytes: int) -> int | None:
+    """Return the bytes that other processes hold on a GPU; None if NVML has no figures.
+
+    Args:
+        gpu: The reading. Its total less its free memory includes the driver's share, which is nobody's.
+        held_bytes: Memory of this process: its allocator's segments and its context.
+    """
+    if gpu.total_bytes is None or gpu.free_bytes is None:
+        return None
+    return max(0, gpu.total_bytes - gpu.free_bytes - (gpu.driver_reserved_bytes or 0) - held_bytes)

@@ -1,0 +1,124 @@
+"""Settings of torch's CUDA allocator: its memory cap, expandable segments and cuBLAS workspaces."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+
+@contextlib.contextmanager
+def capped(index: int, *, limit_bytes: int, total_bytes: int) -> Iterator[None]:
+    """Cap the allocator of a GPU within the block, then restore the former cap."""
+    before_bytes = _read_cap(index, total_bytes)
+    _set_cap(index, limit_bytes, total_bytes)
+    try:
+        yield
+    finally:
+        _set_cap(index, before_bytes, total_bytes)
+
+
+def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
+    """Return the smallest fraction of a GPU's memory, at most 1.0, that allows all bytes of the limit.
+
+    The allocator multiplies and truncates. One byte less would lose a segment of a limit of whole segments.
+    """
+    fraction = min(limit_bytes / total_bytes, 1.0)
+    while fraction < 1.0 and int(fraction * total_bytes) < limit_bytes:
+        fraction = math.nextafter(fraction, 1.0)
+    return fraction
+
+
+def _set_cap(index: int, limit_bytes: int, total_bytes: int) -> None:
+    torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, total_bytes), index)
+
+
+def _read_cap(index: int, total_bytes: int) -> int:
+    """Return the current cap in bytes; the total (no cap) on releases that do not report it."""
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return round((1.0 if read is None else read(index)) * total_bytes)
+
+
+@contextlib.contextmanager
+def expandable_segments(release: Callable[[], None]) -> Iterator[None]:
+    """Make new segments expandable within the block.
+
+    The allocator reads the setting whenever it requests memory from the driver (``alloc_block`` in
+    c10/cuda/CUDACachingAllocator.cpp). Segments are freed as they were made.
+
+    Args:
+        release: Frees cached memory; called before each switch.
+    """
+    configure = _allocator_settings()
+    if configure is None:
+        yield
+        return
+    release()
+    configure("expandable_segments:True")
+    try:
+        yield
+    finally:
+        configure("expandable_segments:False")
+        release()
+
+
+def free_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps, so that the next product takes new ones."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
+def asks_for_expandable(environ: Mapping[str, str]) -> bool:
+    """Return whether the environment asks for expandable segments; the old variable takes precedence."""
+    text = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF") or ""
+    return "expandable_segments:true" in text.replace(" ", "").lower()
+
+
+def why_not_expandable() -> str | None:
+    """Return why the allocator of this process cannot switch to expandable segments; None if it can."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return reason_not_expandable(
+        os.environ,
+        platform=sys.platform if torch.version.hip is None else "HIP",
+        backend=torch.cuda.get_allocator_backend(),
+        is_configurable=_allocator_settings() is not None,
+        settings="" if read is None else str(read()),
+    )
+
+
+def reason_not_expandable(
+    environ: Mapping[str, str], *, platform: str, backend: str, is_configurable: bool, settings: str
+) -> str | None:
+    """Return why an allocator cannot switch to expandable segments while it runs; None if it can.
+
+    Args:
+        environ: The environment. Settings of the user in it are left alone.
+        platform: The operating system, or ``HIP``.
+        backend: Name of the allocator.
+        is_configurable: Whether this torch can change settings while it runs.
+        settings: Settings made since the process began.
+    """
+    named = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if environ.get(name)]
+    if named:
+        return f"{named[0]} is set, and its settings are kept"
+    if platform != "linux" or backend != "native":
+        return "only torch's own allocator has them, for CUDA on Linux"
+    if not is_configurable:
+        return "this torch cannot change it while it runs: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    # Our own sessions leave torch's default behind.
+    if settings.strip() not in ("", "expandable_segments:False"):
+        return f"other code has changed the allocator's settings ({settings})"
+    return None
+
+
+def _allocator_settings() -> Callable[[str], None] | None:
+    """Return torch's function that changes settings (2.9 and later); None if there is none."""
+    return getattr(torch._C, "_accelerator_setAllocatorSettings", None)

@@ -1,0 +1,150 @@
+"""The data sheet of a GPU: its figures with unit, source and date, and their TOML file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from autobatch.core.errors import InputError
+
+SCHEMA = 1
+
+
+Slug = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
+
+
+Capability = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
+
+
+Day = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
+
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One figure of a GPU, with its source."""
+
+    value: Positive
+    unit: Literal["B", "B/s", "FLOP/s", "count"]
+    source: Text
+    date: Day
+    """Day on which the figure was read from its source, or measured."""
+    measured: bool
+    """True only if autobatch measured it on such a GPU."""
+
+
+class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures of a GPU model for a training process."""
+
+    schema: Literal[1]
+    name: Slug
+    title: Text
+    vendor: Text
+    capability: Capability = msgspec.field(name="compute_capability")
+    device_names: tuple[Text, ...] = ()
+    """Names that the driver uses for the GPU."""
+    total: Figure
+    """Memory in torch: ``torch.cuda.get_device_properties(...).total_memory``."""
+    nvml_total: Figure | None = None
+    """Memory in ``nvidia-smi``, which is more than in torch."""
+    context: Figure | None = None
+    """Part of the total that the CUDA context, the driver and loaded kernels hold."""
+    cublas_workspace: Figure | None = None
+    """Size of one cuBLAS workspace. The caching allocator provides it."""
+    cublas_workspaces: Figure | None = None
+    """Number of them in a training process."""
+    memory_bandwidth: Figure | None = None
+    dense_bf16: Figure | None = None
+    dense_fp16: Figure | None = None
+
+    def __post_init__(self) -> None:
+        """Check the unit of every figure.
+
+        Raises:
+            ValueError: A figure has another unit than its field.
+        """
+        for field, unit in _UNITS.items():
+            figure = getattr(self, field)
+            if figure is not None and figure.unit != unit:
+                raise ValueError(f"unit of {field} is {figure.unit!r}: it must be {unit!r}")
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of the GPU in torch, in bytes."""
+        return self.total.value
+
+    @property
+    def context_bytes(self) -> int | None:
+        """Memory of the CUDA context, in bytes; None if unknown."""
+        return self.context.value if self.context else None
+
+    @property
+    def workspaces(self) -> tuple[int, int] | None:
+        """Bytes of one cuBLAS workspace, and their number in a training process; None if unknown."""
+        if self.cublas_workspace is None or self.cublas_workspaces is None:
+            return None
+        return self.cublas_workspace.value, self.cublas_workspaces.value
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor compute capability."""
+        major, minor = self.capability.split(".")
+        return int(major), int(minor)
+
+
+_UNITS: Mapping[str, str] = {
+    "total": "B",
+    "nvml_total": "B",
+    "context": "B",
+    "cublas_workspace": "B",
+    "cublas_workspaces": "count",
+    "memory_bandwidth": "B/s",
+    "dense_bf16": "FLOP/s",
+    "dense_fp16": "FLOP/s",
+}
+
+
+def read_profile(file: Path | Traversable) -> HardwareProfile:
+    """Read a profile from a TOML file.
+
+    Raises:
+        InputError: The file is unreadable or no profile. The message names the file and the field.
+    """
+    try:
+        table = tomllib.loads(file.read_bytes().decode())
+    except OSError as error:
+        raise InputError(f"cannot read the profile {file}: {error.strerror or error}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise InputError(f"the profile {file} is not TOML: {error}") from error
+    if table.get("schema") not in (None, SCHEMA):
+        raise InputError(f"the profile {file} has schema {table['schema']!r}: this autobatch reads {SCHEMA}")
+    try:
+        return msgspec.convert(table, HardwareProfile)
+    except msgspec.ValidationError as error:
+        raise InputError(f"the profile {file} is not valid: {error}") from error
+
+
+def format_profile(profile: HardwareProfile) -> str:
+    """Return a profile as TOML, in the order of its fields, without unknown figures."""
+    lines, tables = [], []
+    for field, value in msgspec.to_builtins(profile).items():
+        if isinstance(value, dict):
+            tables += ["", f"[{field}]", *(f"{key} = {_toml(item)}" for key, item in value.items())]
+        elif value is not None:
+            lines.append(f"{field} = {_toml(value)}")
+    return "\n".join([*lines, *tables, ""])
+
+
+def _toml(value: object) -> str:
+    """Return a JSON value as TOML: the same for scalars and lists of strings, except the delete character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

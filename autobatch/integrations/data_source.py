@@ -1,0 +1,122 @@
+"""Data of any kind for a loop that is not ours: passes over it, and its collated micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+from torch.utils.data import Dataset, IterableDataset
+
+from autobatch.core.errors import InputError
+from autobatch.core.records import Plan
+from autobatch.integrations.stream import Piece, as_piece, concatenate_pieces, cut_into_batches
+from autobatch.workload.contract import Collated, MapStyle, kind_of
+from autobatch.workload.data import collate_samples, fetch
+from autobatch.workload.order import GlobalBatchSampler
+
+SampleT = TypeVar("SampleT")
+
+
+Data: TypeAlias = MapStyle[SampleT] | Dataset[SampleT] | Iterable[SampleT]
+"""Input of `autobatch.batches`: map-style data, samples, or a ``DataLoader``."""
+
+
+class DataSource:
+    """The user's data as passes of pieces, and how pieces are collated.
+
+    Args:
+        data: map-style data, samples or a ``DataLoader``.
+        sampler: the order of an epoch of map-style data, as indices; None for a permutation per epoch.
+        collate: makes a micro-batch out of samples; None for torch's default.
+        batched: whether ``data`` yields batches; None to tell by ``batch_size`` or ``batch_sampler``.
+
+    Raises:
+        InputError: the data cannot be iterated, or does not go with ``sampler`` or ``collate``.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        sampler: Iterable[int] | None,
+        collate: Callable[[list[Any]], Collated] | None,
+        batched: bool | None,
+    ) -> None:
+        if batched is None:
+            batched = any(getattr(data, name, None) is not None for name in ("batch_size", "batch_sampler"))
+        has_items = all(hasattr(data, name) for name in ("__getitem__", "__len__"))
+        self.is_map_style = has_items and not batched and not isinstance(data, IterableDataset | Mapping)
+        if not self.is_map_style and not hasattr(data, "__iter__"):
+            raise InputError(
+                f"autobatch.batches takes map-style data, samples or a DataLoader, found {kind_of(data)}"
+            )
+        if batched and collate is not None:
+            raise InputError(
+                "collate= makes batches out of samples, and this data already yields batches: give "
+                "collate_fn= to the loader"
+            )
+        if sampler is not None and not self.is_map_style:
+            raise InputError(
+                f"sampler= needs map-style data (__getitem__ and __len__), found {kind_of(data)}: give the "
+                "sampler to the loader"
+            )
+        self._data = data
+        self._sampler = sampler
+        self._collate = collate
+        self._batched = batched
+
+    def batches(
+        self, plan: Plan, *, seed: int, steps: int | None, epochs: int | None, start: int
+    ) -> tuple[Iterator[list[Piece]], int | None]:
+        """Draw the pieces of each batch, from number ``start`` on.
+
+        Returns:
+            The pieces, and the number of batches, None if it is unknown before the data ends.
+
+        Raises:
+            InputError: map-style data has too few samples.
+        """
+        if self.is_map_style and self._sampler is None:
+            sampler = _sampler_of(len(self._data), plan, seed, steps=steps, epochs=epochs)
+            drawn = ([Piece(index, 0, 1) for index in batch.ids] for batch in sampler.batches(start))
+            return drawn, max(0, sampler.total - start)
+        cut = cut_into_batches(self._epoch, plan.target_batch, epochs=epochs, last_batch=plan.last_batch)
+        total = max(0, steps - start) if steps is not None and epochs is None else None
+        return itertools.islice(cut, start, steps), total
+
+    def collated(self, pieces: list[Piece]) -> Iterator[tuple[Collated, int]]:
+        """Yield a micro-batch and its number of samples; several if batches of a loader differ in form."""
+        if self._batched:
+            yield from concatenate_pieces(pieces)
+            return
+        samples = [piece.content for piece in pieces]
+        if self.is_map_style:
+            samples = fetch(self._data, samples)
+        yield collate_samples(samples, self._collate, option="autobatch.batches(collate=…)"), len(samples)
+
+    def _epoch(self) -> Iterator[Piece]:
+        """Begin one pass over the data, or over its indices."""
+        if self._batched:
+            return map(as_piece, self._data)
+        return (Piece(one, 0, 1) for one in (self._data if self._sampler is None else self._sampler))
+
+
+def _sampler_of(
+    samples: int, plan: Plan, seed: int, *, steps: int | None, epochs: int | None
+) -> GlobalBatchSampler:
+    if not samples:
+        raise InputError("the data has 0 samples: at least 1 is needed")
+    if plan.last_batch == "drop" and samples < plan.target_batch:
+        raise InputError(
+            f"last_batch='drop' leaves no batch, for the data has {samples} samples and the target batch is "
+            f"{plan.target_batch}: use 'carry' or 'flush' to keep them"
+        )
+    return GlobalBatchSampler(
+        samples=samples,
+        target_batch=plan.target_batch,
+        seed=seed,
+        steps=steps,
+        epochs=epochs,
+        last_batch=plan.last_batch,
+    )

@@ -1,0 +1,118 @@
+"""Questions of a probe to the process that holds the setup, and what a crash of that process answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from autobatch.core.errors import AutobatchError
+from autobatch.core.records import Attempt, Remedy
+from autobatch.footprint.predict import Footprint
+from autobatch.footprint.program import Program
+from autobatch.probing import limits
+from autobatch.probing.attempt import Outcome, attempt_at
+from autobatch.probing.child import ChildCrashed, Session, SetupProcess
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def run_attempt(process: SetupProcess, micro_batch: int, max_size: float | None = None) -> Outcome:
+    """Make one attempt, on samples of at most ``max_size`` if that is given.
+
+    A child that the host killed for want of memory is an answer: the size does not fit.
+
+    Raises:
+        InputError: the workload raised.
+        ChildCrashed: the child crashed or hung for another reason.
+    """
+    start = time.perf_counter()
+    try:
+        return process.call(
+            f"an attempt at a micro-batch of {micro_batch}", _run_attempt, micro_batch, max_size
+        )
+    except ChildCrashed as crash:
+        if not crash.out_of_memory:
+            raise
+    process.restart()
+    killed = Attempt(
+        micro_batch=micro_batch,
+        fits=False,
+        peak_allocated_bytes=None,
+        peak_reserved_bytes=None,
+        seconds=time.perf_counter() - start,
+        reason="the host ran out of memory and ended the child process",
+    )
+    return Outcome(killed, None)
+
+
+def trace(process: SetupProcess) -> Footprint | None:
+    """Trace the step. Return None if it cannot be traced."""
+    return _ask_or_none(process, "tracing the step", _trace)
+
+
+def trace_other_order(process: SetupProcess) -> Program | None:
+    """Trace the second look of an attempt. Return None if it cannot be traced."""
+    return _ask_or_none(process, "tracing the step", _trace_other_order)
+
+
+def traced_peak(process: SetupProcess, micro_batch: int) -> int | None:
+    """Return the peak reserved bytes that a trace alone predicts on a GPU; None on other devices."""
+    if process.info.compute_capability is None:
+        return None
+    return _ask_or_none(process, "tracing the step", _traced_peak, micro_batch)
+
+
+def others_bytes(process: SetupProcess) -> int | None:
+    """Return the bytes that other processes hold on the GPU now; None if unknown."""
+    if process.info.device.other_processes_bytes is None:
+        return None
+    return _ask_or_none(process, "reading the GPU", _others_bytes)
+
+
+def remedies(process: SetupProcess) -> list[Remedy]:
+    """Return the changes that let a micro-batch fit that does not, as predicted."""
+    return _ask_or_none(process, "looking for what would help", _remedies) or []
+
+
+def _ask_or_none(
+    process: SetupProcess,
+    act: str,
+    function: Callable[Concatenate[Session, P], T],
+    *args: P.args,
+    **more: P.kwargs,
+) -> T | None:
+    """Ask for what can be done without, and replace a child that crashes over it."""
+    try:
+        return process.call(act, function, *args, **more)
+    except ChildCrashed:
+        process.restart()
+    except AutobatchError:
+        pass
+    return None
+
+
+def _run_attempt(session: Session, micro_batch: int, max_size: float | None) -> Outcome:
+    return attempt_at(session.setup, micro_batch, max_size)
+
+
+def _trace(session: Session) -> Footprint | None:
+    step = limits.trace_footprint(session.setup)
+    return None if step is None else session.replace(Footprint, step)
+
+
+def _trace_other_order(session: Session) -> Program | None:
+    return limits.other_order(session.setup)
+
+
+def _traced_peak(session: Session, micro_batch: int) -> int | None:
+    return limits.traced_peak(session.setup, micro_batch)
+
+
+def _others_bytes(session: Session) -> int | None:
+    return session.setup.device.describe().other_processes_bytes
+
+
+def _remedies(session: Session) -> list[Remedy]:
+    return limits.remedies_of(session.setup, session.find(Footprint))

@@ -1,0 +1,109 @@
+"""Gradient of the loss over chosen samples, for the check that the loss can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from autobatch.device.base import Meter
+from autobatch.probing.attempt import TrainSetup
+from autobatch.step.whole_batch import backward_whole_batch
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.nested import feed, map_tensors, tensors_of, to_device
+
+ELEMENTS = 1024
+"""Elements read from each parameter's gradient, evenly spaced: enough to compare, for any size of model."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGradient:
+    """Gradient of the mean loss over some samples."""
+
+    elements: Tensor
+    """Elements of the gradient, in float64 on the host."""
+    count: float | None
+    """Count of the `Loss`; ``None`` if the loss is a mean over samples."""
+    samples: int
+
+    @property
+    def weight(self) -> float:
+        """Weight of these samples in a batch: their count, else their number."""
+        return float(self.samples) if self.count is None else self.count
+
+
+class GradientRunner:
+    """Forward and backward passes over chosen samples.
+
+    Args:
+        setup: the workload and the device.
+        model: the model, on the device.
+        meter: counts the batches.
+        dtype: floating-point type to convert batches to; ``None`` to keep theirs.
+    """
+
+    def __init__(self, setup: TrainSetup, model: nn.Module, meter: Meter, dtype: torch.dtype | None) -> None:
+        self._setup = setup
+        self._model = model
+        self._meter = meter
+        self._dtype = dtype
+
+    def run(self, ids: Sequence[int]) -> SampleGradient:
+        """Run samples forward and backward in one micro-batch."""
+        with self._meter.uncounted():
+            batch = to_device(self._collate(ids), self._setup.device.torch_device)
+        self._meter.count(tensors_of(batch))
+        loss = self._setup.workload.loss(self._model, batch)
+        total, count = loss if isinstance(loss, Loss) else (loss, None)
+        total.backward()  # type: ignore[no-untyped-call]
+        elements = self._take_gradient()
+        if count is None:
+            return SampleGradient(elements, None, len(ids))
+        items = float(count.detach() if isinstance(count, Tensor) else count)
+        return SampleGradient(elements / items if items else elements, items, len(ids))
+
+    def run_cached(self, ids: Sequence[int], sizes: Sequence[int]) -> SampleGradient:
+        """Run samples in micro-batches of the given sizes, as a `WholeBatchLoss` trains."""
+        loss = self._setup.workload.loss
+        assert isinstance(loss, WholeBatchLoss)
+        ends = accumulate(sizes)
+        fetched = (
+            (self._collate(ids[end - size : end]), size) for size, end in zip(sizes, ends, strict=True)
+        )
+        backward_whole_batch(
+            loss,
+            self._model,
+            feed(fetched, self._setup.device.torch_device, self._meter, twice=True),
+            len(ids),
+            autocast=nullcontext,
+            scale=lambda value: value,
+            restore_buffers=lambda: None,
+            mark=lambda _: None,
+        )
+        return SampleGradient(self._take_gradient(), None, len(ids))
+
+    def _collate(self, ids: Sequence[int]) -> Collated:
+        """Return the collated samples on the host, in the runner's floating-point type."""
+        batch, dtype = load_micro_batch(self._setup.workload, ids), self._dtype
+        if dtype is None:
+            return batch
+        return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def _take_gradient(self) -> Tensor:
+        """Return elements of the gradient that the backward passes left, and clear it."""
+        parts = [_elements(p) for p in self._model.parameters() if p.requires_grad]
+        self._model.zero_grad(set_to_none=True)
+        return torch.cat(parts)
+
+
+def _elements(parameter: nn.Parameter) -> Tensor:
+    stride = max(1, parameter.numel() // ELEMENTS)
+    if parameter.grad is None:
+        return torch.zeros(len(range(0, parameter.numel(), stride)), dtype=torch.float64)
+    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return gradient.detach().flatten()[::stride].to("cpu", torch.float64)

@@ -1,0 +1,180 @@
+"""A feed whose micro-batches come from loader workers.
+
+torch's own ``DataLoader`` reads a dataset whose items are whole micro-batches, as one stream for the rest of
+the run. Batches are drawn first and split afterwards, so the coming micro-batches are known. If a batch is
+run again in smaller micro-batches, the stream starts again at that batch.
+
+Workers ignore the signals that ask the run to stop. A signal to the whole process group would otherwise end
+the workers first, and the checkpoint would never be written. The kernel ends the workers with this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.resource_tracker
+import pickle
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader
+
+from autobatch.core.errors import InputError
+from autobatch.core.signals import STOPPING
+from autobatch.planning import micro_batches
+from autobatch.workload.contract import Collated
+from autobatch.workload.feed import MicroBatchIds, SeededCollate, micro_batch_ids
+from autobatch.workload.order import GlobalBatch
+from autobatch.workload.worker import Failure, MicroBatchDataset, init_worker, start_method
+from autobatch.workload.worker_exit import WorkerExits
+
+BatchesFrom: TypeAlias = Callable[[int], Iterator[GlobalBatch]]
+"""Returns the batches of the run, from a number on."""
+
+
+class WorkerFeed:
+    """Micro-batches from loader workers; see `autobatch.workload.loader.open_feed`.
+
+    Args:
+        collate: fetches and collates one micro-batch, in a worker.
+        batches: returns the batches of the run, from a number on.
+        workers: number of processes.
+        prefetch: micro-batches that each worker is ahead by.
+        gpu: copy micro-batches to pinned memory for this GPU; None not to copy.
+    """
+
+    def __init__(
+        self,
+        collate: SeededCollate,
+        batches: BatchesFrom,
+        *,
+        workers: int,
+        prefetch: int,
+        gpu: torch.device | None = None,
+    ) -> None:
+        self._collate = collate
+        self._batches = batches
+        self._settings: dict[str, Any] = {
+            "num_workers": workers,
+            "prefetch_factor": prefetch,
+            "pin_memory": gpu is not None,
+        }
+        self._gpu = gpu
+        self._context = multiprocessing.get_context(start_method())
+        self._stop = self._context.RawValue(ctypes.c_bool, False)
+        self._exits = WorkerExits()
+        self._stream: Any = None
+        self._next: tuple[int, int, int] | None = None
+        """Batch, number and size limit of the micro-batch that the stream yields next; None if closed."""
+
+    def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
+        """See `autobatch.workload.feed.Feed`.
+
+        Raises:
+            InputError: the workload's data or collate function raised in a worker.
+            LoaderWorkerCrashed: a worker was killed, or crashed.
+        """
+        count = len(micro_batches(len(batch.ids), micro_batch))
+        if self._next != (batch.index, 0, micro_batch):
+            self._start(batch.index, micro_batch)
+        for number in range(1, count + 1):
+            following = (batch.index, number) if number < count else (batch.index + 1, 0)
+            # Not kept in a variable, so that the loop alone holds a micro-batch while it trains on it.
+            yield self._take((*following, micro_batch))
+
+    def close(self) -> None:
+        """End the workers, even in the middle of their work."""
+        stream, self._stream, self._next = self._stream, None, None
+        if stream is None:
+            return
+        self._stop.value = True
+        try:
+            stream._shutdown_workers()
+        finally:
+            self._exits.kill()
+
+    def _start(self, index: int, micro_batch: int) -> None:
+        self.close()
+        self._stop.value = False
+        # The thread that pins memory uses the current GPU.
+        on_gpu = nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
+        try:
+            with self._exits.starting(), _stop_signals_blocked(), _worker_warnings_ignored(), on_gpu:
+                self._stream = iter(self._loader(index, micro_batch))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InputError(
+                f"the workload's data or collate function cannot be sent to a loader worker ({error}): "
+                "define both at the top level of a module, or use --workers 0"
+            ) from error
+        self._next = (index, 0, micro_batch)
+
+    def _loader(self, index: int, micro_batch: int) -> DataLoader[Collated]:
+        return DataLoader(
+            MicroBatchDataset(self._collate, self._stop),
+            batch_size=None,
+            sampler=_MicroBatchSampler(self._batches, index, micro_batch),
+            collate_fn=_unchanged,
+            worker_init_fn=init_worker,
+            # A generator of its own, so that the run's generators are not drawn from.
+            generator=torch.Generator(),
+            multiprocessing_context=self._context,
+            **self._settings,
+        )
+
+    def _take(self, following: tuple[int, int, int]) -> Collated:
+        self._exits.check()
+        with self._exits.waiting():
+            found = next(self._stream)
+        if isinstance(found, Failure):
+            raise found.error
+        self._next = following
+        return found
+
+
+class _MicroBatchSampler:
+    """The sample ids of all micro-batches in the rest of the run, in order."""
+
+    def __init__(self, batches: BatchesFrom, first: int, micro_batch: int) -> None:
+        self._batches = batches
+        self._first = first
+        self._micro_batch = micro_batch
+
+    def __iter__(self) -> Iterator[MicroBatchIds]:
+        for batch in self._batches(self._first):
+            yield from micro_batch_ids(batch, self._micro_batch)
+
+
+def _unchanged(batch: Collated) -> Collated:
+    """Return a micro-batch unchanged; torch's default would turn its arrays into tensors."""
+    return batch
+
+
+@contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Hold back the signals that ask the run to stop within the block, so that a new worker gets none."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    if start_method() != "fork":
+        # The resource tracker unblocks signals when it starts, so it must start before.
+        multiprocessing.resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _worker_warnings_ignored() -> Iterator[None]:
+    """Ignore within the block the warnings about workers that the user asked for."""
+    with warnings.catch_warnings():
+        # Python warns of a fork while threads run, but a worker uses none of their objects.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        # torch warns of more workers than CPUs, but this number was asked for.
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        yield

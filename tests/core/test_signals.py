@@ -1,0 +1,71 @@
+"""Stop signals: the first is recorded, a second one ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from autobatch.core.signals import STOPPING, stop_on_signals
+
+
+def ending_of(body: Callable[[], None]) -> int:
+    """Run a function in a fork, and return the signal that ended it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+        finally:
+            os._exit(0)
+    return os.WTERMSIG(os.waitpid(pid, 0)[1])
+
+
+def test_the_same_signal_within_a_moment_is_the_same_request() -> None:
+    read, write = os.pipe()
+
+    def body() -> None:
+        with stop_on_signals(clock=iter((0.0, 0.01, 0.09, 0.2)).__next__):
+            for _ in range(4):
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.write(write, b"x")
+
+    assert ending_of(body) == signal.SIGTERM
+    assert os.read(read, 10) == b"xxx", "the fourth comes later and is another request"
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    def body() -> None:
+        with stop_on_signals() as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert request.signal_number == signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert ending_of(body) == signal.SIGINT
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_is_recorded_and_the_handlers_come_back(number: int) -> None:
+    before = [signal.getsignal(one) for one in STOPPING]
+    with stop_on_signals(clock=lambda: 7.5) as request:
+        assert request.signal_number is None
+        signal.raise_signal(number)
+    assert (request.signal_number, request.since) == (number, 7.5)
+    assert request.counts_as == (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+    assert [signal.getsignal(one) for one in STOPPING] == before
+
+
+def test_another_thread_catches_nothing() -> None:
+    before = [signal.getsignal(one) for one in STOPPING]
+    seen = []
+
+    def body() -> None:
+        with stop_on_signals() as request:
+            seen.append((request.signal_number, [signal.getsignal(one) for one in STOPPING]))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]

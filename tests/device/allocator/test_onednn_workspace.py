@@ -1,0 +1,65 @@
+"""Workspaces of recurrent layers on the CPU, against those of layers that really run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autobatch.device.allocator.onednn_workspace import PAGE, PARTS, Workspaces
+from autobatch.device.allocator.trace import replay
+from autobatch.footprint.predict import footprint
+from autobatch.probing.attempt import attempt
+from autobatch.workload.contract import Workload
+from tests.support.step_workloads import setting, setup
+
+LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+def call(steps: int, samples: int, features: int, hidden: int, *, train: bool = True) -> tuple[object, ...]:
+    weights = torch.zeros(4 * hidden, features), torch.zeros(4 * hidden, hidden)
+    biases = torch.zeros(4 * hidden), torch.zeros(4 * hidden)
+    state = torch.zeros(samples, hidden)
+    switches = (False, [], 2, hidden, 1, True, False, False, train)
+    return torch.zeros(steps, samples, features), *weights, *biases, state, state, *switches
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 300), st.integers(1, 5), st.integers(1, 5))
+def test_a_workspace_is_predicted_from_above_and_within_pages(steps, samples, features, hidden):
+    args = call(steps, samples, 16 * features, 16 * hidden)
+    kept = LAYER(*args)[3].numel()
+    assert kept <= Workspaces().bytes_of(args) <= kept + PARTS * PAGE
+
+
+def test_a_layer_in_evaluation_has_no_workspace():
+    assert Workspaces().bytes_of(call(3, 4, 16, 16, train=False)) == 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(16, 32, num_layers=2, bidirectional=True), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0].mean(dim=1))
+
+
+def test_a_step_with_recurrent_layers_is_predicted_from_above():
+    workload = Workload(
+        model=Recurrent,
+        train_data=[(torch.ones(6, 16), index % 4) for index in range(64)],
+        loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
+        learning_rate=1e-3,
+    )
+    here = setup(workload)
+    step = footprint(setting(here, steps=(1, 2, 2)))
+    for size in (2, 7, 40):
+        real = attempt(here, size).attempt.peak_allocated_bytes
+        predicted = replay(step.program.at(size), here.device.new_allocator()).peak_allocated_bytes
+        assert real <= predicted <= real + 4 * PARTS * PAGE

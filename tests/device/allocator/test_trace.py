@@ -1,0 +1,84 @@
+"""Traces in their canonical form, repeated, and replayed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autobatch.core.units import MiB
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.trace import FREE, Trace, repetition, replay
+
+
+def a_trace(seed: int, length: int) -> Trace:
+    """Return random allocations and frees under arbitrary block numbers."""
+    draw = random.Random(seed)
+    events, live = [], []
+    for _ in range(length):
+        if live and draw.random() < 0.45:
+            events.append((live.pop(draw.randrange(len(live))), FREE))
+        else:
+            block = draw.choice([n for n in range(1000) if n not in live])
+            live.append(block)
+            events.append((block, draw.choice([700, MiB, 3 * MiB, 12 * MiB])))
+    return Trace(tuple(events))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40))
+def test_the_canonical_form_replays_alike(seed, length):
+    trace = a_trace(seed, length)
+    plain = trace.canonical()
+    for new_allocator in (CountingAllocator, CachingAllocator):
+        before, after = replay(trace, new_allocator()), replay(plain, new_allocator())
+        assert before.peak_allocated_bytes == after.peak_allocated_bytes
+        assert before.peak_reserved_bytes == after.peak_reserved_bytes
+    taken = [block for block, size in plain.events if size != FREE]
+    assert taken == list(range(len(taken)))
+    assert plain.canonical() == plain
+
+
+def test_the_phase_of_an_event_is_the_last_mark_before_it():
+    trace = Trace(((0, 8), (0, FREE), (1, 8)), ((1, "backward"), (2, "optimizer")))
+    assert [trace.phase_at(index) for index in range(3)] == [None, "backward", "optimizer"]
+
+
+STEADY = Trace(
+    # State, the first batch; then a step: work, its end, the next batch in place of the first.
+    ((0, 100), (1, 30), (2, 50), (2, FREE), (1, FREE), (3, 30)),
+    ((0, "setup"), (2, "forward")),
+)
+
+
+def test_a_step_in_the_steady_state_repeats_with_its_own_blocks():
+    again = repetition(STEADY, since=2, first_mark=1)
+    assert again.events == ((4, 50), (4, FREE), (3, FREE), (5, 30))
+    assert (again.marks, again.blocks) == (((6, "forward"),), 2)
+    longer = STEADY.followed_by(again)
+    once, twice = replay(STEADY, CountingAllocator()), replay(longer, CountingAllocator())
+    assert twice.peak_allocated_bytes == once.peak_allocated_bytes == 180
+    assert twice.allocated_bytes == once.allocated_bytes == 130
+    assert longer.phase_at(6) == "forward"
+
+
+@pytest.mark.parametrize("last", [(3, 31), (0, FREE), (2, FREE)])
+def test_a_step_that_leaves_something_else_does_not_repeat(last):
+    trace = Trace((*STEADY.events[:5], last), STEADY.marks)
+    assert repetition(trace, since=2, first_mark=1) is None
+
+
+def test_a_replay_reports_its_peak_and_where_it_ended():
+    trace = Trace(
+        ((0, 10), (1, 20), (0, FREE), (2, 15), (3, 90), (9, FREE)), ((0, "forward"), (3, "backward"))
+    )
+    found = replay(trace, CountingAllocator())
+    assert (found.fits, found.peak_allocated_bytes, found.allocated_bytes) == (True, 125, 125)
+    assert (found.peak_at, found.peak_phase) == (4, "backward")
+    assert (found.failed_at, found.failed_phase, found.refusal) == (None, None, None)
+    refused = replay(trace, CountingAllocator(40))
+    assert (refused.fits, refused.failed_at, refused.failed_phase) == (False, 4, "backward")
+    assert (refused.refusal.requested, refused.peak_allocated_bytes, refused.peak_at) == (90, 35, 3)

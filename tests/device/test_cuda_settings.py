@@ -1,0 +1,88 @@
+"""The allocator's cap, to the byte, and its switch to expandable segments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autobatch.core.units import GiB, MiB
+from autobatch.device.cuda_settings import (
+    asks_for_expandable,
+    capped,
+    expandable_segments,
+    memory_fraction,
+    reason_not_expandable,
+)
+from tests.support.fake_cuda import FakeCuda
+
+
+@pytest.mark.parametrize("total", [8 * GiB, 15_843_721_216, 25_282_281_472, 85_174_976_512, 150_109_880_320])
+def test_fraction_allows_the_budget_and_not_a_segment_more(total: int) -> None:
+    for budget in (1, 2 * MiB, 3 * 20 * MiB, total // 3, total // 2, total - 2 * MiB, total - 1):
+        fraction = memory_fraction(budget, total)
+        assert 0 < fraction < 1
+        # What the allocator computes from it: static_cast<size_t>(fraction * double(total)).
+        assert budget <= int(fraction * float(total)) <= budget + 1
+    assert memory_fraction(total, total) == 1.0
+    assert memory_fraction(total + 1, total) == 1.0
+
+
+def test_the_cap_is_lifted_if_torch_cannot_read_the_former_one(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    with capped(0, limit_bytes=6 * GiB, total_bytes=fake.total):
+        assert fake.allowed == 6 * GiB
+    assert fake.allowed == 24 * GiB
+
+
+def test_the_cache_is_freed_before_each_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append, raising=False)
+    with expandable_segments(lambda: calls.append("release")):
+        assert calls == ["release", "expandable_segments:True"]
+        calls.clear()
+    assert calls == ["expandable_segments:False", "release"]
+
+
+def test_a_torch_without_the_setting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
+    calls: list[str] = []
+    with expandable_segments(lambda: calls.append("release")):
+        pass
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("environ", "asks"),
+    [
+        ({}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : true"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+    ],
+)
+def test_the_old_variable_takes_precedence(environ: dict[str, str], asks: bool) -> None:
+    assert asks_for_expandable(environ) is asks
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"settings": "expandable_segments:False"}, None),
+        ({"settings": "max_split_size_mb:20"}, "other code has changed"),
+        ({"environ": {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}}, "PYTORCH_ALLOC_CONF is set"),
+        ({"environ": {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}}, "PYTORCH_CUDA_ALLOC_CONF is set"),
+        ({"platform": "win32"}, "for CUDA on Linux"),
+        ({"platform": "HIP"}, "for CUDA on Linux"),
+        ({"backend": "cudaMallocAsync"}, "only torch's own allocator"),
+        ({"is_configurable": False}, "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    ],
+)
+def test_an_allocator_that_cannot_switch_says_why(changes: dict[str, object], said: str | None) -> None:
+    given = {"environ": {}, "platform": "linux", "backend": "native", "is_configurable": True, "settings": ""}
+    given |= changes
+    found = reason_not_expandable(given.pop("environ"), **given)  # type: ignore[arg-type]
+    assert found is None if said is None else said in str(found)

@@ -1,0 +1,107 @@
+"""Host memory, read from made-up /proc and control-group trees."""
+
+from __future__ import annotations
+
+import pytest
+
+from autobatch.core.units import GiB, MiB
+from autobatch.device.host import cpu_name, host_memory
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Writes files below a directory that stands for the file system."""
+
+    def write(files: dict[str, str]):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return host_memory(proc=tmp_path / "proc", cgroups=tmp_path / "cg")
+
+    return write
+
+
+MEMINFO = {"proc/meminfo": f"MemTotal:  {16 * MiB} kB\nMemFree: 1 kB\nMemAvailable:  {8 * MiB} kB\n"}
+"""16 GiB in all, 8 GiB available."""
+
+
+def test_a_machine_without_control_groups(tree):
+    assert tree(MEMINFO)[:2] == (16 * GiB, 8 * GiB)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        # Version 2, in the group's own namespace: the root is the group.
+        (
+            {"proc/self/cgroup": "0::/\n", "cg/memory.max": f"{4 * GiB}\n", "cg/memory.current": f"{GiB}\n"},
+            (4 * GiB, 3 * GiB),
+        ),
+        # The page cache that the kernel takes back is available.
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "cg/memory.max": f"{4 * GiB}\n",
+                "cg/memory.current": f"{3 * GiB}\n",
+                "cg/memory.stat": f"anon 5\ninactive_file {GiB}\n",
+            },
+            (4 * GiB, 2 * GiB),
+        ),
+        # No limit of its own, one above it; the machine has less available than the group has left.
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "cg/a/b/memory.max": "max\n",
+                "cg/a/b/memory.current": "1\n",
+                "cg/a/memory.max": f"{12 * GiB}\n",
+                "cg/a/memory.current": f"{GiB}\n",
+            },
+            (12 * GiB, 8 * GiB),
+        ),
+        # Version 1, beside other controllers; a path of the host that is not mounted here.
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/x\n4:memory:/docker/abc\n",
+                "cg/memory/memory.limit_in_bytes": f"{2 * GiB}\n",
+                "cg/memory/memory.usage_in_bytes": f"{GiB}\n",
+                "cg/memory/memory.stat": f"total_inactive_file {512 * MiB}\n",
+            },
+            (2 * GiB, 1536 * MiB),
+        ),
+        # Version 1 writes "unlimited" as a huge number.
+        (
+            {
+                "proc/self/cgroup": "4:memory:/\n",
+                "cg/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "cg/memory/memory.usage_in_bytes": "5\n",
+            },
+            (16 * GiB, 8 * GiB),
+        ),
+        # Over its limit.
+        (
+            {"proc/self/cgroup": "0::/\n", "cg/memory.max": "1000\n", "cg/memory.current": "2000\n"},
+            (1000, 0),
+        ),
+    ],
+)
+def test_the_lower_of_the_machine_and_its_control_groups(tree, files, expected):
+    assert tree({**MEMINFO, **files})[:2] == expected
+
+
+def test_without_proc_the_c_library_is_asked(tree):
+    memory = tree({})
+    assert memory.total_bytes is None or memory.total_bytes > 64 * MiB
+    assert memory.available_bytes is None or 0 < memory.available_bytes <= memory.total_bytes
+
+
+def test_this_machine():
+    memory = host_memory()
+    assert memory.total_bytes is None or memory.total_bytes > 64 * MiB
+    assert cpu_name()
+
+
+def test_cpu_name(tmp_path):
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Made-up 9000 @ 3: GHz\n")
+    assert cpu_name(proc=tmp_path) == "Made-up 9000 @ 3: GHz"
+    assert cpu_name(proc=tmp_path / "none")

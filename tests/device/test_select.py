@@ -1,0 +1,46 @@
+"""Opening devices by the names that users give them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autobatch.core.errors import InputError
+from autobatch.device.select import device_kind, open_device
+
+
+@pytest.mark.parametrize(("spec", "kind"), [("cpu", "cpu"), ("sim:t4", "sim"), ("sim:l4", "sim")])
+def test_a_name_opens_a_device_of_its_kind(spec: str, kind: str) -> None:
+    device = open_device(spec, memory_budget="64MiB", environ={})
+    assert (device.kind, device.budget_bytes) == (kind, 64 * 2**20)
+    assert device.describe().total_bytes > device.budget_bytes
+    assert device_kind(spec) == kind
+
+
+@pytest.mark.parametrize("spec", ["gpu", "cpu:0", "cuda:x", "cuda:-1", "sim:", "sim", "", "tpu"])
+def test_other_names_are_refused(spec: str) -> None:
+    with pytest.raises(InputError, match="names no device"):
+        open_device(spec, memory_budget=None, environ={})
+
+
+def test_a_missing_profile_and_a_budget_over_the_gpu_are_refused() -> None:
+    with pytest.raises(InputError, match="no-such-card"):
+        open_device("sim:no-such-card", memory_budget=None, environ={})
+    with pytest.raises(InputError, match="900"):
+        open_device("sim:t4", memory_budget="900GiB", environ={})
+
+
+def test_auto_is_the_cpu_without_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert open_device("auto", memory_budget="64MiB", environ={}).kind == device_kind("auto") == "cpu"
+
+
+def test_auto_is_the_first_gpu_if_there_is_one(monkeypatch) -> None:
+    opened = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("autobatch.device.select.CudaDevice", lambda **given: opened.append(given))
+    for spec in ("auto", "cuda", "cuda:2"):
+        assert device_kind(spec) == "cuda"
+        open_device(spec, memory_budget="64MiB", environ={})
+    assert [given["index"] for given in opened] == [0, 0, 2]
+    assert {given["memory_budget"] for given in opened} == {"64MiB"}

@@ -1,0 +1,105 @@
+"""Every kind of data that `autobatch.batches` takes: which samples come when, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import autobatch
+from autobatch.core.errors import InputError
+from tests.support.custom_loops import Stream, ids_by_batch, small_plan, walk
+from tests.support.training import points
+
+
+@pytest.mark.parametrize("last", ["carry", "flush", "drop"])
+def test_every_batch_has_the_target_and_every_sample_comes_once_an_epoch(last: str) -> None:
+    plan = small_plan(10, 4, last_batch=last)
+    sizes = {"carry": [10] * 4 + [6], "flush": [10, 10, 3] * 2, "drop": [10, 10] * 2}[last]
+    for data in (torch.arange(23), Stream(23), DataLoader(torch.arange(23), batch_size=3)):
+        found = ids_by_batch(autobatch.batches(data, plan, epochs=2))
+        assert [len(ids) for ids in found] == sizes
+        if last != "drop":
+            assert Counter(i for ids in found for i in ids) == dict.fromkeys(range(23), 2)
+
+
+def test_a_sampler_sets_the_order() -> None:
+    data, plan = torch.arange(6), small_plan(4, 2)
+    assert ids_by_batch(autobatch.batches(data, plan, sampler=range(6))) == [[0, 1, 2, 3], [4, 5]]
+    assert ids_by_batch(autobatch.batches(data, plan, sampler=[5, 5, 0, 1])) == [[5, 5, 0, 1]]
+
+
+def test_samples_are_collated_by_the_given_function() -> None:
+    batches = autobatch.batches(range(6), small_plan(6, 4), sampler=range(6), collate=tuple)
+    assert [micro.data for _, micro in walk(batches)] == [(0, 1, 2), (3, 4, 5)]
+
+
+def test_samples_are_fetched_when_their_micro_batch_is_drawn() -> None:
+    fetched = []
+
+    class Watched:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            fetched.append(index)
+            return torch.tensor(index)
+
+    micros = iter(next(iter(autobatch.batches(Watched(), small_plan(8, 2)))))
+    assert fetched == []
+    next(micros)
+    assert len(fetched) == 2
+
+
+# torch warns if a loader asks for more workers than the machine has CPUs.
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_of_a_loader_change_nothing() -> None:
+    plan = small_plan(10, 4)
+    alone, many = (DataLoader(torch.arange(23), batch_size=3, num_workers=workers) for workers in (0, 2))
+    assert ids_by_batch(autobatch.batches(many, plan)) == ids_by_batch(autobatch.batches(alone, plan))
+
+
+def number(_):
+    return torch.tensor(1)
+
+
+def ragged(samples):
+    return [torch.zeros(3, 4 + i) for i in samples], [torch.zeros(i) for i in samples]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: autobatch.batches(3, small_plan()), "found an int"),
+        (lambda: autobatch.batches([], small_plan()), "0 samples"),
+        (
+            lambda: autobatch.batches(points(), small_plan(30, last_batch="drop")),
+            "no batch, for the data has 24 samples and the target batch is 30",
+        ),
+        (
+            lambda: autobatch.batches(Stream(9), small_plan(30, last_batch="drop")),
+            "no batch, for an epoch has 9 samples and the target batch is 30",
+        ),
+        (lambda: autobatch.batches(Stream(0), small_plan()), "gave no sample: at least 1"),
+        (lambda: autobatch.batches(iter(Stream(30)), small_plan(8), steps=9), "no sample in epoch 2"),
+        (lambda: autobatch.batches(Stream(9), small_plan(), sampler=[1]), "needs map-style data"),
+        (lambda: autobatch.batches(DataLoader(points()), small_plan(), collate=list), "to the loader"),
+        (
+            lambda: autobatch.batches(DataLoader(range(9), batch_size=3, collate_fn=ragged), small_plan()),
+            "dimension 0: .*give autobatch.batches the dataset itself",
+        ),
+        (
+            lambda: autobatch.batches(DataLoader(range(9), collate_fn=number), small_plan()),
+            "a 0-d tensor in a batch",
+        ),
+        (
+            lambda: autobatch.batches([torch.zeros(2), torch.zeros(3)], small_plan(2, 2)),
+            r"give autobatch.batches\(collate=…\)",
+        ),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        list(walk(make()))

@@ -1,0 +1,67 @@
+"""The charts of tuning."""
+
+from __future__ import annotations
+
+import msgspec
+
+from autobatch.core.records import Trial
+from autobatch.report.charts.trials import importance_figure, pairs_table, rates_figure, trials_figure
+from tests.support.sample_run import some_rates, some_trials
+
+
+def test_nothing_to_draw_gives_no_picture():
+    assert trials_figure([]) is None
+    assert importance_figure({}) is None
+    assert rates_figure(msgspec.structs.replace(some_rates(), history=[])) is None
+
+
+def test_infeasible_trials_have_no_throughput_and_many_trials_are_thinned():
+    infeasible = Trial(number=0, samples_per_s=None, feasible=False, note="no")
+    picture = trials_figure([infeasible])
+    assert picture.table.rows == [["1", "", "no", "no"]]
+    assert picture.note == "0 trials measured, 1 infeasible."
+    assert len(trials_figure(some_trials() * 40).table.rows) == 200
+
+
+def test_trials_count_from_one():
+    rows = trials_figure(some_trials()).table.rows
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 14)]
+    assert rows[-1][-1] == "over the budget by 4 %"
+
+
+def test_knobs_are_ranked_by_importance():
+    picture = importance_figure({"b": 0.25, "a": 0.25, "c": 0.5})
+    assert picture.table.rows == [["c", "50.0%"], ["a", "25.0%"], ["b", "25.0%"]]
+    assert picture.note == "c explains the most, 50% of the variation in throughput."
+
+
+def test_dollars_and_distant_alphabets_are_not_read_as_formulas():
+    svg = importance_figure({"$x^2$ <b> 学習率": 1.0}).svg
+    assert "$x^2$ &lt;b&gt; 学習率</text>" in svg
+
+
+def test_learning_rates_use_a_logarithmic_axis_with_plain_numbers():
+    picture = rates_figure(some_rates())
+    assert "0.0001</text>" in picture.svg
+    assert "mathdefault" not in picture.svg
+    assert [mark.label for mark in picture.legend] == [
+        "run", "chosen, 0.0009", "default, 0.0003", "diverged or stopped early"
+    ]  # fmt: skip
+    assert [row[2] for row in picture.table.rows] == ["1.31", "1.12", "1.9", "not finite", "2.2", "1.1"]
+
+
+def test_a_single_learning_rate_has_an_axis_too():
+    found = some_rates()
+    picture = rates_figure(msgspec.structs.replace(found, history=found.history[:1]))
+    assert "0.0003" in picture.svg or "0.0001" in picture.svg
+
+
+def test_the_deciding_runs_are_in_a_table():
+    found = some_rates()
+    table = pairs_table(found)
+    assert table.rows == [["0", "1.31", "1.1", "+15.0%"], ["1", "1.32", "1.111", "+15.0%"],
+                          ["2", "1.33", "1.122", "+15.0%"]]  # fmt: skip
+    lost = msgspec.structs.replace(found.pairs[0], other_loss=None, gain=-1.0)
+    assert pairs_table(msgspec.structs.replace(found, pairs=[lost])).rows == [
+        ["0", "1.31", "not finite", "-100.0%"]
+    ]

@@ -1,0 +1,82 @@
+"""Nothing within a step waits for the device before the last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_step import accumulate, finish
+from autobatch.workload.contract import Loss
+from tests.support.training import make_workload
+
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
+
+
+class Reads(TorchDispatchMode):
+    """Dispatch mode that counts the values that leave the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in READS
+        return func(*args, **(kwargs or {}))
+
+
+def mean(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def counted(model: nn.Module, batch: Any) -> Loss:
+    return Loss(nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), (batch[1] > -9).sum())
+
+
+def train_state_of(loss: Callable[..., Any], device: torch.device, precision: Any) -> TrainState:
+    torch.manual_seed(0)
+    workload = make_workload(loss=loss)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device)
+    return build_train_state(
+        workload, model, device, precision=precision, learning_rate=0.01, max_grad_norm=1.0, ema=0.9
+    )
+
+
+def batches(device: torch.device, count: int = 3) -> list[tuple[Any, int]]:
+    return [((torch.randn(4, 3, device=device), torch.randn(4, 1, device=device)), 4) for _ in range(count)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("loss", [mean, counted])
+def test_no_value_leaves_the_device_during_accumulation(loss, precision) -> None:
+    device = torch.device("cpu")
+    train_state = train_state_of(loss, device, precision)
+    for step in range(3):
+        with Reads() as reads:
+            accumulator = accumulate(
+                train_state, batches(device), 12, lambda _: None, measure_first=step == 1
+            )
+        # The count of a Loss is read once in a run, to choose a divisor.
+        assert reads.count == (step == 0 and loss is counted)
+        assert finish(train_state, accumulator, mark=lambda _: None).count == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("loss", [mean, counted])
+def test_torch_sees_no_synchronisation_on_a_gpu(loss, precision) -> None:
+    device = torch.device("cuda", 0)
+    train_state = train_state_of(loss, device, precision)
+    given = batches(device)
+    finish(train_state, accumulate(train_state, given, 12, lambda _: None), mark=lambda _: None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        accumulator = accumulate(train_state, given, 12, lambda _: None, measure_first=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert finish(train_state, accumulator, mark=lambda _: None).count == 12

@@ -1,0 +1,186 @@
+"""Processes of a run with loader workers, stopped by signals and by errors."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autobatch import fit
+from autobatch.core.signals import stop_on_signals
+from autobatch.workload.loader import open_feed
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.commandline import SMALL, autobatch, command, environment
+from tests.support.training import Rows, make_workload, points
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+SLOW = """
+import time, os, random, numpy
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, data): self.data = data
+    def __len__(self): return len(self.data)
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        inputs, targets = self.data[index]
+        return inputs + random.random() + float(numpy.random.normal()) + torch.randn(4), targets
+def workload():
+    return small(train_data=Slow(data()))
+"""
+
+
+OPTIONS: dict[str, Any] = {
+    "target_batch": 16,
+    "max_micro_batch": 4,
+    "trials": 0,
+    "device": "cpu",
+    "memory_budget": "64MiB",
+}
+
+
+def words(options: dict[str, Any]) -> list[object]:
+    """Return options as they are written on the command line."""
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def have_ended(processes: list[int], seconds: float = 60.0) -> bool:
+    """Wait until processes are gone or zombies; return False after a time limit."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(state_of(pid) in (None, "Z") for pid in processes):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def state_of(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def forks_of(pid: int) -> list[int]:
+    """Return the children of a process that are forks: they have its command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and command_of(path.parent) == command_of(Path(f"/proc/{pid}")):
+            found.append(int(path.parent.name))
+    return found
+
+
+def command_of(process: Path) -> bytes:
+    return (process / "cmdline").read_bytes()
+
+
+@contextmanager
+def started(folder: Path, *options: object) -> Iterator[subprocess.Popen[str]]:
+    """Start a run in a process group of its own."""
+    process = subprocess.Popen(
+        command("fit", "train.py:workload", "--out", "run", "--json", *words(OPTIONS), *options),
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> list[int]:
+    """Wait until a run took this many steps; return the ids of its workers."""
+    metrics = folder / "run" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    return forks_of(process.pid)
+
+
+@LINUX
+def test_a_signal_to_the_whole_group_stops_the_run_with_one_checkpoint(tmp_path: Path) -> None:
+    """The resumed run, with other workers, ends with the weights of a run that was never stopped."""
+    (tmp_path / "train.py").write_text(SMALL + SLOW)
+    with started(tmp_path, "--steps", 1000, "--workers", 2) as process:
+        workers = wait_for_steps(process, tmp_path, 3)
+        assert len(workers) == 2
+        os.killpg(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    assert have_ended(workers)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    options = {**OPTIONS, "steps": step + 3}
+    fit(f"{tmp_path / 'train.py'}:workload", out=tmp_path / "run", resume=True, workers=0, **options)
+    fit(f"{tmp_path / 'train.py'}:workload", out=tmp_path / "straight", sample_seeds=True, **options)
+    weights = [tmp_path / folder / "model.safetensors" for folder in ("run", "straight")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+class Slow(Rows):
+    def __getitem__(self, index: int):
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def feed_forever(pipe: int) -> None:
+    """Read micro-batches without end, and write the ids of the workers to a pipe."""
+    os.setsid()
+    workload = make_workload(train_data=Slow(*points().columns))
+    sampler = GlobalBatchSampler(samples=24, target_batch=7, seed=0, steps=10**9)
+    with stop_on_signals(), open_feed(workload, sampler.batches, seed=0, workers=2) as feed:
+        assert feed is not None
+        for batch in sampler.batches():
+            for _ in feed.collated(batch, 7):
+                workers = [child.pid for child in multiprocessing.active_children()]
+                os.write(pipe, f"{json.dumps(workers)}\n".encode())
+
+
+@LINUX
+@pytest.mark.parametrize("signals", [[signal.SIGTERM, signal.SIGINT], [signal.SIGKILL]])
+def test_the_workers_of_a_killed_run_end_with_it(signals: list[int]) -> None:
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            feed_forever(writable)
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as lines:
+        workers = json.loads(lines.readline())
+        assert len(workers) == 2
+        for number in signals:
+            time.sleep(0.1)
+            send = os.kill if number == signal.SIGKILL else os.killpg
+            send(pid, number)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signals[-1]
+        assert have_ended(workers)
+
+
+def test_an_error_in_a_worker_exits_with_2_and_one_line(tmp_path: Path) -> None:
+    code = SLOW.replace("        time.sleep(0.002)\n", "        if index == 17: raise KeyError('gone')\n")
+    (tmp_path / "train.py").write_text(SMALL + code)
+    ran = autobatch(tmp_path, "fit", "train.py:workload", "--workers", 2, *words(OPTIONS))
+    assert ran.code == 2
+    line = (SMALL + code).splitlines().index("        if index == 17: raise KeyError('gone')") + 1
+    assert f"the workload's data raised KeyError: 'gone' ({tmp_path / 'train.py'}:{line})" in ran.err

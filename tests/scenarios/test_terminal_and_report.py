@@ -1,0 +1,50 @@
+"""The terminal and the report describe the same records."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+
+from autobatch.cli.summary import describe_probe, describe_training
+from autobatch.cli.terminal import Terminal
+from autobatch.core.records import RunRecord
+from autobatch.report.sentences import headline, training_in_words
+from tests.support.sample_run import a_device, a_probe, a_run
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, ("largest", "micro-batch 93, limited by memory")),
+        ({"limited_by": "max_micro_batch"}, ("largest", "micro-batch 93, limited by --max-micro-batch")),
+        (
+            {"upper_bound_by": None, "stopped_by": "time limit"},
+            ("fits", "micro-batch 93, and more may: the time limit ended the search"),
+        ),
+        ({"source": "asked", "limited_by": "max_micro_batch"}, ("fits", "micro-batch 93")),
+    ],
+)
+def test_only_the_largest_micro_batch_is_called_so(changes, line):
+    probe = msgspec.structs.replace(a_probe(), **changes)
+    assert describe_probe(probe) == line
+    stream = io.StringIO()
+    Terminal(stream).probed(probe)
+    assert ("largest" in stream.getvalue()) == (line[0] == "largest")
+    sentence = headline(RunRecord(device=a_device(), probe=probe))
+    assert ("is the largest" in sentence) == line[1].endswith("by memory")
+
+
+def test_averaged_weights_and_failed_checkpoints_are_reported():
+    plain = a_run().training
+    averaged = msgspec.structs.replace(plain, ema=0.999, failed_checkpoints=[40, 80])
+    assert "held-out accuracy 93.12%" in describe_training(plain)
+    assert "averaged weights' held-out accuracy 93.12%" in describe_training(averaged)
+    changed = msgspec.structs.replace(plain, skipped_steps=1, validation={"accumulated": 7.0, "x": None})
+    assert f"{plain.optimizer_steps:,} steps and 1 skipped, " in describe_training(changed)
+    assert "held-out accumulated 7.0000, held-out x not finite" in describe_training(changed)
+    assert training_in_words(averaged) == (
+        training_in_words(plain) + " 2 periodic checkpoints could not be written."
+        " The validation figures are those of the averaged weights (decay 0.999)."
+    )

@@ -1,0 +1,293 @@
+"""Runs that tune: the result reaches the plan, the training and a resumed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from optuna.trial import TrialState
+from torch import nn
+
+import autobatch
+from autobatch.api import pipeline
+from autobatch.api.pipeline import RunContext, run_tune
+from autobatch.cli.failures import Terminated
+from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.progress import Progress
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.training import build
+from autobatch.tuning import tune_plan
+from autobatch.tuning.configuration import Measurement
+from autobatch.tuning.find_fastest import TuningResult
+from autobatch.tuning.lr_trial import ShortRuns, StepLoss, short_run
+from autobatch.tuning.tune_plan import TuneSettings
+from autobatch.workload.contract import WholeBatchLoss
+from tests.support.commandline import SMALL, environment
+from tests.support.short_runs import (
+    SAMPLES,
+    STEPS,
+    linear_setup,
+    linear_workload,
+    squares,
+    stored_trials,
+    task_of,
+)
+from tests.support.trials import deep_rows, signed, trial_workload
+
+TRACED = 1
+"""The process id that a trace on fake tensors reads from every sample."""
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
+    """Return a function that fixes what the tuner chooses."""
+
+    def fix(best: dict[str, Any]) -> None:
+        real = tune_plan.find_fastest
+
+        def chosen(*given: Any, **more: Any) -> TuningResult:
+            found = real(*given, **more)
+            return TuningResult(msgspec.structs.replace(found.tuning, best=best), Measurement(100.0, 5))
+
+        monkeypatch.setattr(tune_plan, "find_fastest", chosen)
+
+    return fix
+
+
+def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning keeps the target batch, and a second call has nothing left to try."""
+    monkeypatch.setattr(tune_plan, "TRIAL_SECONDS", 0.01)
+    first = autobatch.tune(
+        trial_workload(), target_batch=48, memory_budget=400_000, device="cpu", trials=3, seed=1
+    )
+    assert first.tuning is not None
+    assert first.plan is not None
+    assert (sum(first.plan.micro_batches), first.plan.effective_batch) == (48, 48)
+    assert first.tuning.trials == 3
+    started: list[int] = []
+    progress = Progress()
+    monkeypatch.setattr(progress, "measured", lambda *given: started.append(given[0]), raising=False)
+    options = options_from(
+        TuneOptions, {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
+    )
+    again = run_tune(trial_workload(), options, RunContext(progress=progress))
+    assert again.tuning is not None
+    assert (again.tuning.study, again.tuning.history, started) == (
+        first.tuning.study,
+        first.tuning.history,
+        [],
+    )
+
+
+def test_training_uses_the_chosen_configuration(
+    choose: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    best = {"micro_batch_shift": 1, "checkpointing": "full", "optimizer": "fused"}
+    choose(best)
+    seen = []
+    build_train_state = build.build_train_state
+    monkeypatch.setattr(
+        build,
+        "build_train_state",
+        lambda *given, **more: seen.append(build_train_state(*given, **more)) or seen[-1],
+    )
+    result = autobatch.fit(
+        trial_workload(),
+        target_batch=12,
+        steps=2,
+        trials=1,
+        device="cpu",
+        out=tmp_path / "run",
+        knobs=",".join(best),
+    )
+    assert result.plan is not None
+    assert result.plan.micro_batches == [4, 4, 4]
+    assert result.plan.knobs == {"checkpointing": "full", "optimizer": "fused"}
+    group = seen[0].optimizers[0].param_groups[0]
+    assert (group["fused"], seen[0].loss.__module__) == (True, "autobatch.step.apply_knobs")
+    assert result.training is not None
+    assert result.training.optimizer_steps == 2
+
+
+def test_a_resumed_run_keeps_the_chosen_configuration(
+    choose: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autobatch.tuning.context.usable_cores", lambda: 4)
+    best = {"loader_workers": 2, "expandable_segments": True}
+    choose(best)
+    seen: set[int] = set()
+    segments: list[bool] = []
+    training = SimulatedDevice.training
+    monkeypatch.setattr(
+        SimulatedDevice,
+        "training",
+        lambda self: segments.append(self.new_allocator().config.expandable_segments) or training(self),
+    )
+    options: dict[str, Any] = {
+        "target_batch": 12,
+        "device": "sim:rtx-4090",
+        "memory_budget": "1GiB",
+        "trials": 1,
+        "knobs": ",".join(best),
+    }
+    first = autobatch.fit(signed(seen), steps=3, out=tmp_path / "run", **options)
+    assert first.plan is not None
+    assert first.plan.knobs == best
+    workers = seen - {os.getpid(), TRACED}
+    assert len(workers) == 2
+    assert segments[-1] is True
+    seen.clear()
+    segments.clear()
+    autobatch.fit(signed(seen), steps=6, out=tmp_path / "run", resume=True, **options)
+    assert len(seen - {os.getpid(), TRACED} - workers) == 2
+    assert segments[-1] is True
+    # Oracle: the same samples, drawn with the same seeds in this process.
+    plain = {**options, "trials": 0, "knobs": None, "max_micro_batch": first.plan.micro_batch}
+    autobatch.fit(signed(seen), steps=6, out=tmp_path / "plain", sample_seeds=True, **plain)
+    weights = [tmp_path / folder / "model.safetensors" for folder in ("run", "plain")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+class Captured(Exception):
+    """The settings of the tuner are known."""
+
+
+def test_a_run_is_tuned_for_its_own_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planned = []
+
+    def capture(_: Any, __: Any, ___: Any, settings: TuneSettings, **____: Any) -> None:
+        planned.append(settings.planned_steps)
+        raise Captured
+
+    monkeypatch.setattr(pipeline, "tune_plan", capture)
+    workload = trial_workload(train_data=deep_rows(100))
+    options = {"target_batch": 30, "device": "cpu", "trials": 1}
+    for number, length in enumerate(({"steps": 7}, {"epochs": 2})):
+        with pytest.raises(Captured):
+            autobatch.fit(workload, **options, **length, out=tmp_path / str(number))
+    with pytest.raises(Captured):
+        autobatch.tune(workload, **options)
+    assert planned == [7, 7, pipeline.PLANNED_STEPS]
+
+
+def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return squares(model, batch) * (1 + 0.1 * torch.rand(()))
+
+
+WHOLE = WholeBatchLoss(
+    represent=lambda model, batch: (model(batch[0]), batch[1]),
+    loss=lambda model, rows: ((rows[0] - rows[1]) ** 2).mean() + rows[0].var(),
+)
+
+
+@pytest.mark.parametrize("loss", [noisy, WHOLE], ids=["mean", "whole"])
+def test_a_short_run_has_the_losses_of_fit(loss: Any, tmp_path: Path) -> None:
+    """With the same weights, batches and random numbers, the losses are equal bit for bit."""
+    options = {"target_batch": 12, "max_micro_batch": 5, "steps": 8, "trials": 0, "seed": 3}
+    autobatch.fit(linear_workload(loss=loss), **options, device="cpu", out=tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    task = task_of(0.1, target_batch=12, steps=8)._replace(micro_batch=4)
+    seen = [one.loss for one in short_run(linear_setup(loss=loss), task, 0.1, 3)]
+    assert seen == [json.loads(line)["loss"] for line in lines]
+
+
+def options(**more: Any) -> TuneOptions:
+    fields = {"target_batch": 32, "device": "cpu", "trials": 1, "knobs": "", "tune_lr": True, **more}
+    return options_from(TuneOptions, {name: value for name, value in fields.items() if value != ""})
+
+
+def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = []
+
+    def interrupted(*given: Any) -> Iterator[StepLoss]:
+        calls.append(given)
+        raise KeyboardInterrupt
+        yield
+
+    notes: list[str] = []
+    progress = Progress()
+    monkeypatch.setattr(progress, "note", notes.append, raising=False)
+    monkeypatch.setattr(ShortRuns, "losses", interrupted)
+    storage = str(tmp_path / "s.log")
+    asked = options(storage=storage, study="study")
+    result = run_tune(linear_workload(), asked, RunContext(progress=progress))
+    assert calls
+    assert result.plan is not None
+    assert result.tuning is not None
+    assert (result.plan.learning_rate, result.tuning.trials, result.tuning.learning_rate) == (0.1, 1, None)
+    assert notes[-1] == "interrupted: kept the learning rate"
+    assert stored_trials(tmp_path / "s.log")[0].state is TrialState.FAIL
+
+
+def test_a_termination_request_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminated(*given: Any) -> Iterator[StepLoss]:
+        raise Terminated
+        yield
+
+    monkeypatch.setattr(ShortRuns, "losses", terminated)
+    with pytest.raises(Terminated):
+        run_tune(linear_workload(), options(), RunContext())
+
+
+def test_fit_trains_with_the_found_learning_rate_and_reports_it(tmp_path: Path) -> None:
+    options = {"target_batch": SAMPLES, "trials": 0, "tune_lr": True, "lr_trials": 6, "lr_steps": STEPS}
+    workload = linear_workload(learning_rate=0.005)
+    result = autobatch.fit(workload, **options, steps=3, device="cpu", out=tmp_path / "run")
+    assert result.plan is not None
+    assert result.tuning is not None
+    found = result.tuning.learning_rate
+    assert found is not None
+    assert (found.trials, found.steps, found.default) == (6, STEPS, 0.005)
+    assert found.best > 0.02
+    assert (result.plan.learning_rate, result.plan.learning_rate_rule) == (found.best, "tuned")
+    assert result.plan.learning_rate_factor == pytest.approx(found.best / 0.005)
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["learning_rate"] == found.best
+    stored = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert stored["tuning"]["learning_rate"]["best"] == found.best
+    assert stored["plan"]["learning_rate_rule"] == "tuned"
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Loss by learning rate" in page
+    assert "6 runs of 24 optimizer steps at this batch" in page
+
+
+def test_a_run_resumed_on_other_hardware_keeps_the_found_learning_rate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
+    options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
+    first = autobatch.fit(linear_workload(learning_rate=0.01), **options).plan
+    monkeypatch.setattr(pipeline, "changes_since_checkpoint", lambda *_: ["device"])
+    again = autobatch.fit(linear_workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
+    assert first is not None
+    assert again is not None
+    assert first.learning_rate != 0.01
+    assert (again.learning_rate, again.learning_rate_rule) == (first.learning_rate, "tuned")
+    assert again.learning_rate_source == first.learning_rate_source
+
+
+PLANS = """
+import sys, torch, autobatch
+exec(open("train.py").read())
+assert autobatch.plan(workload(), target_batch=8, device="cpu", memory_budget="64MiB").micro_batches == [8]
+print("optuna" in sys.modules)
+"""
+
+
+def test_a_plan_does_not_import_optuna(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SMALL)
+    words = [sys.executable, "-c", PLANS]
+    ran = subprocess.run(
+        words, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, "False\n"), ran.stderr

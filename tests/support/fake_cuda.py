@@ -1,0 +1,98 @@
+"""A stand-in for ``torch.cuda`` and NVML: one GPU whose figures a test sets. It knows no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from autobatch.core.units import GiB
+from autobatch.device import nvml
+from autobatch.device.nvml import NvmlAbsent, NvmlGpu
+
+
+def gpu_reading(
+    free: int | None = 20 * GiB, *, total: int = 24 * GiB, reserved: int | None = None, mig: bool = False
+) -> NvmlGpu:
+    return NvmlGpu(
+        uuid="GPU-a1",
+        name="Alpha",
+        total_bytes=None if free is None else total,
+        free_bytes=free,
+        used_bytes=None,
+        driver_reserved_bytes=reserved,
+        pci_bus_id=None,
+        mig_mode=mig,
+        mig_uuids=[],
+        driver_version=None,
+    )
+
+
+class FakeCuda:
+    """One GPU of 24 GiB. The test sets what its allocator did."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.initialized = False
+        self.total = 24 * GiB
+        self.allowed = self.total
+        self.integrated = 0
+        self.capability = (8, 9)
+        self.figures = {
+            "allocated_bytes.all.current": 1,
+            "allocated_bytes.all.peak": 3,
+            "reserved_bytes.all.current": 2 * GiB,
+            "reserved_bytes.all.peak": 4 * GiB,
+            "num_alloc_retries": 7,
+        }
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        major, minor = self.capability
+        return SimpleNamespace(
+            name="Alpha",
+            total_memory=self.total,
+            is_integrated=self.integrated,
+            uuid="a1",
+            major=major,
+            minor=minor,
+        )
+
+    def synchronize(self, index: int) -> None:
+        self.initialized = True
+
+    def memory_reserved(self, index: int) -> int:
+        return self.figures["reserved_bytes.all.current"]
+
+    def memory_stats(self, index: int) -> dict[str, int]:
+        return self.figures
+
+    def reset_peak_memory_stats(self, index: int) -> None:
+        self.calls.append("reset")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty")
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return 10 * GiB, 24 * GiB
+
+    def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
+        assert isinstance(fraction, float)
+        self.allowed = int(fraction * float(self.total))
+        self.calls.append(f"allow {self.allowed}")
+
+    def get_per_process_memory_fraction(self, index: int) -> float:
+        return self.allowed / self.total
+
+
+def answer_nvml(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], NvmlGpu | NvmlAbsent]) -> None:
+    monkeypatch.setattr(nvml, "read_gpu", read)

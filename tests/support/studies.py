@@ -1,0 +1,100 @@
+"""Search spaces, exact measurements, and studies in a journal file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+
+from autobatch.core.knobs import Configuration, SearchAxis, defaults
+from autobatch.tuning.configuration import LogRange, Measurement, MedianStop, StoredResult, StudySpec
+from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
+from autobatch.tuning.study import OptunaStudy
+
+AXES = [
+    SearchAxis("micro_batch_shift", (0, 1, 2, 3)),
+    SearchAxis("precision", ("fp32", "bf16")),
+    SearchAxis("checkpointing", ("none", "full")),
+    SearchAxis("optimizer", ("default", "foreach", "fused")),
+]
+
+
+SMALL_AXES = AXES[:2]
+
+
+def speed_of(values: Configuration) -> float:
+    """Return samples per second: bf16 and half the micro-batch are faster, most else is slower."""
+    shift = [1.0, 1.1, 0.9, 0.7][int(values["micro_batch_shift"] or 0)]
+    precision = 1.5 if values["precision"] == "bf16" else 1.0
+    checkpointing = 0.7 if values.get("checkpointing") == "full" else 1.0
+    optimizer = {"default": 1.0, "foreach": 1.02, "fused": 1.06}[str(values.get("optimizer", "default"))]
+    return 1000 * shift * precision * checkpointing * optimizer
+
+
+def exact(values: Configuration) -> Measurement:
+    return Measurement(speed_of(values), 64 >> int(values["micro_batch_shift"] or 0))
+
+
+class CountingMeasure:
+    """A measurement that keeps the configurations it was asked for."""
+
+    def __init__(self, measure: Callable[[Configuration], Measurement] = exact) -> None:
+        self.measure = measure
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, values: Configuration) -> Measurement:
+        self.asked.append(dict(values))
+        return self.measure(values)
+
+
+def search(
+    measure: Callable[[Configuration], Measurement] = exact,
+    axes: list[SearchAxis] = AXES,
+    *,
+    trials: int = 12,
+    seed: int = 0,
+    storage: str | None = None,
+    made_for: Mapping[str, Any] = {"target_batch": 64},
+    expired: Callable[[], bool] = lambda: False,
+    **more: Any,
+) -> TuningResult:
+    return find_fastest(
+        measure,
+        axes,
+        budget=Budget(trials, expired),
+        seed=seed,
+        place=StudyLocation("study", storage, made_for),
+        **more,
+    )
+
+
+def open_journal(path: Path) -> optuna.Study:
+    backend = optuna.storages.journal.JournalFileBackend(str(path))
+    return optuna.load_study(study_name="study", storage=optuna.storages.JournalStorage(backend))
+
+
+def make_study(
+    space: list[SearchAxis] | LogRange,
+    *,
+    direction: Literal["maximize", "minimize"] = "maximize",
+    storage: str | None = None,
+    trials: int = 12,
+    seed: int = 7,
+    early_stop: MedianStop | None = None,
+) -> OptunaStudy[float]:
+    """Return a study whose results are plain figures; those over a million are infeasible."""
+
+    def encode(figure: float) -> StoredResult:
+        return StoredResult({"figure": figure}, ("large", 1.0 if figure > 1e6 else -1.0), figure)
+
+    spec = StudySpec(
+        space,
+        direction,
+        first_points=[{space.name: space.high}] if isinstance(space, LogRange) else [defaults(space)],
+        encode=encode,
+        decode=lambda _, attributes: float(attributes["figure"]),
+        early_stop=early_stop,
+    )
+    return OptunaStudy(spec, name="study", storage=storage, made_for={}, seed=seed, trials=trials)

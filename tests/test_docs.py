@@ -1,0 +1,134 @@
+"""The documents: their links, their code and their options match the repository."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autobatch.cli.main import run
+from autobatch.core.options import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+MOST_LINES = 180
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [body for found, body in BLOCK.findall(text_of(path)) if found == language]
+
+
+def command_line_options() -> set[str]:
+    return {name.replace("_", "-") for kind in COMMANDS.values() for name in kind.__struct_fields__}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(ROOT / "README.md").splitlines()) <= MOST_LINES
+
+
+def test_there_are_links_to_check() -> None:
+    found = {target for path in DOCUMENTS for target in LINK.findall(text_of(path))}
+    assert {"docs/options.md", "docs/meaning.md", "CONTRIBUTING.md"} <= found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_resolves(path: Path) -> None:
+    for target in LINK.findall(text_of(path)):
+        if "://" not in target:
+            assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    targets = set(LINK.findall(text_of(ROOT / "README.md")))
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{path.name}" in targets
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_blocks_parse_and_are_formatted(path: Path) -> None:
+    for number, code in enumerate(blocks(path, "python")):
+        ast.parse(code)
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", "format", "--check", "--stdin-filename", f"block{number}.py", "-"],
+            input=code,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, f"not formatted:\n{code}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_bash_blocks_parse(path: Path) -> None:
+    for code in blocks(path, "bash"):
+        done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_has_the_blocks_that_are_checked() -> None:
+    assert len(blocks(ROOT / "README.md", "python")) >= 4
+    assert len(blocks(ROOT / "README.md", "bash")) >= 3
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_option_in_an_autobatch_command_exists(path: Path) -> None:
+    lines = [line for code in blocks(path, "bash") for line in code.splitlines() if "autobatch " in line]
+    commands = [line.partition("autobatch ")[2].partition("#")[0] for line in lines if "pip" not in line]
+    for command in commands:
+        name, options = command.split()[0], OPTION.findall(command)
+        known = {field.replace("_", "-") for field in COMMANDS[name].__struct_fields__}
+        assert set(options) <= known, command
+
+
+def test_options_on_the_page_are_those_of_the_command_line() -> None:
+    page = set(OPTION.findall(text_of(ROOT / "docs/options.md")))
+    taken_back = {one for one in page if one.startswith("no-") and one.removeprefix("no-") in page}
+    known = command_line_options()
+    assert page - taken_back - known == set(), "options that do not exist"
+    assert known - page == set(), "options without a line"
+
+
+def test_every_option_has_a_row_of_its_own() -> None:
+    rows = re.findall(r"^\| `--([a-z-]+)", text_of(ROOT / "docs/options.md"), re.MULTILINE)
+    assert set(rows) == command_line_options()
+
+
+@pytest.mark.parametrize("command", ["profiles", "report", "doctor"])
+def test_the_small_commands_take_the_documented_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--help"]) == 0
+    assert "[--json]" in capsys.readouterr().out
+
+
+def test_the_readme_lists_every_layer_in_order() -> None:
+    source = ast.parse(text_of(ROOT / "tests/test_layers.py"))
+    (layers,) = (
+        ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
+    )
+    (tree,) = (body for _, body in BLOCK.findall(text_of(ROOT / "README.md")) if "autobatch/\n" in body)
+    listed = re.findall(r"^  (\w+)(?:/|\.py) ", tree, re.MULTILINE)
+    assert listed == layers
+
+
+def test_the_readme_names_files_that_exist() -> None:
+    for path in DOCUMENTS:
+        for name in re.findall(r"`((?:autobatch|tests|benchmarks)/[\w/.]+)`", text_of(path)):
+            assert (ROOT / name).exists(), f"{path.name} names {name}"
+        for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", text_of(path)):
+            roots = (ROOT, ROOT / "autobatch")
+            assert any((root / name).exists() for root in roots), f"{path.name} names {name}"

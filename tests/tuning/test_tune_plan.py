@@ -1,0 +1,113 @@
+"""The choice of a tuner in a plan, its studies' names, and trials that crash their process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autobatch.core.knobs import SearchAxis
+from autobatch.core.progress import Progress
+from autobatch.core.records import LrTuning, Tuning
+from autobatch.planning import make_plan
+from autobatch.probing.child import ChildProcess, ThisProcess
+from autobatch.probing.setup import SetupSettings
+from autobatch.tuning.configuration import RUNS, Measurement
+from autobatch.tuning.find_fastest import TuningResult
+from autobatch.tuning.trial import look_at_workload
+from autobatch.tuning.tune_plan import TuneSettings, _location, _Trials, with_choice, with_learning_rate
+from tests.support.commandline import SMALL
+from tests.support.trials import task_with, trial_setup
+
+AXES = [SearchAxis("micro_batch_shift", (0, 1)), SearchAxis("precision", ("fp32", "bf16"))]
+
+
+class Notes(Progress):
+    """Progress that keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def result(best: dict[str, Any], micro_batch: int) -> TuningResult:
+    tuning = Tuning(trials=1, best=best, baseline_samples_per_s=1.0, best_samples_per_s=2.0, study="s")
+    return TuningResult(tuning, Measurement(2.0, micro_batch))
+
+
+def test_a_choice_changes_the_split_and_the_precision_but_not_the_batch() -> None:
+    plan = make_plan(target_batch=20, micro_batch_limit=8, learning_rate=0.1)
+    assert plan.micro_batches == [7, 7, 6]
+    chosen = with_choice(plan, result({"micro_batch_shift": 1, "precision": "bf16"}, 4), AXES)
+    assert (chosen.micro_batches, chosen.micro_batch, chosen.accumulation_steps) == ([4] * 5, 4, 5)
+    assert (chosen.precision, chosen.knobs, chosen.effective_batch) == ("bf16", {}, 20)
+
+
+def test_the_default_leaves_the_plan_unchanged() -> None:
+    plan = make_plan(target_batch=20, micro_batch_limit=8, learning_rate=0.1)
+    assert with_choice(plan, result({"micro_batch_shift": 0, "precision": "fp32"}, 7), AXES) is plan
+
+
+def test_a_kept_learning_rate_leaves_the_plan_unchanged() -> None:
+    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
+    stays = LrTuning(trials=1, steps=4, default=0.1, best=0.1, default_loss=1.0, best_loss=1.0, study="s")
+    assert with_learning_rate(plan, stays, declared=0.1) is plan
+
+
+def test_a_better_learning_rate_is_put_into_the_plan_with_its_factor() -> None:
+    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
+    found = LrTuning(trials=3, steps=4, default=0.1, best=0.4, default_loss=1.0, best_loss=0.5, study="s")
+    chosen = with_learning_rate(plan, found, declared=0.05)
+    assert (chosen.learning_rate, chosen.learning_rate_rule) == (0.4, "tuned")
+    assert chosen.learning_rate_factor == pytest.approx(8)
+
+
+def located(home: Path, progress: Progress, **fields: Any) -> Any:
+    settings = TuneSettings(trials=1, planned_steps=100, cap=64, **fields)
+    return _location(ThisProcess(trial_setup()).info, settings, AXES, home=home, progress=progress)
+
+
+def test_each_number_of_workers_has_its_own_study(tmp_path: Path) -> None:
+    fields: list[dict[str, Any]] = [{}, {"workers": 0}, {"workers": 2}]
+    assert len({located(tmp_path, Progress(), **one).name for one in fields}) == 3
+
+
+def test_a_study_is_kept_in_the_data_directory_or_else_in_memory_with_a_note(tmp_path: Path) -> None:
+    progress = Notes()
+    found = located(tmp_path, progress, study="mine")
+    assert (found.name, found.storage) == ("mine", str(tmp_path / "studies" / "mine.log"))
+    assert not progress.notes
+    (tmp_path / "file").touch()
+    assert located(tmp_path / "file", progress).storage is None
+    assert "is kept in memory" in progress.notes[0]
+
+
+CRASHES = """
+import ctypes
+def crashing(model, batch):
+    if torch.is_autocast_enabled("cpu"):
+        ctypes.string_at(0)
+    return loss(model, batch)
+def workload():
+    return small(loss=crashing)
+"""
+
+
+def test_a_trial_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"{SMALL}\n{CRASHES}\n")
+    values: dict[str, Any] = {"micro_batch_shift": 0, "precision": "fp32"}
+    task = task_with(limit=8, cap=32, samples=32, planned_steps=10, defaults=values)
+    with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
+        assert child.call("a look", look_at_workload, task).optimizers == ("default", "foreach", "fused")
+        trials = _Trials(child, task)
+        assert trials.measure(values).feasible
+        refused = trials.measure({**values, "precision": "bf16"})
+        assert refused.constraints == {RUNS: 1.0}
+        assert "(SIGSEGV)" in (refused.failure or "")
+        assert "\n" not in (refused.failure or "")
+        assert trials.measure(values).feasible
+        assert trials.confirm_fits(values) is None

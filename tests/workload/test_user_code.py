@@ -1,0 +1,82 @@
+"""Errors of the user's code: whose line they name, and how they are described and carried."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autobatch.core.errors import InputError, UserCodeError
+from autobatch.workload.user_code import (
+    describe,
+    failed_part,
+    mark_user_error,
+    remarks_on,
+    to_picklable,
+    user_code,
+    user_frame,
+)
+
+
+def raised_by(code: str, file: str) -> BaseException:
+    action: Callable[[], object] = eval(compile(code, file, "eval"))
+    with pytest.raises(ZeroDivisionError) as found:
+        action()
+    return found.value
+
+
+def test_the_line_is_outside_autobatch_and_installed_packages() -> None:
+    # A neighbour whose path only begins like the package is user code.
+    package = Path(sys.modules["autobatch"].__file__ or "").parent
+    here = user_frame(raised_by("lambda: 1 / 0", "/site/mine-packages/train.py"))
+    assert here == "/site/mine-packages/train.py:1"
+    for foreign in (package / "step.py", "/venv/lib/site-packages/torch/nn.py", "<frozen importlib>"):
+        assert str(foreign) not in str(user_frame(raised_by("lambda: 1 / 0", str(foreign))))
+    neighbour = f"{package}_examples/train.py"
+    assert user_frame(raised_by("lambda: 1 / 0", neighbour)) == f"{neighbour}:1"
+
+
+def test_an_error_is_described_in_one_line() -> None:
+    error = KeyError("first\nsecond")
+    mark_user_error(error, "loss")
+    mark_user_error(error, "model")
+    error.add_note("a remark")
+    error.add_note("Traceback\n of somewhere")
+    assert failed_part(error) == "loss"
+    assert remarks_on(error) == ["a remark"]
+    assert describe(ValueError("two\nlines")) == "the workload raised ValueError: two"
+    assert describe(ValueError()) == "the workload raised ValueError"
+    assert describe(SystemExit()) == "the workload called sys.exit()"
+
+
+def test_errors_of_autobatch_are_not_marked() -> None:
+    with pytest.raises(InputError) as found, user_code("loss"):
+        raise InputError("ours")
+    assert failed_part(found.value) is None
+
+
+def test_an_error_is_marked_and_passes() -> None:
+    with pytest.raises(ValueError, match="odd") as found, user_code("loss"):
+        raise ValueError("odd")
+    assert failed_part(found.value) == "loss"
+    with pytest.raises(SystemExit) as stopped, user_code("model"):
+        sys.exit(3)
+    assert failed_part(stopped.value) == "model"
+
+
+def test_an_error_is_carried_to_another_process_with_its_traceback() -> None:
+    class Unknown(Exception):  # cannot be pickled
+        pass
+
+    error = Unknown("odd")
+    mark_user_error(error, "loss")
+    carried = pickle.loads(pickle.dumps(to_picklable(error)))
+    assert isinstance(carried, UserCodeError)
+    assert str(carried) == "the workload's loss raised Unknown: odd"
+    assert any("Unknown: odd" in note for note in carried.__notes__)
+    own = to_picklable(InputError("ours"))
+    assert type(own) is InputError
+    assert str(own) == "ours"
