@@ -19,8 +19,6 @@ from autobatch.device.hardware_profile import Figure, HardwareProfile, format_pr
 from autobatch.device.profiles import data_home, list_profiles, load_profile, save_profile
 
 Say = Callable[[str], None]
-
-
 HELP = {
     "profiles": """\
 usage: autobatch profiles [list | show NAME | save NAME] [--json]

@@ -13,14 +13,8 @@ import msgspec
 SCHEMA = 2
 """Version of the JSON that the command line prints."""
 LimitedBy = Literal["memory", "target_batch", "dataset", "max_micro_batch"]
-
-
 UpperBoundBy = Literal["run", "replay", "cap"]
-
-
 Precision = Literal["fp32", "bf16", "fp16"]
-
-
 LearningRateRule = Literal["none", "linear", "sqrt"]
 
 

@@ -20,8 +20,6 @@ from autobatch.workload.contract import Collated, kind_of
 from autobatch.workload.order import LastBatch
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
-
-
 _ADVICE = "give autobatch.batches the dataset itself, with collate="
 
 

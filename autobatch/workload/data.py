@@ -25,12 +25,8 @@ from autobatch.workload.user_code import user_code
 
 FIRST_LOOK = 64
 """Samples, spread over the data, that are read first to see whether sizes differ."""
-
-
 SCAN_SECONDS = 5.0
 """Time limit of a scan of all samples if the first look found equal sizes."""
-
-
 LONG_SCAN_SECONDS = 60.0
 """Time limit of the scan if the sizes differ."""
 
