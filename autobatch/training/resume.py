@@ -1,4 +1,4 @@
-"""Checks before a resume: what the resumed run must share with its checkpoint."""
+"""Checks before a resume that keep the batches and the schedule of the interrupted run."""
 
 from __future__ import annotations
 

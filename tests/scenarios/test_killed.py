@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends with the weights of the run that was not."""
+"""A run that is killed again and again ends with the same weights as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def run(folder: Path, kills: int, *words: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_thirty_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_thirty_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     result = run(tmp_path, 30)
     assert result["killed"] >= 30
     assert result["finished"] >= 1
 
 
-def test_kills_between_runs_with_and_without_loader_workers_change_nothing(tmp_path: Path) -> None:
+def test_kills_and_other_numbers_of_loader_workers_change_nothing(tmp_path: Path) -> None:
     result = run(tmp_path, 8, "fed")
     assert result["killed"] >= 8
     assert result["finished"] >= 1
 
 
 @pytest.mark.slow
-def test_two_hundred_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_two_hundred_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     assert run(tmp_path, 200)["killed"] >= 200

@@ -1,4 +1,4 @@
-"""Out of memory in training: the window runs again in smaller micro-batches, as if nothing had happened."""
+"""Out of memory in training: the batch runs again in smaller micro-batches, as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.faults import (
     stateful_contrastive,
     train,
 )
-from tests.support.training import apart, fingerprint, make_loop, points, weights
+from tests.support.training import apart, fingerprint, make_loop, network, points, weights
 
 
 @pytest.mark.parametrize("make", [plain, stateful, contrastive, stateful_contrastive])
-def test_at_every_operator_the_window_is_run_again_as_if_planned_smaller(make) -> None:
+def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make) -> None:
     undisturbed = weights(train(make(), None)[0].train_state.model)
     smaller = fingerprint(train(make(), None, shrink_to=2)[0].train_state.model)
     with phases_of(make()) as phases:
@@ -46,9 +46,11 @@ def test_at_every_operator_the_window_is_run_again_as_if_planned_smaller(make) -
 
 
 @pytest.mark.parametrize(("make", "each"), [(plain, 1), (stateful, 4)])
-def test_at_every_operator_of_a_simulated_gpu_too(make, each, tmp_path: Path, monkeypatch) -> None:
-    """Every storage goes through the allocator's model there: nothing of the failed attempt is left in it."""
-    # What is freed is freed at once here, and looking for more takes longer than all the rest.
+def test_out_of_memory_at_any_operator_of_a_simulated_gpu_leaves_no_memory_behind(
+    make, each, tmp_path: Path, monkeypatch
+) -> None:
+    """Every storage goes through the simulated allocator, where the failed attempt must leave nothing."""
+    # Memory is freed at once here, and a collection takes longer than all the rest.
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
     gpu = SimulatedDevice(load_profile("rtx-4090", user_dir=tmp_path), memory_budget="1GiB")
     undisturbed = weights(train(make(), None)[0].train_state.model)
@@ -65,7 +67,7 @@ def test_at_every_operator_of_a_simulated_gpu_too(make, each, tmp_path: Path, mo
         assert records[-1].peak_reserved_bytes == planned[-1].peak_reserved_bytes
 
 
-def test_inside_the_optimizer_step_nothing_is_mended_in_place() -> None:
+def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
     with phases_of(plain()) as phases:
         struck = [index for index, phase in phases if phase == "step"]
     assert len(struck) > 5
@@ -76,7 +78,7 @@ def test_inside_the_optimizer_step_nothing_is_mended_in_place() -> None:
 
 
 @pytest.mark.parametrize("make", [stateful, stateful_contrastive])
-def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(make) -> None:
+def test_a_recovery_in_fp16_keeps_the_loss_scale(make) -> None:
     smaller, _ = train(make(torch.float32), None, shrink_to=2, precision="fp16")
     fault = Fault()
     train(make(torch.float32), fault, precision="fp16")
@@ -86,7 +88,7 @@ def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(make) -> None:
         assert loop.train_state.scaler.state_dict() == smaller.train_state.scaler.state_dict()
 
 
-def test_twice_in_a_window_halves_twice_and_three_times_end_the_run() -> None:
+def test_two_errors_in_a_step_halve_twice_and_three_end_the_run() -> None:
     expected = fingerprint(train(plain(), None, shrink_to=1)[0].train_state.model)
     loop, records = train(plain(), Fault(10, 30))
     assert fingerprint(loop.train_state.model) == expected
@@ -100,7 +102,7 @@ def test_twice_in_a_window_halves_twice_and_three_times_end_the_run() -> None:
     assert big.micro_batch == 1
 
 
-def test_at_a_micro_batch_of_1_there_is_nothing_left_to_shrink() -> None:
+def test_a_micro_batch_of_1_does_not_shrink() -> None:
     loop = make_loop(plain(), micro_batch=1, steps=1)
     with Fault(10) as fault:
         fault.armed = True
@@ -108,12 +110,12 @@ def test_at_a_micro_batch_of_1_there_is_nothing_left_to_shrink() -> None:
             next(loop.run())
 
 
-def test_an_error_of_the_driver_ends_the_process() -> None:
+def test_an_error_of_the_driver_ends_the_run() -> None:
     with pytest.raises(RestartSmallerError, match="in the driver"):
         train(plain(), Fault(10, error=RuntimeError("CUDA error: out of memory")))
 
 
-def test_what_only_looks_like_memory_is_tried_smaller_once_and_then_raised_as_it_was() -> None:
+def test_a_suspected_memory_error_is_tried_smaller_once_and_then_raised_unchanged() -> None:
     suspect = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
     _, records = train(plain(), Fault(10, error=suspect))
     assert [record.micro_batch for record in records] == [4, 2, 2]
@@ -121,14 +123,14 @@ def test_what_only_looks_like_memory_is_tried_smaller_once_and_then_raised_as_it
         train(plain(), Fault(10, 30, error=suspect))
 
 
-def test_what_is_not_about_memory_is_raised_untouched() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(RuntimeError) as caught:
         train(plain(), Fault(10, error=RuntimeError("out of memory slots")))
     assert str(caught.value) == "out of memory slots"
     assert "raised by the workload: loss" in caught.value.__notes__[0]
 
 
-def test_forty_recoveries_leave_nothing_behind() -> None:
+def test_forty_recoveries_leak_no_tensor() -> None:
     quick = Quick(memory_budget="1GiB")
     loop = make_loop(stateful(), target_batch=8, micro_batch=4, steps=44, meter=Watching(None), device=quick)
     run = loop.run()
@@ -151,8 +153,8 @@ def test_forty_recoveries_leave_nothing_behind() -> None:
     assert loop.oom_recoveries == 42
 
 
-def test_on_a_simulated_gpu_a_run_too_large_for_it_comes_to_the_same_weights(tmp_path: Path) -> None:
-    """Real refusals of the allocator's model, several in one run, against a run with room for all."""
+def test_a_run_too_large_for_a_simulated_gpu_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """Several refusals of the simulated allocator in one run, against a run with enough memory."""
     gpu = load_profile("rtx-4090", user_dir=tmp_path)
 
     def build() -> nn.Module:
@@ -173,3 +175,47 @@ def test_on_a_simulated_gpu_a_run_too_large_for_it_comes_to_the_same_weights(tmp
     assert records[-1].micro_batch < 4096
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
     assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12
+
+
+def test_a_large_buffer_is_restored_once_it_was_seen_to_change() -> None:
+    class Queue(nn.Module):
+        """Keeps features in a buffer that is too large to be copied for every step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+            self.register_buffer("queue", torch.zeros(2**19, dtype=torch.float64))
+            self.register_buffer("mask", torch.ones(2**19, dtype=torch.float64))
+
+        def forward(self, inputs):
+            out = self.body(inputs)
+            self.queue.roll(len(inputs))
+            self.queue[: len(inputs)] += out.detach().sum(1)
+            return out * self.mask[0]
+
+    smaller = fingerprint(train(plain(model=Queue), None, shrink_to=2)[0].train_state.model)
+    loop, _ = train(plain(model=Queue), Fault(40))
+    assert fingerprint(loop.train_state.model) == smaller
+    assert len(loop.train_state.buffers._changing) == 1
+    first = make_loop(plain(model=Queue), target_batch=8, micro_batch=4, steps=1)
+    with Fault(40) as fault:
+        fault.armed = True
+        with pytest.raises(RestartSmallerError, match="a large buffer"):
+            next(first.run())
+
+
+def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64), persistent=False)
+
+        def forward(self, inputs):
+            out = self.body(inputs)
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+            return out
+
+    smaller = fingerprint(train(plain(model=Average), None, shrink_to=2)[0].train_state.model)
+    loop, _ = train(plain(model=Average), Fault(40))
+    assert fingerprint(loop.train_state.model) == smaller

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.core.progress import Silent
+from autobatch.core.progress import Progress
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.loop_state import restore_loop
@@ -84,7 +84,7 @@ def test_a_resumed_run_is_bit_exact_with_other_workers(tmp_path: Path, first: in
         expected = fingerprint(loop.train_state.model)
     settings = RunSettings(out=tmp_path, checkpoint_every=2, keep_last=3, facts={}, resume_hint="")
 
-    class Stop(Silent):
+    class Stop(Progress):
         def stepped(self, step, of) -> None:
             if step.step == 5:
                 raise KeyError
@@ -95,5 +95,5 @@ def test_a_resumed_run_is_bit_exact_with_other_workers(tmp_path: Path, first: in
     assert resumed.state["counters"]["batches_seen"] == 4
     with fed_loop(augmented(), workers=then, sample_seeds=True) as loop:
         restore_loop(loop, resumed.state, same_hardware=True)
-        train(loop, settings, Silent(), resumed)
+        train(loop, settings, Progress(), resumed)
         assert fingerprint(loop.train_state.model) == expected

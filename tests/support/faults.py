@@ -1,4 +1,4 @@
-"""Errors that strike at a chosen operator of a window, and workloads to strike."""
+"""Errors raised at a chosen operator of a step, and workloads to raise them in."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from tests.support.training import INFO_NCE, Rows, make_loop, make_workload, points
 
-WINDOW = 1
-"""The window that memory runs out in; the one before it gives the optimizer its state."""
+FAULTY_STEP = 1
+"""Index of the step that memory runs out in; the one before it creates the optimizer's state."""
 
 
 class Fault(TorchDispatchMode):
-    """Raises an error at the operators with the given numbers, counted from when it is armed."""
+    """Raises an error at operators of the given numbers, counted since it was armed."""
 
     def __init__(self, *at: int, error: Exception | None = None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Fault(TorchDispatchMode):
 
 
 class Watching:
-    """A meter that tells a fault what the step is doing; it measures what another one does."""
+    """Meter that passes the phase of the step to a fault, and measures as another meter does."""
 
     def __init__(self, fault: Fault | None, inner: Meter | None = None) -> None:
         self._fault = fault
@@ -65,14 +65,14 @@ class Watching:
 
 
 class Quick(CpuDevice):
-    """Collects no garbage, which takes longer than the rest of these tests together."""
+    """CPU device without garbage collection, which would take most of the time of these tests."""
 
     def release(self) -> None:
         pass
 
 
 class Stepping(torch.optim.AdamW):
-    """Says when it moves the weights."""
+    """AdamW that tells the fault when it moves the weights."""
 
     fault: Fault | None = None
 
@@ -87,7 +87,7 @@ def plain(**changes):
 
 
 class Noisy(Rows):
-    """Augmented by the generators of Python, NumPy and torch."""
+    """Rows augmented by the random generators of NumPy and torch."""
 
     def __getitem__(self, index: int):
         inputs, labels = super().__getitem__(index)
@@ -99,7 +99,7 @@ def contrastive():
 
 
 def stateful(dtype: torch.dtype = torch.float64, **changes):
-    """Dropout, batch statistics and augmentation: all that a window draws from or leaves behind."""
+    """Make a workload with dropout, batch statistics and augmentation: all the state that a step changes."""
 
     def build() -> nn.Module:
         return nn.Sequential(
@@ -113,11 +113,11 @@ def stateful_contrastive(dtype: torch.dtype = torch.float64):
     return stateful(dtype, loss=INFO_NCE)
 
 
-def train(workload, fault: Fault | None, *, device: Device | None = None, **settings):
-    """Train; the fault strikes in its window. ``shrink_to``: go on smaller from there by plan instead."""
+def train(workload, fault: Fault | None, *, device: Device | None = None, **options):
+    """Train with a fault in `FAULTY_STEP`, or with ``shrink_to`` as the micro-batch from that step on."""
     device = device or Quick(memory_budget="1GiB")
     with device.training() as meter:
-        return _train(workload, fault, device, Watching(fault, meter), **settings)
+        return _train(workload, fault, device, Watching(fault, meter), **options)
 
 
 def _train(workload, fault, device, meter, *, shrink_to: int | None = None, steps: int = 3, precision="fp32"):
@@ -135,7 +135,7 @@ def _train(workload, fault, device, meter, *, shrink_to: int | None = None, step
     records = []
     with fault or nullcontext():
         run = loop.run()
-        for _ in range(WINDOW):
+        for _ in range(FAULTY_STEP):
             records.append(next(run))
         if fault is not None:
             fault.armed, fault.phase = True, "data"

@@ -1,11 +1,10 @@
-"""Run as a process of its own: trains in children that are killed at random, and resumed, over and over.
+"""Program that trains in child processes, kills them at random, and resumes them, over and over.
 
     python -m tests.support.killing FOLDER KILLS SEED [fed]
 
-With ``fed``, each child has another number of loader workers, and draws its augmentation sample by sample.
-
-The children are forked, which spares each the import of torch; nothing has run backward in this process, as
-forked children could not then. Prints one JSON object.
+With ``fed``, each child has another number of loader workers and seeds its samples one by one. The children
+are forked, so that none has to import torch. This process never runs backward, after which a fork cannot
+train. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STEPS = 40
 
 
 class Acknowledging(Progress):
-    """Writes down which checkpoint the run has got behind it."""
+    """Progress that writes down the last step with a checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -44,7 +43,7 @@ class Acknowledging(Progress):
 
 
 def child(folder: Path, workers: int | None) -> None:
-    """Go on from the newest checkpoint, or start; write the fingerprint of its weights and averages."""
+    """Resume from the newest checkpoint or start; write the fingerprint of weights and averages."""
     workload, options = RUNS["augmented, averaged"]()
     loop = make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **options)
     clean_leftovers(folder / CHECKPOINTS)
@@ -73,7 +72,7 @@ def forked(folder: Path, workers: int | None) -> int:
 
 
 def check(folder: Path) -> None:
-    """What an acknowledged checkpoint promised is there."""
+    """Check that no acknowledged checkpoint is lost."""
     lines = (folder / "acknowledged").read_text().splitlines() if (folder / "acknowledged").exists() else []
     acknowledged = max((int(line) for line in lines), default=0)
     found = load_newest(folder / CHECKPOINTS)
@@ -84,7 +83,7 @@ def check(folder: Path) -> None:
 
 def main(root: Path, kills: int, seed: int, *, fed: bool) -> dict[str, object]:
     torch.set_num_threads(1)
-    # The first optimizer of a process imports much; children shall not each pay for it.
+    # The first optimizer of a process imports many modules: do it once, not in each child.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     draw = random.Random(seed)
     straight = root / "straight"

@@ -1,4 +1,4 @@
-"""Kinds of runs to stop and go on with: each keeps state of another sort."""
+"""Kinds of runs to interrupt and resume, each with another kind of state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.training import (
 
 
 class Augmented(Rows):
-    """Draws from the generators of Python, NumPy and torch for every sample."""
+    """Rows augmented by the random generators of Python, NumPy and torch."""
 
     def __getitem__(self, index: int):
         inputs, labels = super().__getitem__(index)
@@ -39,7 +39,7 @@ class Augmented(Rows):
 
 
 class Everything(nn.Module):
-    """Dropout, batch statistics, and an average that no state dict holds."""
+    """Model with dropout, batch statistics, and an average that no state dict holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Everything(nn.Module):
 
 
 class Float32State(torch.optim.SGD):
-    """Keeps float32 copies of 16-bit parameters as state, which torch rounds when it loads them."""
+    """SGD with float32 copies of 16-bit parameters as state, which torch rounds on loading."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -89,7 +89,7 @@ def ragged():
 
 
 def overflowing():
-    """Overflows before, at and after most of the places to resume from."""
+    """Make a workload that overflows before, at and after most of the steps to resume from."""
     workload = make_workload(
         model=lambda: network(torch.float32),
         train_data=flagged({3, 17}, samples=24),

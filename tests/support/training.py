@@ -1,4 +1,4 @@
-"""Small workloads and loops that these tests share, and the full batch as an independent oracle."""
+"""Small workloads and loops, and training on whole batches as an independent oracle."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from torch.utils.data import Dataset
 from autobatch.core.records import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
+from autobatch.probing.attempt import TrainSetup
 from autobatch.step.train_state import build_train_state
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import seed_everything
 
@@ -24,7 +26,7 @@ IGNORED = -100
 
 
 class Rows(Dataset[Any]):
-    """Samples of a table in memory."""
+    """Dataset over the rows of tensors."""
 
     def __init__(self, *columns: Tensor) -> None:
         self.columns = columns
@@ -37,7 +39,7 @@ class Rows(Dataset[Any]):
 
 
 def points(samples: int = 24, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Rows:
-    """Points in 5 dimensions with one of 3 labels."""
+    """Make random points in 5 dimensions with one of 3 labels."""
     generator = torch.Generator().manual_seed(seed)
     return Rows(
         torch.randn(samples, 5, dtype=dtype, generator=generator),
@@ -46,7 +48,7 @@ def points(samples: int = 24, *, dtype: torch.dtype = torch.float64, seed: int =
 
 
 def tokens(samples: int = 24, *, length: int = 6, seed: int = 0) -> Rows:
-    """Sequences with ragged labels: from none to all of the positions count."""
+    """Make random sequences with ragged labels: from none to all of the positions count."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(7, (samples, length), generator=generator)
     labels = torch.randint(7, (samples, length), generator=generator)
@@ -79,12 +81,21 @@ def features(model: nn.Module, batch: Collated) -> Tensor:
 
 
 def info_nce(_: nn.Module, rows: Tensor) -> Tensor:
-    """Each sample against a rolled view of all: samples see each other."""
+    """Compare each row with a rolled view of all, so that the loss depends on several samples at once."""
     rows = normalize(rows)
     return cross_entropy(rows @ rows.roll(1, 1).T * 5, torch.arange(len(rows)))
 
 
 INFO_NCE = WholeBatchLoss(represent=features, loss=info_nce)
+
+
+def contrastive_loss(model: nn.Module, batch: Collated) -> Tensor:
+    """Return the same loss in one part, which cannot be split."""
+    return info_nce(model, features(model, batch))
+
+
+TOKENS: dict[str, Any] = {"model": language_model, "train_data": tokens(), "loss": token_loss}
+"""Fields of a workload whose loss is a mean over counted tokens."""
 
 
 def make_workload(**changes: Any) -> Workload:
@@ -114,7 +125,7 @@ def make_loop(
     meter: Meter | None = None,
     **fields: Any,
 ) -> Loop:
-    """A loop as ``fit`` opens it: everything drawn from the seed."""
+    """Build a loop as ``fit`` does, with everything drawn from the seed."""
     seed_everything(seed)
     device = device or CpuDevice(memory_budget="1GiB")
     model = workload.model()
@@ -150,14 +161,26 @@ def make_loop(
     )
 
 
+def make_setup(workload: Workload, budget: str = "1GiB") -> TrainSetup:
+    """Build what a probe opens of a workload, on the CPU."""
+    torch.manual_seed(0)
+    return TrainSetup(
+        workload=workload,
+        model=workload.model(),
+        device=CpuDevice(memory_budget=budget),
+        worst_case=WorstCaseSampler(workload),
+        precision="fp32",
+    )
+
+
 def weights(model: nn.Module) -> Tensor:
-    """All parameters and floating buffers in one vector of float64."""
+    """Return all parameters and floating-point buffers as one vector of float64."""
     tensors = [*model.parameters(), *model.buffers()]
     return torch.cat([t.detach().double().flatten() for t in tensors if t.is_floating_point()])
 
 
 def fingerprint(model: nn.Module, *others: Tensor) -> str:
-    """SHA-256 of all that a model holds, and of other tensors."""
+    """Return the SHA-256 of all tensors of a model, and of others."""
     digest = hashlib.sha256()
     for tensor in [*model.parameters(), *model.buffers(), *others]:
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -165,24 +188,24 @@ def fingerprint(model: nn.Module, *others: Tensor) -> str:
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """Relative L2 distance."""
+    """Return the relative L2 distance."""
     return float((one - other).norm() / other.norm())
 
 
 def reference(
     workload: Workload,
-    windows: Sequence[Sequence[int]],
+    batches: Sequence[Sequence[int]],
     whole_loss: Callable[[nn.Module, Collated], Tensor],
     *,
     seed: int = 0,
     clip: float | None = None,
 ) -> tuple[Tensor, list[float]]:
-    """Train with one pass over each whole window, written as by hand; weights and losses."""
+    """Train with one pass over each whole batch, without autobatch; return the weights and the losses."""
     seed_everything(seed)
     model = workload.model()
     optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
     losses = []
-    for ids in windows:
+    for ids in batches:
         batch = torch.utils.data.default_collate([workload.train_data[i] for i in ids])
         optimizer.zero_grad()
         loss = whole_loss(model, batch)

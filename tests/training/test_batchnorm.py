@@ -1,4 +1,4 @@
-"""BatchNorm's running averages in micro-batches against those of whole batches."""
+"""BatchNorm in micro-batches against whole batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.training.batchnorm import batch_norms, rescaled_momentum
+from autobatch.planning import micro_batches
+from autobatch.training.batchnorm import (
+    batch_norm_notes,
+    batch_norms,
+    equivalent_momentum,
+    rescaled_momentum,
+    smallest_micro_batch,
+)
+from autobatch.workload.order import GlobalBatchSampler
 from tests.support.faults import Fault, Quick, Watching
 from tests.support.training import apart, make_loop, make_workload, network, points
 
@@ -52,7 +60,7 @@ def test_running_statistics_are_within_two_percent_of_the_whole_batch(micro_batc
         assert apart(statistics(trained(norm_loop(micro_batch, auto=False))), whole) > 0.1
 
 
-def test_they_are_when_memory_runs_out_and_there_are_more_micro_batches() -> None:
+def test_running_statistics_follow_the_number_of_micro_batches_after_a_recovery() -> None:
     whole = statistics(trained(norm_loop(TARGET, auto=False)))
     fault = Fault(20)
     loop = norm_loop(256, auto=True, fault=fault)
@@ -66,16 +74,16 @@ def test_they_are_when_memory_runs_out_and_there_are_more_micro_batches() -> Non
     assert apart(statistics(loop), whole) < 0.02
 
 
-def test_an_average_over_everything_is_left_alone() -> None:
-    """Without a momentum every micro-batch weighs the same, and the mean is that of all samples."""
+def test_a_cumulative_average_is_left_alone() -> None:
+    """Without a momentum every micro-batch has the same weight, so the mean is that of all samples."""
     loop = norm_loop(128, auto=True, momentum=None)
     list(loop.run())
-    windows = list(loop.sampler.batches())
-    inputs = torch.stack([loop.workload.train_data.columns[0][window.ids] for window in windows])
+    batches = list(loop.sampler.batches())
+    inputs = torch.stack([loop.workload.train_data.columns[0][batch.ids] for batch in batches])
     assert apart(loop.train_state.model[0].running_mean, inputs.mean((0, 1))) <= 1e-12
 
 
-def test_the_momentum_comes_back_after_an_error() -> None:
+def test_the_momentum_is_restored_after_an_error() -> None:
     norms = [
         nn.BatchNorm1d(2, momentum=0.3),
         nn.BatchNorm2d(2, momentum=None),
@@ -91,3 +99,60 @@ def test_the_momentum_comes_back_after_an_error() -> None:
     with pytest.raises(KeyError):
         fail()
     assert [norm.momentum for norm in norms] == [0.3, None, 1.0]
+
+
+def test_the_note_on_batch_norm_has_the_numbers() -> None:
+    sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
+    model = nn.Sequential(nn.BatchNorm1d(5), network())
+    (note,) = batch_norm_notes(model, sampler, 7)
+    assert "1 BatchNorm layers compute their statistics over micro-batches of 6 to 6 samples" in note
+    assert "not over the batch of 24" in note
+    assert (
+        "move 4 times per step: to match the whole batch, set their momentum to 0.026 instead of 0.1" in note
+    )
+    assert note.endswith("(--bn-momentum auto does this)")
+    assert batch_norm_notes(model, sampler, 24) == []
+    assert batch_norm_notes(network(), sampler, 7) == []
+
+
+@pytest.mark.parametrize("limit", range(3, 40))
+def test_an_even_split_gives_one_sample_only_for_limits_of_one_or_two(limit: int) -> None:
+    """BatchNorm needs two samples, and the even split gives them if the limit allows it."""
+    for samples in range(2, 200):
+        assert min(micro_batches(samples, limit)) >= 2
+
+
+@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
+def test_the_smallest_micro_batch_is_that_of_all_batches_of_the_run(last_batch: str) -> None:
+    for samples in range(4, 30):
+        for target in range(1, samples + 3):
+            for epochs in (1, 2, 3):
+                sampler = GlobalBatchSampler(
+                    samples=samples, target_batch=target, seed=0, epochs=epochs, last_batch=last_batch
+                )
+                if sampler.total:
+                    expected = min(
+                        size for i in range(sampler.total) for size in micro_batches(sampler.size(i), 4)
+                    )
+                    assert smallest_micro_batch(sampler, 4) == expected
+
+
+def test_the_equivalent_momentum_gives_the_running_averages_of_whole_batches() -> None:
+    def build(momentum: float):
+        return lambda: nn.Sequential(nn.BatchNorm1d(5, momentum=momentum), network()).double()
+
+    def averages(momentum: float, micro_batch: int) -> torch.Tensor:
+        data = points(512)
+        data.columns[0].mul_(2.0).add_(3.0)
+        loop = make_loop(
+            make_workload(model=build(momentum), train_data=data, learning_rate=1e-6),
+            target_batch=256,
+            micro_batch=micro_batch,
+            steps=4,
+        )
+        list(loop.run())
+        return loop.train_state.model[0].running_mean
+
+    whole = averages(0.1, 256)
+    assert apart(averages(equivalent_momentum(0.1, 4), 64), whole) < 0.02
+    assert apart(averages(0.1, 64), whole) > 0.5

@@ -1,30 +1,26 @@
-"""Checkpoints that were damaged, or made by somebody who means harm."""
+"""Checkpoints are loaded as they were saved, pruned from the oldest, and never executed."""
 
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from autobatch.core.errors import CheckpointError
-from autobatch.training.checkpoint import is_valid, load_newest, save_checkpoint, verify
-
-MANIFEST, STATE = "manifest.json", "state.pt"
-
-
-def save(folder: Path, step: int, size: int = 8, **options) -> Path:
-    state = {"weights": torch.full((size,), float(step)), "step": step}
-    return save_checkpoint(folder, step=step, state=state, facts={"seed": 1, "step": step}, **options)
-
-
-def newest(folder: Path) -> int | None:
-    loaded = load_newest(folder)
-    return None if loaded is None else loaded.state["step"]
+from autobatch.training.checkpoint import (
+    clean_leftovers,
+    is_valid,
+    list_checkpoints,
+    load_newest,
+    save_checkpoint,
+)
+from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     loaded = load_newest(tmp_path)
@@ -33,76 +29,15 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert load_newest(tmp_path / "nothing") is None
 
 
-@pytest.mark.parametrize("name", [MANIFEST, STATE])
-def test_a_change_of_any_byte_is_seen(tmp_path: Path, name: str) -> None:
-    save(tmp_path, 1)
-    path = save(tmp_path, 2)
-    content = (path / name).read_bytes()
-    # All of the manifest; of the state every 7th byte, which meets each of its parts.
-    for place in range(0, len(content), 1 if name == MANIFEST else 7):
-        changed = bytearray(content)
-        changed[place] ^= 1 << place % 8
-        (path / name).write_bytes(changed)
-        with pytest.raises(CheckpointError, match="step-00000002"):
-            verify(path)
-    loaded = load_newest(tmp_path)
-    assert loaded.state["step"] == 1
-    assert len(loaded.passed_over) == 1
-    assert str(path) in loaded.passed_over[0]
-    assert name in loaded.passed_over[0]
-    assert (path / name).read_bytes() == bytes(changed), "a damaged checkpoint is never deleted"
-    (path / name).write_bytes(content)
-    assert newest(tmp_path) == 2
-
-
-DAMAGES = {
-    "truncated": lambda content: content[: len(content) // 2],
-    "empty": lambda content: b"",
-    "zeroed page": lambda content: content[:64] + bytes(128) + content[192:],
-    "longer": lambda content: content + b"\0",
-    "text": lambda content: b"not a checkpoint",
-    "nested": lambda content: b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [MANIFEST, STATE])
-def test_damage_is_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
-    save(tmp_path, 1)
-    path = save(tmp_path, 2)
-    (path / name).write_bytes(DAMAGES[damage]((path / name).read_bytes()))
-    loaded = load_newest(tmp_path)
-    assert loaded.state["step"] == 1
-    assert f"{path}: {name}" in loaded.passed_over[0]
-    assert path.is_dir()
-
-
-@pytest.mark.parametrize("name", [MANIFEST, STATE])
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    save(tmp_path, 1)
-    (save(tmp_path, 2) / name).unlink()
-    loaded = load_newest(tmp_path)
-    assert loaded.state["step"] == 1
-    assert name in loaded.passed_over[0]
-
-
-def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_all_named(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / STATE).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*step-00000002.*step-00000001"):
         load_newest(tmp_path)
 
 
-def test_a_future_format_is_said_to_be_one(tmp_path: Path) -> None:
-    path = save(tmp_path, 2)
-    content = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(content.replace('"schema": 2', '"schema": 3'))
-    with pytest.raises(CheckpointError, match="has format 3, and this version reads 2"):
-        verify(path)
-
-
 class Malicious:
-    """Writes a file when it is unpickled."""
+    """Object that writes a file when it is unpickled."""
 
     def __init__(self, sentinel: Path) -> None:
         self.sentinel = sentinel
@@ -113,7 +48,7 @@ class Malicious:
 
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, raw: bool, monkeypatch) -> None:
-    """Even one with a manifest that is right in every byte."""
+    """The manifest is right in every byte."""
     folder = tmp_path / "checkpoints"
     sentinel = tmp_path / "sentinel"
     save(folder, 1)
@@ -134,3 +69,45 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, raw: boo
     assert not sentinel.exists()
     pickle.loads(pickle.dumps(Malicious(sentinel)))
     assert sentinel.exists(), "the pickle does what it says where it is executed"
+
+
+def test_the_checkpoint_of_the_resume_is_not_deleted(tmp_path: Path) -> None:
+    resumed_from = save(tmp_path, 1)
+    for step in range(2, 7):
+        save(tmp_path, step, keep_last=2, protected=resumed_from)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "5", "6"]
+
+
+def test_damaged_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000002" / STATE).write_bytes(b"")
+    save(tmp_path, 9)
+    shutil.move(tmp_path / "step-00000009", tmp_path / "step-00000099")
+    (tmp_path / "step-00000099" / MANIFEST).unlink()
+    for step in (4, 5, 6):
+        save(tmp_path, step, keep_last=2)
+    names = [int(path.name[-2:]) for path in list_checkpoints(tmp_path)]
+    assert names == [2, 5, 6, 99]
+
+
+def test_a_damaged_checkpoint_is_set_aside_when_the_run_reaches_its_step_again(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    (path / STATE).write_bytes(b"damaged")
+    save(tmp_path, 2)
+    assert newest(tmp_path) == 2
+    assert (tmp_path / "step-00000002.damaged-1" / STATE).read_bytes() == b"damaged"
+    clean_leftovers(tmp_path)
+    assert (tmp_path / "step-00000002.damaged-1").is_dir()
+
+
+def test_leftovers_are_deleted_and_a_checkpoint_that_was_set_aside_is_restored(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    path.rename(tmp_path / "step-00000002.trash-123")
+    (tmp_path / "step-00000003.tmp-123").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    clean_leftovers(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-00000001", "step-00000002"]
+    assert newest(tmp_path) == 2

@@ -1,38 +1,34 @@
-"""The loop over whole runs: windows, figures, schedules, and losses that are not finite."""
+"""The loop against whole batches: weights, records, schedules and warm-up."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from itertools import count
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from autobatch.core.errors import NonFiniteError
 from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,
+    TOKENS,
     Rows,
     apart,
-    language_model,
     make_loop,
     make_workload,
     mean_loss,
-    network,
     points,
     reference,
-    token_loss,
-    tokens,
     weights,
 )
 
 
 @pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 7, 50])
-def test_a_run_is_that_of_whole_windows(last_batch: str, micro_batch: int) -> None:
-    """24 samples by windows of 7 over 3 epochs, momentum and decay included."""
+def test_a_run_equals_training_on_whole_batches(last_batch: str, micro_batch: int) -> None:
+    """24 samples in batches of 7 over 3 epochs, with momentum and weight decay."""
     workload = make_workload(
         optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01)
     )
@@ -40,18 +36,20 @@ def test_a_run_is_that_of_whole_windows(last_batch: str, micro_batch: int) -> No
         workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_batch=last_batch
     )
     records = list(loop.run())
-    windows = [window.ids for window in loop.sampler.batches()]
-    expected, losses = reference(workload, windows, mean_loss)
+    batches = [batch.ids for batch in loop.sampler.batches()]
+    expected, losses = reference(workload, batches, mean_loss)
     assert apart(weights(loop.train_state.model), expected) <= 1e-12
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
     assert len(records) == loop.sampler.total == {"carry": 11, "flush": 12, "drop": 9}[last_batch]
-    assert records[-1].samples == sum(map(len, windows))
+    assert records[-1].samples == sum(map(len, batches))
 
 
 @pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 50])
-def test_a_run_with_a_loss_over_the_whole_batch_is_that_of_whole_windows(last_batch, micro_batch) -> None:
-    """The last window may be short: its loss is over fewer samples then."""
+def test_a_run_with_a_loss_over_the_whole_batch_equals_training_on_whole_batches(
+    last_batch, micro_batch
+) -> None:
+    """The last batch may be short, and its loss is over fewer samples then."""
     workload = make_workload(
         loss=INFO_NCE, optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9)
     )
@@ -59,16 +57,26 @@ def test_a_run_with_a_loss_over_the_whole_batch_is_that_of_whole_windows(last_ba
         workload, target_batch=7, micro_batch=micro_batch, steps=None, epochs=3, last_batch=last_batch
     )
     records = list(loop.run())
-    windows = [window.ids for window in loop.sampler.batches()]
-    expected, losses = reference(workload, windows, INFO_NCE)
+    batches = [batch.ids for batch in loop.sampler.batches()]
+    expected, losses = reference(workload, batches, INFO_NCE)
     assert apart(weights(loop.train_state.model), expected) <= 1e-12
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-12)
     assert loop.noise.estimate().batches == 0
 
 
-@pytest.mark.parametrize(("last_batch", "expected"), [("flush", -2.0), ("carry", -2.0), ("drop", -0.0)])
-def test_a_short_last_window_is_a_whole_step(last_batch: str, expected: float) -> None:
-    """Five samples by fours, gradient 1 each: loops that divide by 4 all the same end at -1.25."""
+@pytest.mark.parametrize(
+    ("samples", "epochs", "last_batch", "steps"),
+    [
+        (5, 1, "flush", 2),
+        (5, 1, "carry", 2),
+        (5, 1, "drop", 1),
+        (3, 2, "flush", 2),
+        (3, 2, "carry", 2),
+        (3, 2, "drop", 0),
+    ],
+)
+def test_a_short_last_batch_is_a_full_step(samples: int, epochs: int, last_batch: str, steps: int) -> None:
+    """Each sample and step has gradient 1: with 5 samples, a loop that divides by 4 ends at -1.25."""
 
     class One(nn.Module):
         def __init__(self) -> None:
@@ -77,19 +85,20 @@ def test_a_short_last_window_is_a_whole_step(last_batch: str, expected: float) -
 
     workload = make_workload(
         model=One,
-        train_data=Rows(torch.ones(5, dtype=torch.float64)),
+        train_data=Rows(torch.ones(samples, dtype=torch.float64)),
         loss=lambda model, batch: (model.weight * batch[0]).mean(),
         learning_rate=1.0,
     )
-    loop = make_loop(workload, target_batch=4, micro_batch=1, steps=None, epochs=1, last_batch=last_batch)
-    steps = len(list(loop.run()))
-    assert float(loop.train_state.model.weight.detach()) == (expected if last_batch != "drop" else -1.0)
-    assert steps == (1 if last_batch == "drop" else 2)
+    loop = make_loop(
+        workload, target_batch=4, micro_batch=1, steps=None, epochs=epochs, last_batch=last_batch
+    )
+    assert len(list(loop.run())) == loop.steps_applied == steps
+    assert float(loop.train_state.model.weight.detach()) == -steps
 
 
-def test_a_window_larger_than_the_data_takes_it_several_times() -> None:
+def test_a_batch_larger_than_the_data_takes_them_several_times() -> None:
     loop = make_loop(make_workload(), target_batch=60, micro_batch=7, steps=2)
-    expected, _ = reference(loop.workload, [w.ids for w in loop.sampler.batches()], mean_loss)
+    expected, _ = reference(loop.workload, [batch.ids for batch in loop.sampler.batches()], mean_loss)
     assert [record.samples for record in loop.run()] == [60, 120]
     assert apart(weights(loop.train_state.model), expected) <= 1e-12
 
@@ -109,53 +118,7 @@ def test_the_schedule_ends_exactly_with_the_run() -> None:
     assert loop.train_state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
-def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
-    data = points(24, dtype=dtype)
-    for index, value in samples.items():
-        data.columns[0][index, 0] = value
-    return data
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_sample(value, precision) -> None:
-    workload = make_workload(model=lambda: network(torch.float32))
-    bad = list(make_loop(workload, target_batch=6, steps=4).sampler.batches())[2].ids[4]
-    workload = make_workload(model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value}))
-    loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
-    run = loop.run()
-    next(run)
-    next(run)
-    before = weights(loop.train_state.model)
-    random_state = torch.get_rng_state()
-    with pytest.raises(
-        NonFiniteError, match=rf"loss \(nan\) of step 3 .* sample {bad} alone gives a non-finite loss"
-    ):
-        next(run)
-    assert torch.equal(weights(loop.train_state.model), before)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert loop.batches_seen == loop.steps_applied == 2
-
-
-def test_of_a_loss_over_the_whole_batch_the_sample_is_named_whose_row_is_not_finite() -> None:
-    """A row by itself: the loss of a single sample may not even be defined."""
-
-    def undefined_alone(model, rows):
-        return INFO_NCE.loss(model, rows) + rows.std(0).mean()
-
-    workload = make_workload(
-        model=lambda: network(torch.float32),
-        train_data=spoiled({11: math.nan}),
-        loss=replace(INFO_NCE, loss=undefined_alone),
-    )
-    loop = make_loop(workload, target_batch=24, micro_batch=5, steps=1)
-    with pytest.raises(
-        NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 alone gives a non-finite row"
-    ):
-        next(loop.run())
-
-
-def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss() -> None:
+def test_a_non_finite_gradient_of_a_finite_loss_stops_the_run_before_the_step() -> None:
     def loss(model, batch):
         return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
 
@@ -168,7 +131,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step_with_a_finite_loss(
     assert torch.equal(weights(loop.train_state.model), before)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_other_optimizer_too() -> None:
+def test_a_non_finite_gradient_of_one_optimizer_stops_all() -> None:
     def loss(model, batch):
         return mean_loss(model, batch) + (model[0].weight * 0.0).abs().sqrt().sum()
 
@@ -183,7 +146,7 @@ def test_a_gradient_that_is_not_finite_stops_the_other_optimizer_too() -> None:
     assert torch.equal(weights(loop.train_state.model), before)
 
 
-def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
+def test_a_batch_without_items_is_seen_and_its_step_not_applied() -> None:
     def loss(model, batch):
         return Loss(mean_loss(model, batch) * 0.0, 0)
 
@@ -198,23 +161,20 @@ def test_windows_that_count_nothing_are_counted_and_not_stepped() -> None:
     assert (loop.batches_seen, loop.steps_applied, loop.schedules[0].last_epoch) == (3, 0, 0)
 
 
-TOKENS = {"model": language_model, "train_data": tokens(), "loss": token_loss}
-
-
 @pytest.mark.parametrize("fields", [{}, TOKENS], ids=["mean", "tokens"])
 @pytest.mark.parametrize("micro_batch", [1, 5, 7])
-def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int, fields: dict) -> None:
-    """Against one pass over each whole window, written by hand; half a second a window by the clock."""
+def test_records_do_not_depend_on_the_micro_batch(micro_batch: int, fields: dict) -> None:
+    """Against one pass over each whole batch, written by hand; each step takes half a second of the clock."""
     workload = make_workload(**fields)
     loop = make_loop(workload, micro_batch=micro_batch, target_batch=7, steps=None, epochs=1)
     ticks = count(step=0.5)
     loop.clock = lambda: next(ticks)
     model = make_loop(workload).train_state.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for record, window in zip(loop.run(), loop.sampler.batches(), strict=True):
-        batch = torch.utils.data.default_collate([workload.train_data[index] for index in window.ids])
-        found = workload.loss(model, batch)
-        total, items = found if isinstance(found, Loss) else (found * len(window.ids), len(window.ids))
+    for record, batch in zip(loop.run(), loop.sampler.batches(), strict=True):
+        samples = torch.utils.data.default_collate([workload.train_data[index] for index in batch.ids])
+        found = workload.loss(model, samples)
+        total, items = found if isinstance(found, Loss) else (found * len(batch.ids), len(batch.ids))
         optimizer.zero_grad()
         mean = total / items
         mean.backward()
@@ -224,13 +184,58 @@ def test_the_figures_do_not_depend_on_the_micro_batch(micro_batch: int, fields: 
         assert record.count == float(items)
         assert record.seconds == 0.5
         assert record.items_per_s == 2 * float(items)
-        assert record.samples_per_s == 2 * len(window.ids)
+        assert record.samples_per_s == 2 * len(batch.ids)
         optimizer.step()
 
 
-def test_a_gradient_that_a_model_comes_with_is_no_part_of_the_first_window() -> None:
+def test_gradients_that_the_model_came_with_are_not_part_of_the_first_batch() -> None:
     loop, other = make_loop(make_workload(), steps=1), make_loop(make_workload(), steps=1)
     for parameter in other.train_state.parameters:
         parameter.grad = torch.ones_like(parameter)
     list(loop.run()), list(other.run())
     assert torch.equal(weights(loop.train_state.model), weights(other.train_state.model))
+
+
+def halving(optimizer: torch.optim.Optimizer, _: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def by_hand(rates: list[float], batches: list[list[int]]) -> torch.Tensor:
+    """Train with plain SGD over whole batches, with these learning rates."""
+    loop = make_loop(make_workload())
+    model, columns = loop.train_state.model, points().columns
+    for rate, ids in zip(rates, batches, strict=True):
+        model.zero_grad()
+        mean_loss(model, [column[ids] for column in columns]).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(rate * parameter.grad)
+    return weights(model)
+
+
+@pytest.mark.parametrize("schedule", [None, halving])
+@pytest.mark.parametrize(("target", "steps"), [(24, 5), (7, 12)])
+def test_warmup_grows_with_the_samples_on_top_of_the_schedule(target, steps, schedule) -> None:
+    workload = make_workload(schedule=schedule)
+    loop = make_loop(workload, target_batch=target, steps=steps, warmup_samples=60)
+    ids = [batch.ids for batch in loop.sampler.batches()]
+    records = list(loop.run())
+    plain = [0.1 * (0.5**step if schedule else 1.0) for step in range(steps)]
+    expected = [rate * min(1.0, (step + 1) * target / 60) for step, rate in enumerate(plain)]
+    assert [record.learning_rate for record in records] == pytest.approx(expected, rel=1e-15)
+    assert apart(weights(loop.train_state.model), by_hand(expected, ids)) < 1e-12
+    # Schedules and checkpoints see the learning rate without the warm-up.
+    left = loop.train_state.optimizers[0].param_groups[0]["lr"]
+    assert left == 0.1 * (0.5**steps if schedule else 1.0)
+
+
+def test_the_learning_rate_is_restored_after_an_error(monkeypatch) -> None:
+    loop = make_loop(make_workload(), warmup_samples=100)
+
+    def failing(*_: object) -> None:
+        raise ValueError("in the step")
+
+    monkeypatch.setattr(loop, "_train_batch", failing)
+    with pytest.raises(ValueError, match="in the step"):
+        next(loop.run())
+    assert loop.train_state.optimizers[0].param_groups[0]["lr"] == 0.1

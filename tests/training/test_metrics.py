@@ -1,4 +1,4 @@
-"""What the sinks write, read back; and that TensorBoard never stops a run."""
+"""The metrics file and TensorBoard, read back; TensorBoard never stops a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from autobatch.training.metrics import (
     JsonLines,
     MetricsWriter,
     open_tensorboard,
+    rewind_metrics,
     scalars,
 )
 from tests.support.sample_run import a_run, a_step
 
 
 class Writer:
-    """Stands in for ``SummaryWriter``: keeps what it is given."""
+    """Stand-in for ``SummaryWriter`` that keeps the events."""
 
     def __init__(self, folder: str, purge_step: int | None = None) -> None:
         self.folder, self.purge_step, self.closed = folder, purge_step, False
@@ -37,7 +38,7 @@ class Writer:
 
 @pytest.fixture
 def installed(monkeypatch):
-    """TensorBoard, as far as a sink needs it."""
+    """Install as much of TensorBoard as a writer needs."""
 
     class Summary(SimpleNamespace):
         Value = SimpleNamespace
@@ -54,18 +55,18 @@ def ticking(step: float):
     return lambda: next(times) * step
 
 
-def test_lines_are_the_records_and_stand_at_once(tmp_path) -> None:
+def test_lines_are_the_records_and_written_at_once(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"before\n")
-    sink: MetricsWriter = JsonLines(path)
+    writer: MetricsWriter = JsonLines(path)
     records = [a_step(1), a_step(2)]
     for number, record in enumerate(records, 1):
-        sink.step(record)
+        writer.step(record)
         lines = path.read_bytes().splitlines()
         assert len(lines) == 1 + number
     assert [msgspec.json.decode(line, type=StepRecord) for line in lines[1:]] == records
-    sink.end(a_run().training)
-    sink.close()
+    writer.end(a_run().training)
+    writer.close()
     assert len(path.read_bytes().splitlines()) == 3
 
 
@@ -78,13 +79,13 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path) -> None:
 def test_a_full_disk_is_named() -> None:
     from pathlib import Path
 
-    sink = JsonLines(Path("/dev/full"))
+    writer = JsonLines(Path("/dev/full"))
     with pytest.raises(CheckpointError, match="No space left on device"):
-        sink.step(a_step(1))
-    sink.close()
+        writer.step(a_step(1))
+    writer.close()
 
 
-def test_figures_of_a_record() -> None:
+def test_scalars_of_a_record() -> None:
     found = dict(scalars(a_step(2, samples_per_s=30.0, items_per_s=80.0, loss=None)))
     assert found["speed/samples_per_s"] == 30.0
     assert found["speed/items_per_s"] == 80.0
@@ -95,13 +96,13 @@ def test_figures_of_a_record() -> None:
     assert dict(scalars(a_step(3, validation={"loss": 0.25})))["validation/loss"] == 0.25
 
 
-def test_curves(installed, tmp_path) -> None:
-    sink = open_tensorboard(tmp_path, clock=ticking(TENSORBOARD_INTERVAL_S))
+def test_tensorboard_gets_every_scalar(installed, tmp_path) -> None:
+    writer = open_tensorboard(tmp_path, clock=ticking(TENSORBOARD_INTERVAL_S))
     for step in (1, 2):
-        sink.step(a_step(step))
-    sink.end(a_run().training)
-    sink.close()
-    writer = sink._writer
+        writer.step(a_step(step))
+    writer.end(a_run().training)
+    writer.close()
+    writer = writer._writer
     assert writer.folder == str(tmp_path)
     assert [step for step, _ in writer.events] == [1, 2, 2]
     assert writer.events[1][1] == dict(scalars(a_step(2)))
@@ -109,8 +110,8 @@ def test_curves(installed, tmp_path) -> None:
     assert writer.closed
 
 
-def test_quick_windows_are_thinned_out_but_not_those_in_which_something_happened(installed, tmp_path) -> None:
-    sink = open_tensorboard(tmp_path, clock=ticking(0.15 * TENSORBOARD_INTERVAL_S))
+def test_quick_steps_are_thinned_out_except_notable_ones(installed, tmp_path) -> None:
+    writer = open_tensorboard(tmp_path, clock=ticking(0.15 * TENSORBOARD_INTERVAL_S))
     changes = {
         10: {"recovered": "out of memory"},
         12: {"validation": {"loss": 0.5}},
@@ -118,33 +119,33 @@ def test_quick_windows_are_thinned_out_but_not_those_in_which_something_happened
     }
     for step in range(1, 31):
         fields = {"recovered": None, "samples_per_s": 1800.0, **changes.get(step, {})}
-        sink.step(a_step(step, **fields))
-    assert [step for step, _ in sink._writer.events] == [1, 8, 10, 12, 13, 20, 27]
-    assert sink._writer.events[1][1]["speed/samples_per_s"] == 1800.0
+        writer.step(a_step(step, **fields))
+    assert [step for step, _ in writer._writer.events] == [1, 8, 10, 12, 13, 20, 27]
+    assert writer._writer.events[1][1]["speed/samples_per_s"] == 1800.0
 
 
 @pytest.mark.parametrize(("seen", "purged"), [(0, 1), (7, 8)])
-def test_a_resumed_run_hides_what_it_runs_again(installed, tmp_path, seen, purged) -> None:
+def test_a_resumed_run_hides_the_steps_that_run_again(installed, tmp_path, seen, purged) -> None:
     assert open_tensorboard(tmp_path, batches_seen=seen)._writer.purge_step == purged
 
 
-def test_trouble_ends_the_curves_and_not_the_run(installed, tmp_path) -> None:
-    sink = open_tensorboard(tmp_path, clock=ticking(1.0))
+def test_an_error_of_tensorboard_does_not_stop_the_run(installed, tmp_path) -> None:
+    writer = open_tensorboard(tmp_path, clock=ticking(1.0))
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    sink._writer.add_summary = fail
-    sink.step(a_step(1))
-    sink._writer.add_summary = None
-    sink.step(a_step(2))
-    sink._writer.close = fail
-    sink.close()
-    assert sink.error == "TensorBoard stopped at step 1: OSError: [Errno 28] No space left on device"
+    writer._writer.add_summary = fail
+    writer.step(a_step(1))
+    writer._writer.add_summary = None
+    writer.step(a_step(2))
+    writer._writer.close = fail
+    writer.close()
+    assert writer.error == "TensorBoard stopped at step 1: OSError: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize("missing", ["tensorboard", "torch.utils.tensorboard"])
-def test_without_tensorboard_there_is_none(installed, monkeypatch, tmp_path, missing) -> None:
+def test_without_tensorboard_there_is_no_writer(installed, monkeypatch, tmp_path, missing) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "tensorboard":
         for name in [name for name in sys.modules if name.startswith("tensorboard.")]:
@@ -152,7 +153,7 @@ def test_without_tensorboard_there_is_none(installed, monkeypatch, tmp_path, mis
     assert open_tensorboard(tmp_path) is None
 
 
-def test_a_broken_installation_is_none(installed, monkeypatch, tmp_path) -> None:
+def test_a_broken_installation_gives_no_writer(installed, monkeypatch, tmp_path) -> None:
     def broken(*_, **__):
         raise TypeError("Descriptors cannot be created directly")
 
@@ -160,24 +161,39 @@ def test_a_broken_installation_is_none(installed, monkeypatch, tmp_path) -> None
     assert open_tensorboard(tmp_path) is None
 
 
-def test_the_real_one_reads_what_was_written(tmp_path) -> None:
-    """Two processes' worth of events: the second went on after window 2."""
+def test_tensorboard_reads_what_was_written(tmp_path) -> None:
+    """The events of two processes, of which the second resumed after step 2."""
     pytest.importorskip("tensorboard", exc_type=ImportError)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for seen, last in ((0, 4), (2, 5)):
-        sink = open_tensorboard(tmp_path, batches_seen=seen, clock=ticking(1.0))
+        writer = open_tensorboard(tmp_path, batches_seen=seen, clock=ticking(1.0))
         for step in range(seen + 1, last + 1):
-            sink.step(a_step(step, loss=float(seen + step)))
-        sink.end(Training(
+            writer.step(a_step(step, loss=float(seen + step)))
+        writer.end(Training(
             optimizer_steps=last, samples=1, samples_per_s=1.0, first_loss=None, final_loss=None,
             oom_recoveries=0, resumed_from=None, checkpoint=None, validation={"accuracy": 0.5},
         ))  # fmt: skip
-        sink.close()
-        assert sink.error is None
+        writer.close()
+        assert writer.error is None
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("training/loss")] == [
         (1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0),
     ]  # fmt: skip
     assert events.Scalars("validation/accuracy")[-1].value == 0.5
+
+
+def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 1, "loss": 3.0}', b'{"step": 2}', b'{"step": 3}', b'["step", 1]', b'{"loss": 1}']
+    path.write_bytes(b"\n".join([*lines[:1], b"broken {", *lines[1:], b'{"step": 2, "lo']))
+    kept: list[object] = []
+    rewind_metrics(path, batches_seen=2, on_kept=kept.append)
+    assert kept == [{"step": 1, "loss": 3.0}, {"step": 2}]
+    assert path.read_bytes() == b'{"step": 1, "loss": 3.0}\n{"step": 2}\n'
+
+
+def test_a_run_without_metrics_has_nothing_to_drop(tmp_path) -> None:
+    rewind_metrics(tmp_path / "metrics.jsonl", batches_seen=2, on_kept=pytest.fail)
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,4 +1,4 @@
-"""The noise scale against problems whose own is known."""
+"""The noise scale of problems with a known answer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def of_norms(rows) -> NoiseEstimate:
     return noise.estimate()
 
 
-def drawn(generator, *, truth: torch.Tensor, spread: float, first: int, window: int, windows: int):
-    """Norms of windows of Gaussian sample gradients: the noise scale is dimensions × spread² ÷ |truth|²."""
-    shape = (windows, truth.numel())
+def drawn(generator, *, truth: torch.Tensor, spread: float, first: int, batch: int, batches: int):
+    """Draw norms for Gaussian sample gradients, whose noise scale is dimensions × spread² ÷ |truth|²."""
+    shape = (batches, truth.numel())
     head = truth + spread / math.sqrt(first) * torch.randn(shape, dtype=torch.float64, generator=generator)
-    rest = window - first
+    rest = batch - first
     tail = truth + spread / math.sqrt(rest) * torch.randn(shape, dtype=torch.float64, generator=generator)
-    whole = (first * head + rest * tail) / window
+    whole = (first * head + rest * tail) / batch
     norms = zip(head.square().sum(1).tolist(), whole.square().sum(1).tolist(), strict=True)
-    return [(one, first, other, window) for one, other in norms]
+    return [(one, first, other, batch) for one, other in norms]
 
 
-def test_expected_norms_give_the_noise_scale_itself() -> None:
+def test_expected_norms_give_the_exact_noise_scale() -> None:
     """E|G_B|² = |G|² + tr(Σ)/B, with |G|² = 3 and tr(Σ) = 600."""
     found = of_norms([(3 + 600 / 8, 8, 3 + 600 / 64, 64)] * MIN_BATCHES)
     assert found.gradient_norm_sq == pytest.approx(3)
@@ -37,15 +37,15 @@ def test_expected_norms_give_the_noise_scale_itself() -> None:
     assert [found.noise_scale, found.low, found.high] == pytest.approx([200] * 3)
 
 
-def test_it_is_unbiased_over_all_windows_that_there_are() -> None:
-    """Every ordered window of 4 out of 3 samples, drawn with replacement: the mean is the truth, exactly."""
+def test_the_estimate_is_unbiased_over_all_possible_batches() -> None:
+    """Over every ordered batch of 4 of 3 samples, drawn with replacement, the mean is exact."""
     samples = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]], dtype=torch.float64)
     truth = samples.mean(0)
     trace = (samples - truth).square().sum(1).mean().item()
     rows = []
     for ids in itertools.product(range(3), repeat=4):
-        window = samples[list(ids)]
-        rows.append((window[0].square().sum().item(), 1, window.mean(0).square().sum().item(), 4))
+        batch = samples[list(ids)]
+        rows.append((batch[0].square().sum().item(), 1, batch.mean(0).square().sum().item(), 4))
     assert len(rows) >= MIN_BATCHES
     found = of_norms(rows)
     assert found.gradient_norm_sq == pytest.approx(truth.square().sum().item(), rel=1e-12)
@@ -53,24 +53,22 @@ def test_it_is_unbiased_over_all_windows_that_there_are() -> None:
     assert found.noise_scale == pytest.approx(trace / truth.square().sum().item(), rel=1e-12)
 
 
-@pytest.mark.parametrize(("first", "window"), [(8, 32), (64, 512), (2, 1024)])
-@pytest.mark.parametrize("windows", [50, 200])
-def test_the_band_holds_the_truth_nineteen_times_in_twenty(first: int, window: int, windows: int) -> None:
-    generator = torch.Generator().manual_seed(first + windows)
+@pytest.mark.parametrize(("first", "batch"), [(8, 32), (64, 512), (2, 1024)])
+@pytest.mark.parametrize("batches", [50, 200])
+def test_the_interval_holds_the_truth_in_95_of_100_runs(first: int, batch: int, batches: int) -> None:
+    generator = torch.Generator().manual_seed(first + batches)
     truth = torch.full((40,), 0.25, dtype=torch.float64)
     exact = 40 * 2.0**2 / truth.square().sum().item()
     held = 0
     for _ in range(300):
-        found = of_norms(
-            drawn(generator, truth=truth, spread=2.0, first=first, window=window, windows=windows)
-        )
+        found = of_norms(drawn(generator, truth=truth, spread=2.0, first=first, batch=batch, batches=batches))
         held += found.low <= exact <= (math.inf if found.high is None else found.high)
-    # 285 expected, with a standard deviation of 3.8; skewed estimates of 50 windows cost a little.
+    # 285 expected, with a standard deviation of 3.8; skewed estimates of 50 batches cost a little.
     assert 268 <= held <= 298
 
 
-def test_gradients_of_a_model_give_that_of_its_data() -> None:
-    """Linear regression: sample gradients by hand; norms by autograd on the micro-batch and the window."""
+def test_gradients_of_a_model_give_the_noise_scale_of_its_data() -> None:
+    """Linear regression: sample gradients by hand; norms by autograd on the micro-batch and the batch."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(256, 6, dtype=torch.float64, generator=generator)
     targets = inputs @ torch.arange(6.0, dtype=torch.float64) + torch.randn(
@@ -96,7 +94,7 @@ def test_gradients_of_a_model_give_that_of_its_data() -> None:
 def test_a_gradient_that_the_noise_hides_has_no_upper_end() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = drawn(
-        generator, truth=torch.zeros(40, dtype=torch.float64), spread=1.0, first=4, window=16, windows=100
+        generator, truth=torch.zeros(40, dtype=torch.float64), spread=1.0, first=4, batch=16, batches=100
     )
     found = of_norms(rows)
     assert found.high is None
@@ -106,13 +104,13 @@ def test_a_gradient_that_the_noise_hides_has_no_upper_end() -> None:
     assert found.verdict(10**9) == "unclear"
 
 
-def test_no_noise_at_all() -> None:
+def test_without_noise_the_scale_is_zero() -> None:
     found = of_norms([(2.0, 4, 2.0, 16)] * 60)
     assert (found.noise_scale, found.low, found.high) == (0.0, 0.0, 0.0)
     assert found.verdict(64) == "above"
 
 
-def test_too_few_windows_say_nothing() -> None:
+def test_too_few_batches_give_no_estimate() -> None:
     rows = [(78.0, 8, 12.375, 64)] * (MIN_BATCHES - 1)
     found = of_norms(rows)
     assert found == NoiseEstimate(batches=MIN_BATCHES - 1)
@@ -126,7 +124,7 @@ def test_too_few_windows_say_nothing() -> None:
 @pytest.mark.parametrize(
     "row", [(1.0, 8, 1.0, 8), (math.nan, 8, 1.0, 64), (1.0, 8, math.inf, 64), (1.0, 0, 1.0, 64)]
 )
-def test_what_tells_nothing_is_passed_over(row) -> None:
+def test_norms_without_information_are_ignored(row) -> None:
     assert of_norms([row] * 60).batches == 0
 
 
@@ -139,7 +137,9 @@ def test_what_tells_nothing_is_passed_over(row) -> None:
         (1200, "above", "is much larger: a smaller one"),
     ],
 )  # fmt: skip
-def test_the_advice(batch: int, verdict: str, words: str) -> None:
+def test_the_sentence_compares_the_target_batch_with_the_noise_scale(
+    batch: int, verdict: str, words: str
+) -> None:
     found = NoiseEstimate(batches=80, noise_scale=200.0, low=180.0, high=230.0)
     assert found.verdict(batch) == verdict
     sentence = found.sentence(batch)
@@ -149,16 +149,16 @@ def test_the_advice(batch: int, verdict: str, words: str) -> None:
     assert words in sentence
 
 
-def test_a_wide_band_gives_no_advice() -> None:
+def test_a_wide_interval_gives_no_verdict() -> None:
     found = NoiseEstimate(batches=80, noise_scale=200.0, low=10.0, high=4000.0)
     assert found.verdict(200) == "unclear"
     assert "the interval is too wide" in found.sentence(200)
 
 
-def test_a_resumed_run_goes_on_from_where_it_was() -> None:
+def test_a_restored_state_continues_the_same_estimate() -> None:
     generator = torch.Generator().manual_seed(4)
     rows = drawn(
-        generator, truth=torch.ones(5, dtype=torch.float64), spread=3.0, first=4, window=16, windows=700
+        generator, truth=torch.ones(5, dtype=torch.float64), spread=3.0, first=4, batch=16, batches=700
     )
     noise, other = NoiseScale(every=2), NoiseScale()
     for row in rows[:350]:

@@ -1,181 +1,108 @@
-"""Windows that are not finite and may be skipped: as if their samples were not there."""
+"""Search for the sample that makes a loss non-finite."""
 
 from __future__ import annotations
 
-import io
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from autobatch.core.errors import NonFiniteError
-from autobatch.training.loop_state import capture_loop, restore_loop
-from tests.support.overflow import Overflow
+from autobatch.training.nonfinite import find_nonfinite_sample
 from tests.support.training import (
+    INFO_NCE,
     Rows,
-    apart,
+    fingerprint,
     make_loop,
     make_workload,
     mean_loss,
+    network,
     points,
-    reference,
     weights,
 )
 
-TARGET, STEPS = 6, 4
-"""One epoch of 24 samples."""
+
+def spoiled(samples: dict[int, float], dtype=torch.float32) -> Rows:
+    data = points(24, dtype=dtype)
+    for index, value in samples.items():
+        data.columns[0][index, 0] = value
+    return data
 
 
-def flawed_loss(model: nn.Module, batch) -> torch.Tensor:
-    """Not finite for samples that are flagged: 1 in the loss, 2 in the gradient alone."""
-    inputs, labels, flags = batch
-    loss = Overflow.apply(mean_loss(model, (inputs, labels)), flags == 2)
-    return loss * math.nan if (flags == 1).any() else loss
-
-
-def plain_loss(model: nn.Module, batch) -> torch.Tensor:
-    return mean_loss(model, batch[:2])
-
-
-def order() -> list[list[int]]:
-    return [w.ids for w in make_loop(make_workload(), target_batch=TARGET, steps=STEPS).sampler.batches()]
-
-
-def data(kind: int, *windows: int) -> Rows:
-    """Flags the third sample of windows of the first epoch."""
-    flags = torch.zeros(24, dtype=torch.int64)
-    flags[[order()[index][2] for index in windows]] = kind
-    return Rows(*points().columns, flags)
-
-
-def open_loop(samples: Rows, *, model=None, on_nonfinite="skip", **options):
-    workload = make_workload(
-        train_data=samples,
-        loss=flawed_loss,
-        optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr),
-        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        **({} if model is None else {"model": model}),
-    )
-    options = {"target_batch": TARGET, "micro_batch": 2, "steps": STEPS, **options}
-    return make_loop(workload, on_nonfinite=on_nonfinite, **options)
-
-
-def normalised() -> nn.Module:
-    """The statistics of the first layer take in whatever it sees."""
-    return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-@pytest.mark.parametrize("kind", [1, 2], ids=["loss", "gradient"])
-def test_a_skipped_window_moves_nothing_but_its_own_counter(kind: int) -> None:
-    samples = data(kind, 1)
-    samples.columns[0][order()[1][2]] = math.inf if kind == 1 else 3.0
-    loop = open_loop(samples, model=normalised, ema=0.9)
-    train_state = loop.train_state
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_non_finite_loss_stops_the_run_before_the_step_and_names_the_sample(value, precision) -> None:
+    workload = make_workload(model=lambda: network(torch.float32))
+    bad = list(make_loop(workload, target_batch=6, steps=4).sampler.batches())[2].ids[4]
+    workload = make_workload(model=lambda: nn.Sequential(nn.Linear(5, 3)), train_data=spoiled({bad: value}))
+    loop = make_loop(workload, target_batch=6, micro_batch=4, steps=4, precision=precision)
     run = loop.run()
     next(run)
-
-    def state() -> list[torch.Tensor]:
-        steps = [
-            torch.stack([s["exp_avg"].sum(), s["step"].double()])
-            for s in train_state.optimizers[0].state.values()
-        ]
-        return [weights(train_state.model), *train_state.average.tensors(), *steps]
-
-    before = [tensor.clone() for tensor in state()]
-    schedule = loop.schedules[0].state_dict()
-    record = next(run)
-    assert not record.applied
-    assert (record.loss is None) == (kind == 1)
-    assert record.grad_norm is None
-    assert all(torch.equal(one, two) for one, two in zip(state(), before, strict=True))
-    assert loop.schedules[0].state_dict() == schedule
-    assert (loop.batches_seen, loop.steps_applied, record.samples) == (2, 1, 2 * TARGET)
-    assert next(run).applied
-    assert [record.applied for record in run] == [True]
-    assert all(torch.isfinite(tensor).all() for tensor in state())
-
-
-@pytest.mark.parametrize("kind", [1, 2])
-def test_the_rest_of_the_run_is_that_of_the_other_windows(kind: int) -> None:
-    loop = open_loop(data(kind, 1, 2))
-    assert [record.applied for record in loop.run()] == [True, False, False, True]
-    one_by_one = make_workload(
-        train_data=data(kind, 1, 2), optimizer=lambda params, lr: Halving(params, lr=lr)
-    )
-    expected, _ = reference(one_by_one, [order()[0], order()[3]], plain_loss)
-    assert apart(weights(loop.train_state.model), expected) <= 1e-12
-
-
-class Halving(torch.optim.AdamW):
-    """Halves its learning rate after every step, as the schedule of the loop does."""
-
-    def step(self, closure=None):
-        super().step()
-        for group in self.param_groups:
-            group["lr"] /= 2
-
-
-def test_the_fourth_in_a_row_ends_the_run_and_names_its_samples() -> None:
-    loop = open_loop(data(1, 0, 1, 2, 3))
-    run = loop.run()
-    assert [next(run).applied for _ in range(3)] == [False] * 3
+    next(run)
     before = weights(loop.train_state.model)
-    bad = order()[3][2]
+    random_state = torch.get_rng_state()
     with pytest.raises(
-        NonFiniteError,
-        match=r"loss \(nan\) of step 4 is not finite \(after 3 skipped steps in a row\), so the step was "
-        rf"not applied: sample {bad} alone gives a non-finite loss",
+        NonFiniteError, match=rf"loss \(nan\) of step 3 .* sample {bad} alone gives a non-finite loss"
     ):
         next(run)
     assert torch.equal(weights(loop.train_state.model), before)
-    assert (loop.batches_seen, loop.steps_applied) == (3, 0)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert loop.batches_seen == loop.steps_applied == 2
 
 
-def test_a_step_in_between_starts_the_count_anew() -> None:
-    loop = open_loop(data(1, 0, 1, 3))
-    assert [record.applied for record in loop.run()] == [False, False, True, False]
-    assert loop.skipped_steps_in_a_row == 1
+def test_for_a_loss_over_the_whole_batch_the_sample_with_a_non_finite_row_is_named() -> None:
+    """The loss of a single sample may be undefined, so its row is checked."""
 
+    def undefined_alone(model, rows):
+        return INFO_NCE.loss(model, rows) + rows.std(0).mean()
 
-def test_a_resumed_run_goes_on_counting() -> None:
-    loop = open_loop(data(1, 0, 1, 2, 3))
-    run = loop.run()
-    next(run), next(run)
-    file = io.BytesIO()
-    torch.save(capture_loop(loop), file)
-    file.seek(0)
-    again = open_loop(data(1, 0, 1, 2, 3))
-    restore_loop(again, torch.load(file, weights_only=True), same_hardware=True)
-    rest = again.run()
-    assert not next(rest).applied
-    with pytest.raises(NonFiniteError, match="after 3 skipped steps in a row"):
-        next(rest)
-
-
-def test_what_cannot_be_put_back_is_not_skipped() -> None:
-    class Table(nn.Module):
-        """Writes into a large buffer."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(5, 3).double()
-            self.register_buffer("table", torch.zeros(2**19))
-
-        def forward(self, inputs):
-            self.table += 1
-            return self.body(inputs)
-
-    loop = open_loop(data(1, 0), model=Table)
+    workload = make_workload(
+        model=lambda: network(torch.float32),
+        train_data=spoiled({11: math.nan}),
+        loss=replace(INFO_NCE, loss=undefined_alone),
+    )
+    loop = make_loop(workload, target_batch=24, micro_batch=5, steps=1)
     with pytest.raises(
-        NonFiniteError, match="cannot be skipped, because the forward pass changed a large buffer"
+        NonFiniteError, match=r"loss \(nan\) of step 1 .* sample 11 alone gives a non-finite row"
     ):
         next(loop.run())
 
 
-def test_by_default_the_first_one_ends_the_run() -> None:
-    loop = open_loop(data(2, 0), on_nonfinite="raise")
-    with pytest.raises(
-        NonFiniteError, match="the gradient of step 1 is not finite, so the step was not applied"
-    ):
-        next(loop.run())
+@pytest.mark.parametrize("sizes", [[24], [5] * 4 + [4], [1] * 24])
+@pytest.mark.parametrize("bad", [0, 11, 23])
+def test_one_of_several_bad_samples_is_found_in_any_split(sizes: list[int], bad: int) -> None:
+    """The other one is sample 23."""
+    workload = make_workload(
+        model=lambda: network(torch.float32), train_data=spoiled({bad: math.nan, 23: math.nan})
+    )
+    train_state = make_loop(workload).train_state
+    found = find_nonfinite_sample(workload, train_state, range(24), sizes)
+    assert found.startswith(
+        f"sample {bad} alone gives a non-finite loss (samples [0, 1, 2, 3, 4, 5, 6, 7] and"
+    )
+    assert found.endswith("and 16 more)")
+
+
+def test_the_search_changes_neither_the_model_nor_the_random_state() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(5), network(torch.float32), nn.Dropout(0.5))
+
+    workload = make_workload(model=build, train_data=spoiled({3: math.nan}))
+    train_state = make_loop(workload).train_state
+    train_state.model.train()
+    before, random_state = fingerprint(train_state.model), torch.get_rng_state()
+    find_nonfinite_sample(workload, train_state, range(24), [12, 12])
+    assert fingerprint(train_state.model) == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_without_a_bad_sample_or_with_an_error_all_samples_are_named() -> None:
+    def failing(model, batch):
+        raise RuntimeError
+
+    for loss in (mean_loss, failing):
+        workload = make_workload(loss=loss)
+        train_state = make_loop(workload).train_state
+        assert find_nonfinite_sample(workload, train_state, [4, 2], [2]) == "samples [4, 2]"

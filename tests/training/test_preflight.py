@@ -1,65 +1,38 @@
-"""Losses that cannot be split are told from those that can, and the likely cause is named."""
+"""The check tells losses that can be split from those that cannot, and names the likely cause."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 
-import autobatch
 from autobatch.core.errors import InputError
-from autobatch.device.cpu import CpuDevice
-from autobatch.planning import micro_batches
-from autobatch.probing.attempt import TrainSetup
-from autobatch.training.batchnorm import equivalent_momentum, smallest_micro_batch
 from autobatch.training.preflight import check_loss_splits
 from autobatch.workload.contract import Loss, WholeBatchLoss
-from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.training import (
     IGNORED,
     INFO_NCE,
-    apart,
-    language_model,
-    make_loop,
+    TOKENS,
+    contrastive_loss,
+    make_setup,
     make_workload,
     mean_loss,
     network,
     points,
-    token_loss,
-    tokens,
 )
-from tests.support.untouched import model_state
-
-
-def bench_of(workload, budget: str = "1GiB") -> TrainSetup:
-    torch.manual_seed(0)
-    return TrainSetup(
-        workload=workload,
-        model=workload.model(),
-        device=CpuDevice(memory_budget=budget),
-        worst_case=WorstCaseSampler(workload),
-        precision="fp32",
-    )
+from tests.support.untouched import model_state as state_of
 
 
 def check(workload, *, micro_batch: int = 8, target_batch: int = 24, budget: str = "1GiB", **options):
     sampler = GlobalBatchSampler(
         samples=len(workload.train_data), target_batch=target_batch, seed=0, **{"steps": 3, **options}
     )
-    return check_loss_splits(bench_of(workload, budget), micro_batch=micro_batch, sampler=sampler)
+    return check_loss_splits(make_setup(workload, budget), micro_batch=micro_batch, sampler=sampler)
 
 
-TOKENS = {"model": language_model, "train_data": tokens(), "loss": token_loss}
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)
-
-
-def contrastive(model, batch):
-    features = normalize(model(batch[0]))
-    return cross_entropy(features @ features.roll(1, 1).T * 5, torch.arange(len(features)))
 
 
 def bare_tokens(model, batch):
@@ -83,7 +56,7 @@ def batch_penalty(model, batch):
 
 
 def gradient_penalty(model, batch):
-    """A penalty a sample decomposes, though it differentiates on the way."""
+    """Add a penalty per sample, which can be split although it differentiates too."""
     inputs = batch[0].clone().requires_grad_()
     out = model(inputs)
     (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
@@ -111,18 +84,18 @@ def batch_gradient_penalty(model, batch):
     ids=["mean", "tokens", "class weights", "gradient penalty", "fp32", "dropout", "bf16"],
 )
 @pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
-def test_losses_that_can_be_split_pass_without_a_word(changes, budget: str) -> None:
+def test_losses_that_can_be_split_give_no_note(changes, budget: str) -> None:
     assert check(make_workload(**changes), budget=budget) == []
 
 
 def standardised(model, batch):
-    """Rows that hold statistics of the batch."""
+    """Return rows that depend on batch statistics."""
     rows = model(batch[0])
     return (rows - rows.mean(0)) / rows.std(0)
 
 
 @pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
-def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget: str) -> None:
+def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples(budget: str) -> None:
     assert check(make_workload(loss=INFO_NCE), budget=budget) == []
     dropping = make_workload(model=lambda: nn.Sequential(network(), nn.Dropout(0.5)).double(), loss=INFO_NCE)
     assert check(dropping, budget=budget) == []
@@ -135,10 +108,10 @@ def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
-            {"loss": contrastive},
+            {"loss": contrastive_loss},
             r"depends on several samples at once .* Use WholeBatchLoss\(represent=…",
         ),
         ({"loss": batch_penalty}, "depends on several samples at once"),
@@ -154,20 +127,20 @@ def test_of_a_loss_over_the_whole_batch_each_row_must_be_its_samples_own(budget:
     ],
 )
 @pytest.mark.parametrize("budget", ["1GiB", "4KiB"], ids=["float64", "float32"])
-def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, said, budget) -> None:
-    with pytest.raises(InputError, match=said) as caught:
+def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, message, budget) -> None:
+    with pytest.raises(InputError, match=message) as caught:
         check(make_workload(**changes), budget=budget)
     assert "\n" not in str(caught.value)
 
 
-def test_where_no_window_is_split_it_is_a_note() -> None:
-    notes = check(make_workload(loss=contrastive), micro_batch=24)
+def test_if_no_batch_is_split_the_fault_is_a_note() -> None:
+    notes = check(make_workload(loss=contrastive_loss), micro_batch=24)
     assert len(notes) == 1
     assert "depends on several samples at once" in notes[0]
     assert "exact as long as memory does not run out" in notes[0]
 
 
-def test_what_cannot_be_checked_is_not_held_against_the_loss() -> None:
+def test_a_loss_that_cannot_be_checked_passes() -> None:
     def noisy(model, batch):
         return mean_loss(model, (batch[0] * torch.rand(()), batch[1]))
 
@@ -182,81 +155,46 @@ def test_what_cannot_be_checked_is_not_held_against_the_loss() -> None:
         check(
             make_workload(
                 model=lambda: TrainingOnly(network(torch.float32)),
-                loss=contrastive,
+                loss=contrastive_loss,
                 train_data=points(dtype=torch.float32),
             )
         )
     assert check(make_workload(train_data=points(1)), target_batch=4) == []
 
 
-def test_fit_asks_before_it_trains(tmp_path: Path) -> None:
-    """Also where the probe has confirmed that the micro-batch fits."""
-    options = {
-        "target_batch": 24,
-        "max_micro_batch": 8,
-        "steps": 1,
-        "trials": 0,
-        "device": "cpu",
-        "memory_budget": "64MiB",
-        "out": str(tmp_path / "run"),
-    }
-    with pytest.raises(InputError, match="depends on several samples at once"):
-        autobatch.fit(make_workload(loss=contrastive), **options)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert autobatch.fit(make_workload(), **options).training.optimizer_steps == 1
+def test_the_check_can_note_the_cause_or_be_off() -> None:
+    def notes(choice: str) -> list[str]:
+        sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
+        setup = make_setup(make_workload(loss=contrastive_loss))
+        return check_loss_splits(setup, micro_batch=8, sampler=sampler, check=choice)
 
-
-def test_a_loss_that_cannot_be_split_may_be_trained_all_the_same(tmp_path: Path) -> None:
-    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 1, "trials": 0}
-    options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
-    workload = make_workload(loss=contrastive)
-    with pytest.raises(InputError, match=r"depends on several samples at once .* use --split-check note"):
-        autobatch.fit(workload, **options)
-    for choice in ("note", "off"):
-        assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 1
-    (note,) = noted(workload, "note")
+    (note,) = notes("note")
     assert "depends on several samples at once" in note
     assert "--split-check" not in note
-    assert noted(workload, "off") == []
+    assert notes("off") == []
 
 
-def noted(workload, choice: str) -> list[str]:
-    sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
-    return check_loss_splits(bench_of(workload), micro_batch=8, sampler=sampler, check=choice)
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(5), network()).double()
 
 
 def test_off_still_refuses_a_batch_norm_of_one_sample() -> None:
-    workload = make_workload(model=normalised, loss=contrastive)
+    workload = make_workload(model=normalised, loss=contrastive_loss)
     sampler = GlobalBatchSampler(samples=24, target_batch=23, seed=0, epochs=1)
     with pytest.raises(InputError, match="this run has a micro-batch of 1"):
-        check_loss_splits(bench_of(workload), micro_batch=8, sampler=sampler, check="off")
+        check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler, check="off")
 
 
-def test_nothing_is_changed() -> None:
+def test_the_check_changes_nothing() -> None:
     workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
-    setup = bench_of(workload)
+    setup = make_setup(workload)
     setup.model[1][0].weight.grad = torch.ones(8, 5, dtype=torch.float64)
-    before, state = model_state(setup.model), torch.get_rng_state()
+    before, state = state_of(setup.model), torch.get_rng_state()
     check_loss_splits(
         setup, micro_batch=8, sampler=GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
     )
-    assert model_state(setup.model) == before
+    assert state_of(setup.model) == before
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def normalised(features: int = 5) -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(features), network()).double()
-
-
-def test_batch_norm_is_a_note_with_the_numbers() -> None:
-    (note,) = check(make_workload(model=normalised), micro_batch=7)
-    assert "1 BatchNorm layers compute their statistics over micro-batches of 6 to 6 samples" in note
-    assert "not over the batch of 24" in note
-    assert (
-        "move 4 times per step: to match the whole batch, set their momentum to 0.026 instead of 0.1" in note
-    )
-    assert note.endswith("(--bn-momentum auto does this)")
-    assert check(make_workload(model=normalised), micro_batch=24) == []
 
 
 @pytest.mark.parametrize(
@@ -273,7 +211,7 @@ def test_a_batch_norm_of_one_sample_is_refused_before_training(options, micro_ba
         check(make_workload(model=normalised), micro_batch=micro_batch, **options)
 
 
-def test_a_batch_norm_over_pixels_can_have_one_sample() -> None:
+def test_a_batch_norm_over_pixels_may_have_one_sample() -> None:
     class Pixels(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -283,46 +221,3 @@ def test_a_batch_norm_over_pixels_can_have_one_sample() -> None:
             return self.body(self.norm(inputs[:, None])[:, 0])
 
     assert len(check(make_workload(model=lambda: Pixels().double()), micro_batch=1)) == 1
-
-
-@pytest.mark.parametrize("limit", range(3, 40))
-def test_sizes_of_one_come_only_from_limits_of_one_or_two(limit: int) -> None:
-    """BatchNorm needs two samples; the even split gives them wherever a limit allows it."""
-    for samples in range(2, 200):
-        assert min(micro_batches(samples, limit)) >= 2
-
-
-@pytest.mark.parametrize("last_batch", ["carry", "flush", "drop"])
-def test_the_smallest_micro_batch_of_a_run_is_found_without_walking_it(last_batch: str) -> None:
-    for samples in range(4, 30):
-        for target in range(1, samples + 3):
-            for epochs in (1, 2, 3):
-                sampler = GlobalBatchSampler(
-                    samples=samples, target_batch=target, seed=0, epochs=epochs, last_batch=last_batch
-                )
-                if sampler.total:
-                    expected = min(
-                        size for i in range(sampler.total) for size in micro_batches(sampler.size(i), 4)
-                    )
-                    assert smallest_micro_batch(sampler, 4) == expected
-
-
-def test_the_momentum_that_is_named_gives_the_running_averages_of_the_whole_batch() -> None:
-    def build(momentum: float):
-        return lambda: nn.Sequential(nn.BatchNorm1d(5, momentum=momentum), network()).double()
-
-    def averages(momentum: float, micro_batch: int) -> torch.Tensor:
-        data = points(512)
-        data.columns[0].mul_(2.0).add_(3.0)
-        loop = make_loop(
-            make_workload(model=build(momentum), train_data=data, learning_rate=1e-6),
-            target_batch=256,
-            micro_batch=micro_batch,
-            steps=4,
-        )
-        list(loop.run())
-        return loop.train_state.model[0].running_mean
-
-    whole = averages(0.1, 256)
-    assert apart(averages(equivalent_momentum(0.1, 4), 64), whole) < 0.02
-    assert apart(averages(0.1, 64), whole) > 0.5

@@ -1,143 +1,122 @@
-"""A resumed run is the run that was not stopped, bit for bit, from every step on."""
+"""Checks before a resume, and the names of the differences that they find."""
 
 from __future__ import annotations
 
-import io
-import random
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
-import torch
 
-from autobatch.core.errors import InputError
-from autobatch.training.checkpoint import load_newest, save_checkpoint
-from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop
-from tests.support.kinds import RUNS, adamw
-from tests.support.training import apart, fingerprint, make_loop, make_workload, weights
-
-STEPS = 8
-
-
-def open_loop(kind: str, **changes):
-    workload, options = RUNS[kind]()
-    return make_loop(workload, target_batch=7, micro_batch=3, steps=STEPS, **{**options, **changes})
-
-
-def all_of(loop) -> str:
-    average = loop.train_state.average
-    return fingerprint(loop.train_state.model, *(average.tensors() if average is not None else []))
-
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_from_every_step_the_weights_are_the_same_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    straight = open_loop(kind)
-    for record in straight.run():
-        save_checkpoint(tmp_path / str(record.step), step=record.step, state=capture_loop(straight), facts={})
-    expected = all_of(straight)
-    if kind.startswith("overflowing"):
-        assert straight.steps_applied < STEPS
-    for step in range(1, STEPS + 1):
-        loop = open_loop(kind, seed=0)
-        # Whatever was drawn before the resume (a plan, another model) must not matter.
-        torch.manual_seed(step)
-        np.random.seed(step)
-        random.seed(step)
-        loaded = load_newest(tmp_path / str(step))
-        restore_loop(loop, loaded.state, same_hardware=True)
-        assert len(list(loop.run())) == STEPS - step
-        assert all_of(loop) == expected, f"resumed at step {step}"
-        assert loop.steps_applied == straight.steps_applied
-
-
-@pytest.mark.parametrize(
-    "part", ["optimizers", "schedules", "torch", "numpy", "python", "buffers", "scaler", "average"]
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.options import FitOptions
+from autobatch.planning import make_plan
+from autobatch.training.checkpoint import Loaded
+from autobatch.training.resume import (
+    changes_since_checkpoint,
+    check_same_data_order,
+    data_order_facts,
+    load_plan,
+    load_run_state,
 )
-def test_each_part_of_the_state_is_needed(part: str) -> None:
-    """Without any one part the weights differ: the comparison above has teeth."""
-    kinds = {"schedules": "one cycle", "scaler": "overflowing", "average": "augmented, averaged"}
-    kind = kinds.get(part, "augmented")
-    straight = open_loop(kind)
-    run = straight.run()
-    for _ in range(5):
-        next(run)
-    state = torch.load(_saved(capture_loop(straight)), weights_only=True)
-    list(run)
-    loop = open_loop(kind, seed=0)
-    fresh = capture_loop(open_loop(kind, seed=1))
-    if part in state["random"]:
-        state["random"][part] = fresh["random"][part]
-    elif part == "scaler":
-        state[part]["scale"] = 2.0**24
-    else:
-        state[part] = fresh[part]
-    restore_loop(loop, state, same_hardware=True)
-    list(loop.run())
-    assert all_of(loop) != all_of(straight)
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.checkpoints import STATE, save
+
+PLAN = make_plan(target_batch=32, micro_batch_limit=16, learning_rate=0.1)
+KEY = {"device": "cpu", "device_kind": "cpu", "total_bytes": 1, "torch": "2", "precision": "fp32", "other": 1}
 
 
-def _saved(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
+def sampler(**changes: Any) -> GlobalBatchSampler:
+    return GlobalBatchSampler(**{"samples": 96, "target_batch": 32, "seed": 0, "steps": 4, **changes})
 
 
-@pytest.mark.parametrize("micro_batch", [1, 5, 7])
-def test_on_other_hardware_the_windows_stay_and_sums_differ_by_rounding(micro_batch: int) -> None:
-    workload = make_workload(optimizer=adamw)
-    options = {"target_batch": 7, "steps": STEPS}
-    straight = make_loop(workload, micro_batch=3, **options)
-    run = straight.run()
-    for _ in range(4):
-        next(run)
-    state = torch.load(_saved(capture_loop(straight)), weights_only=True)
-    list(run)
-    loop = make_loop(workload, micro_batch=micro_batch, **options)
-    restore_loop(loop, state, same_hardware=False)
-    assert [w.ids for w in loop.sampler.batches(4)] == [w.ids for w in straight.sampler.batches(4)]
-    list(loop.run())
-    assert loop.micro_batch == micro_batch
-    assert apart(weights(loop.train_state.model), weights(straight.train_state.model)) <= 1e-12
+def checkpoint(of: GlobalBatchSampler | None = None, *, done: int = 2, **facts: Any) -> Loaded:
+    of = of or sampler()
+    stored = {"plan": msgspec.to_builtins(PLAN), "key": KEY, "seed": 0, "warmup_samples": None}
+    state = {"counters": {"batches_seen": done}}
+    return Loaded(Path("step-2"), state, {**stored, **data_order_facts(of), **facts}, [])
 
 
-def test_a_smaller_micro_batch_after_a_recovery_is_kept() -> None:
-    loop = open_loop("ragged")
-    loop.micro_batch, loop.oom_recoveries = 2, 1
-    other = open_loop("ragged")
-    restore_loop(other, capture_loop(loop), same_hardware=True)
-    assert (other.micro_batch, other.oom_recoveries) == (2, 1)
+def options(**changes: Any) -> FitOptions:
+    return FitOptions(**{"target_batch": 32, **changes})
+
+
+def test_the_newest_checkpoint_is_loaded_after_leftovers_are_cleaned(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    newest = save(folder, 2)
+    (folder / "step-00000003.tmp-1").mkdir()
+    assert load_run_state(tmp_path).path == newest
+    assert not (folder / "step-00000003.tmp-1").exists()
+    for path in folder.iterdir():
+        (path / STATE).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid .*start without --resume"):
+        load_run_state(tmp_path)
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--resume found no checkpoint in .*: start without --resume"):
+        load_run_state(tmp_path)
+
+
+def test_the_plan_is_that_of_the_checkpoint() -> None:
+    assert load_plan(checkpoint(), options()) == PLAN
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("facts", "asked", "message"),
     [
-        (None, 0.9, "--ema 0.9 does not match the resumed run, which used no --ema"),
-        (0.9, None, "no --ema does not match .* which used --ema 0.9"),
-        (0.9, 0.99, "--ema 0.99 does not match .* used --ema 0.9: give the same"),
+        ({}, {"target_batch": 16}, "--target-batch 16 does not match the checkpoint step-2, which has 32"),
+        ({}, {"seed": 7}, "--seed 7 does not match the checkpoint step-2, which has 0"),
+        ({}, {"warmup_samples": 9}, "--warmup-samples 9 does not match .*, which has none: give the same"),
+        ({"warmup_samples": 9}, {}, "no --warmup-samples does not match .*, which has 9: give the same"),
+        ({"plan": {}}, {}, "the checkpoint step-2 has no valid plan .*: start without --resume"),
     ],
 )
-def test_another_average_than_the_run_was_started_with_is_refused(before, after, said: str) -> None:
-    state = capture_loop(make_loop(make_workload(), ema=before))
-    with pytest.raises(InputError, match=said):
-        restore_loop(make_loop(make_workload(), ema=after), state, same_hardware=True)
+def test_another_batch_seed_or_warmup_is_refused(facts, asked, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_plan(checkpoint(**facts), options(**asked))
 
 
-def test_the_state_of_another_model_is_refused_in_one_line() -> None:
-    state = capture_loop(open_loop("augmented"))
-    with pytest.raises(InputError, match="with another model, optimizer or schedule") as caught:
-        restore_loop(open_loop("ragged"), state, same_hardware=True)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("now", "done", "message"),
+    [
+        ({"samples": 80}, 2, "the training data have 80 samples, but had 96 at the checkpoint step-2"),
+        ({"last_batch": "flush"}, 2, "--last-batch flush does not match .*, which has carry"),
+        ({"steps": 3}, 4, "this run has 3 optimizer steps, but the checkpoint step-2 has taken 4 already"),
+    ],
+)
+def test_another_order_of_the_data_is_refused(now, done: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_same_data_order(checkpoint(done=done), sampler(**now), scheduled=False)
 
 
-def test_state_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
-    class Secret:
-        pass
+def test_a_schedule_fixes_the_number_of_steps() -> None:
+    check_same_data_order(checkpoint(), sampler(steps=9), scheduled=False)
+    check_same_data_order(checkpoint(), sampler(), scheduled=True)
+    with pytest.raises(InputError, match=r"this run has 9 optimizer steps, but .* has a schedule for 4"):
+        check_same_data_order(checkpoint(), sampler(steps=9), scheduled=True)
 
-    class Odd(torch.optim.lr_scheduler.StepLR):
-        def state_dict(self):
-            return {**super().state_dict(), "secret": Secret()}
 
-    loop = make_loop(make_workload(schedule=lambda o, steps: Odd(o, 1)))
-    with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
-        check_checkpoint_state(capture_loop(loop))
+def test_a_run_that_ended_with_a_short_batch_cannot_be_continued() -> None:
+    """80 samples by 32: the third batch has 16, and would have 32 in a longer run."""
+    one = sampler(samples=80, steps=None, epochs=1)
+    ended = checkpoint(one, done=one.total)
+    check_same_data_order(ended, one, scheduled=False)
+    with pytest.raises(InputError, match="whose last batch was smaller than 32"):
+        check_same_data_order(ended, sampler(samples=80, steps=None, epochs=2), scheduled=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "expected"),
+    [
+        ({}, {}, []),
+        ({"other": 2}, {}, []),
+        ({"device": "gpu", "torch": "3"}, {}, ["device", "torch"]),
+        ({"precision": "bf16"}, {}, ["--precision"]),
+        ({}, {"max_micro_batch": 16}, []),
+        ({}, {"max_micro_batch": 15}, ["--max-micro-batch"]),
+    ],
+)
+def test_changes_that_rule_out_a_bit_exact_resume_are_named(key, asked, expected: list[str]) -> None:
+    assert changes_since_checkpoint(checkpoint(), {**KEY, **key}, PLAN, options(**asked)) == expected

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time, and nothing left where nothing was written."""
+"""The folder of a run: its name, its lock, and the files in it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
 
-from autobatch.core.errors import InputError
-from autobatch.training.run_folder import claim_folder, folder_of
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.training.run_folder import claim_folder, export_weights, folder_of, move_earlier_run
+from tests.support.training import make_loop, make_workload
 
 
 def hold(out: Path, talk: Connection) -> None:
@@ -18,7 +22,7 @@ def hold(out: Path, talk: Connection) -> None:
         talk.recv()
 
 
-def test_a_folder_is_one_runs_alone_until_that_ends_however_it_does(tmp_path: Path) -> None:
+def test_a_folder_is_held_until_its_process_ends_even_by_a_kill(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     other = context.Process(target=hold, args=(tmp_path, there))
@@ -34,7 +38,7 @@ def test_a_folder_is_one_runs_alone_until_that_ends_however_it_does(tmp_path: Pa
         assert not list(tmp_path.iterdir())
 
 
-def test_what_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+def test_new_folders_are_removed_if_nothing_was_written(tmp_path: Path) -> None:
     with claim_folder(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()
     assert not (tmp_path / "a").exists()
@@ -43,7 +47,7 @@ def test_what_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "run.log").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         with pytest.raises(InputError, match=f"the run's folder {out} cannot be made "), claim_folder(out):
@@ -59,3 +63,48 @@ def test_the_last_run_that_has_checkpoints_is_the_one_to_resume(tmp_path: Path, 
     (tmp_path / "runs" / "mine" / "20260103-000000").mkdir()
     assert folder_of(None, "mine", resume=True) == Path("runs/mine/20260102-000000")
     assert folder_of(None, "mine", resume=False).parent == Path("runs/mine")
+
+
+def test_an_earlier_run_is_moved_out_of_the_way_and_other_files_stay(tmp_path: Path) -> None:
+    assert move_earlier_run(tmp_path) is None
+    (tmp_path / "notes.txt").touch()
+    for number in (1, 2):
+        (tmp_path / "checkpoints" / f"step-{number}").mkdir(parents=True)
+        (tmp_path / "metrics.jsonl").write_text(str(number))
+        assert move_earlier_run(tmp_path) == tmp_path / f"previous-{number}"
+    for number in (1, 2):
+        moved = tmp_path / f"previous-{number}"
+        assert (moved / "checkpoints" / f"step-{number}").is_dir()
+        assert (moved / "metrics.jsonl").read_text() == str(number)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "previous-1", "previous-2"]
+
+
+class Tied(nn.Module):
+    """Model whose output layer has the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.output = nn.Linear(4, 7, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embedding(ids))
+
+
+def test_exported_weights_load_into_the_model_and_tied_ones_are_stored_once(tmp_path: Path) -> None:
+    train_state = make_loop(make_workload(model=Tied)).train_state
+    export_weights(train_state, tmp_path)
+    assert len(load_file(tmp_path / "model.safetensors")) == 1
+    other = Tied()
+    load_model(other, str(tmp_path / "model.safetensors"))
+    assert torch.equal(other.output.weight, train_state.model.output.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_weights_that_cannot_be_written_are_named_and_leave_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"could not be written to .*model\.safetensors"):
+        export_weights(make_loop(make_workload()).train_state, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

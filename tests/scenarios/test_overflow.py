@@ -1,4 +1,4 @@
-"""fp16: an overflow costs a window and half the scale, and nothing else. GradScaler works on the CPU."""
+"""Overflows in fp16 skip a step and halve the loss scale, and change nothing else. They need no GPU."""
 
 from __future__ import annotations
 
@@ -9,37 +9,19 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import NonFiniteError
-from tests.support.overflow import flagged, loss
-from tests.support.training import Rows, make_loop, make_workload, mean_loss, network, weights
-
-TARGET = 8
+from tests.support.overflow import TARGET, batch_ids, flagged, fp16_loop, loss
+from tests.support.training import mean_loss, network, weights
 
 
-def fp16_loop(data: Rows, *, ema: float | None = None, **changes):
-    workload = make_workload(
-        **{
-            "model": lambda: network(torch.float32),
-            "train_data": data,
-            "loss": loss,
-            "schedule": lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-            **changes,
-        }
-    )
-    return make_loop(workload, target_batch=TARGET, micro_batch=2, steps=4, precision="fp16", ema=ema)
-
-
-def whole_batch_of(loop, index: int) -> list[int]:
-    return next(loop.sampler.batches(index)).ids
-
-
-def test_an_overflow_in_micro_batch_2_of_4_skips_the_window_and_nothing_else() -> None:
+def test_an_overflow_in_micro_batch_2_of_4_skips_the_step_and_nothing_else() -> None:
     clean = fp16_loop(flagged(set()))
-    bad = whole_batch_of(clean, 1)[2]
-    loop = fp16_loop(flagged({bad}))
+    bad = batch_ids(clean, 1)[2]
+    loop = fp16_loop(flagged({bad}), ema=0.9)
     run = loop.run()
     next(run)
     scaler = loop.train_state.scaler
     before = weights(loop.train_state.model)
+    averages = [tensor.clone() for tensor in loop.train_state.average.tensors()]
     scale = scaler.get_scale()
     schedule = loop.schedules[0].state_dict()
     skipped = next(run)
@@ -47,6 +29,7 @@ def test_an_overflow_in_micro_batch_2_of_4_skips_the_window_and_nothing_else() -
     assert skipped.grad_norm is None
     assert math.isfinite(skipped.loss)
     assert torch.equal(weights(loop.train_state.model), before)
+    assert all(map(torch.equal, loop.train_state.average.tensors(), averages))
     assert scaler.get_scale() == scale / 2
     assert loop.schedules[0].state_dict() == schedule
     assert (loop.batches_seen, loop.steps_applied, skipped.samples) == (2, 1, 2 * TARGET)
@@ -57,8 +40,8 @@ def test_an_overflow_in_micro_batch_2_of_4_skips_the_window_and_nothing_else() -
     assert after.learning_rate == skipped.learning_rate == 0.05
 
 
-def test_scaled_training_is_that_without_a_scale() -> None:
-    """A scale is a power of two: with the same rounded forward passes it changes nothing."""
+def test_the_loss_scale_does_not_change_training() -> None:
+    """Scales are powers of two, so with the same rounded forward passes they change nothing."""
     loop = fp16_loop(flagged(set()))
     other = fp16_loop(flagged(set()))
     other.train_state.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -69,7 +52,7 @@ def test_scaled_training_is_that_without_a_scale() -> None:
 
 
 class Two(nn.Module):
-    """Two networks, of which one may overflow; and a third that is not always used."""
+    """Two networks, of which one may overflow, and a third that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +80,8 @@ def by_part(names: list[str]):
     return {"model": build, "optimizer": optimizers, "loss": two_losses}
 
 
-def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
-    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[5]
+def test_of_two_optimizers_only_the_one_that_overflowed_skips_its_step() -> None:
+    bad = batch_ids(fp16_loop(flagged(set())), 1)[5]
     loop = fp16_loop(flagged({bad}), **by_part(["first", "second"]))
     loop.train_state.max_grad_norm = 0.01
     run = loop.run()
@@ -108,7 +91,7 @@ def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
     record = next(run)
     moved = (weights(loop.train_state.model.first) - first).norm()
     assert record.applied
-    # Clipped by the norm of what is stepped with, not to nothing by the infinite one.
+    # Clipped by the norm of the gradients that are applied, not to zero by the infinite one.
     assert moved == pytest.approx(0.01 * 0.05, rel=1e-2)
     assert torch.equal(weights(loop.train_state.model.second), second)
     assert loop.train_state.scaler.get_scale() == scale / 2
@@ -116,7 +99,7 @@ def test_of_two_optimizers_only_the_one_that_overflowed_is_left_out() -> None:
     assert next(run).applied
 
 
-def test_an_optimizer_without_any_gradient_is_no_error() -> None:
+def test_an_optimizer_without_gradients_is_no_error() -> None:
     loop = fp16_loop(flagged(set()), **by_part(["first", "second", "unused"]))
     assert [record.applied for record in loop.run()] == [True] * 4
     assert loop.steps_applied == 4
@@ -134,7 +117,7 @@ def test_gradients_that_overflow_at_every_scale_end_the_run() -> None:
 
 
 def test_a_fused_optimizer_skips_an_overflow_too() -> None:
-    bad = whole_batch_of(fp16_loop(flagged(set())), 1)[2]
+    bad = batch_ids(fp16_loop(flagged(set())), 1)[2]
     loop = fp16_loop(
         flagged({bad}), optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True)
     )

@@ -1,4 +1,4 @@
-"""What was planned never runs out of memory."""
+"""A plan never runs out of memory in training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import autobatch
 from benchmarks.workloads import WORKLOADS
 
 CASES = {"mlp-heavy": ("6MiB", 2048), "conv": ("8MiB", 512), "gpt": ("24MiB", 256)}
-"""Budgets that hold a part of the batch; for a linear, a convolutional and an attentive model."""
+"""Budgets that hold a part of the batch, for a linear, a convolutional and an attention model."""
 SLOW = pytest.mark.slow
 
 
@@ -22,10 +22,10 @@ SLOW = pytest.mark.slow
         for seed in range(6)
     ],
 )
-def test_a_plan_trains_to_its_end_inside_the_budget(name: str, steps: int, seed: int, tmp_path: Path) -> None:
-    """The simulated card refuses what its budget does not hold, while it trains too.
+def test_a_plan_trains_to_its_end_within_the_budget(name: str, steps: int, seed: int, tmp_path: Path) -> None:
+    """The simulated GPU enforces its budget in training too.
 
-    That the plan is for the largest that fits is what `tests.probing.test_find_limit` shows.
+    `tests.probing.test_find_limit` shows that the plan has the largest micro-batch that fits.
     """
     budget, target = CASES[name]
     result = autobatch.fit(

@@ -14,7 +14,7 @@ SAMPLES = 400
 
 
 class Points(torch.utils.data.Dataset[Tensor]):
-    """Targets of a mean: the gradient of a sample at weight w is 2 (w − x)."""
+    """Targets x of a mean, whose gradient at weight w is 2 (w − x)."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -37,7 +37,7 @@ class Mean(nn.Module):
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_the_noise_scale_is_that_of_the_samples(counted: bool) -> None:
+def test_the_reported_noise_scale_is_that_of_the_samples(counted: bool) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor | Loss:
         each = model(batch)
         return Loss(each.sum(), len(each)) if counted else each.mean()
@@ -46,7 +46,7 @@ def test_the_noise_scale_is_that_of_the_samples(counted: bool) -> None:
         model=Mean,
         train_data=Points(),
         loss=loss,
-        # So small a step that the weight, and with it the noise scale, stays where it is.
+        # Steps so small that the weight, and so the noise scale, stays the same.
         optimizer=lambda params, _: torch.optim.SGD(params, lr=1e-9),
     )
     loop = make_loop(workload, target_batch=64, micro_batch=8, steps=1600)
@@ -60,7 +60,7 @@ def test_the_noise_scale_is_that_of_the_samples(counted: bool) -> None:
     assert found.noise_scale == pytest.approx(float(true), rel=0.25)
 
 
-def test_measuring_changes_no_step() -> None:
+def test_measuring_the_noise_changes_no_step() -> None:
     def weights(every: int) -> Tensor:
         loop = make_loop(make_workload(train_data=points()), target_batch=12, micro_batch=5, steps=9)
         loop.noise.every = every
@@ -70,7 +70,7 @@ def test_measuring_changes_no_step() -> None:
     assert torch.equal(weights(1), weights(10**9))
 
 
-def test_the_state_goes_on_after_a_resume() -> None:
+def test_the_measurements_are_kept_over_a_resume() -> None:
     loop = make_loop(make_workload(), target_batch=12, micro_batch=5, steps=9)
     list(loop.run())
     again = make_loop(make_workload(), target_batch=12, micro_batch=5, steps=9)

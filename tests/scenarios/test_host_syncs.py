@@ -1,4 +1,4 @@
-"""Nothing inside a window waits for the device: no value is asked for before the last backward."""
+"""Nothing within a step waits for the device before the last backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.d
 
 
 class Reads(TorchDispatchMode):
-    """Counts the values that leave the device."""
+    """Dispatch mode that counts the values that leave the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,23 +53,23 @@ def batches(device: torch.device, count: int = 3) -> list[tuple[Any, int]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("loss", [mean, counted])
-def test_no_value_is_asked_for_while_a_window_accumulates(loss, precision) -> None:
+def test_no_value_leaves_the_device_during_accumulation(loss, precision) -> None:
     device = torch.device("cpu")
     train_state = train_state_of(loss, device, precision)
-    for window in range(3):
+    for step in range(3):
         with Reads() as reads:
             accumulator = accumulate(
-                train_state, batches(device), 12, lambda _: None, measure_first=window == 1
+                train_state, batches(device), 12, lambda _: None, measure_first=step == 1
             )
-        # What a Loss counts is asked for once in a run, to choose a divisor.
-        assert reads.count == (window == 0 and loss is counted)
+        # The count of a Loss is read once in a run, to choose a divisor.
+        assert reads.count == (step == 0 and loss is counted)
         assert finish(train_state, accumulator, mark=lambda _: None).count == 12
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("loss", [mean, counted])
-def test_on_a_gpu_torch_itself_sees_nothing_wait(loss, precision) -> None:
+def test_torch_sees_no_synchronisation_on_a_gpu(loss, precision) -> None:
     device = torch.device("cuda", 0)
     train_state = train_state_of(loss, device, precision)
     given = batches(device)

@@ -1,0 +1,149 @@
+"""Checkpoints on full and failing disks, and kills between any two calls of the system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from autobatch.core.errors import CheckpointError
+from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
+from tests.support.checkpoints import Killed, SystemCalls, leftovers, newest, save
+
+
+def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    """A limit on file sizes makes write() fail, which torch.save alone would hide."""
+    save(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"step 2 could not be written to .*File too large.*free some space"
+        ):
+            save(tmp_path, 2, size=100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert newest(tmp_path) == 1
+    assert leftovers(tmp_path) == []
+    save(tmp_path, 3, size=100_000)
+    assert newest(tmp_path) == 3
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_failed_flush_is_a_failed_checkpoint(tmp_path: Path, monkeypatch, which, number) -> None:
+    """State, manifest, folder and parent folder are flushed, and each flush may fail."""
+    save(tmp_path, 1)
+    calls = iter(range(10))
+
+    def fsync(descriptor: int) -> None:
+        if next(calls) == which:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match=os.strerror(number)):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert newest(tmp_path) == (2 if which == 3 else 1)
+    assert is_valid(tmp_path / "step-00000001")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_that_is_not_writable_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        if os.access(folder, os.W_OK):
+            pytest.skip("Requires: a user whom permissions bind")
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            save(folder, 2)
+    finally:
+        folder.chmod(stat.S_IRWXU)
+    assert newest(folder) == 1
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch) -> None:
+    save(tmp_path, 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        save(tmp_path, 2)
+    assert newest(tmp_path) == 1
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(tmp_path / "file", 1)
+
+
+def test_state_that_cannot_be_pickled_leaves_nothing_behind(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(Exception, match="pickle"):
+        save_checkpoint(tmp_path, step=2, state={"f": lambda: None}, facts={})
+    assert leftovers(tmp_path) == []
+    assert newest(tmp_path) == 1
+
+
+def test_at_no_call_of_the_system_are_fewer_valid_checkpoints_than_are_kept(
+    tmp_path: Path, monkeypatch
+) -> None:
+    calls = SystemCalls(monkeypatch)
+    fewest = []
+
+    def look() -> None:
+        if made:
+            valid = sum(is_valid(path) for path in list_checkpoints(tmp_path))
+            assert valid >= min(3, made), f"{valid} of {made}"
+            fewest.append(valid)
+
+    made = 0  # the last acknowledged step: steps begin at 1
+    for step in range(1, 8):
+        calls.look = look
+        save(tmp_path, step, keep_last=3)
+        calls.look = lambda: None
+        made = step
+        assert [p.name[-1] for p in list_checkpoints(tmp_path)] == [
+            str(s) for s in range(max(1, step - 2), step + 1)
+        ]
+    assert len(fewest) > 50
+
+
+@pytest.mark.parametrize("resumed", [None, 3])
+def test_a_kill_between_any_two_calls_leaves_the_newest_checkpoint_valid(
+    tmp_path: Path, monkeypatch, resumed
+) -> None:
+    """A kill loses only the checkpoint that is being written, and the next start cleans up."""
+    calls = SystemCalls(monkeypatch)
+    base = tmp_path / "base"
+    for step in (1, 2, 3):
+        save(base, step)
+    resumed_from = None if resumed is None else base / f"step-{resumed:08d}"
+    shutil.copytree(base, tmp_path / "dry")
+    calls.count = 0
+    save(tmp_path / "dry", 4, keep_last=2)
+    number = calls.count
+    assert number > 10
+    for at in range(number):
+        folder = tmp_path / f"killed-{at}"
+        calls.left = 10_000
+        shutil.copytree(base, folder)
+        calls.left = at
+        with pytest.raises(Killed):
+            save(folder, 4, keep_last=2, protected=resumed_from and folder / resumed_from.name)
+        calls.left = 10_000
+        assert newest(folder) in (3, 4)
+        clean_leftovers(folder)
+        assert newest(folder) in (3, 4)
+        assert leftovers(folder) == []
+        assert sum(is_valid(path) for path in list_checkpoints(folder)) >= 2
+        shutil.rmtree(folder)

@@ -1,0 +1,87 @@
+"""Runs that end with an error and are resumed from their newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import autobatch
+from autobatch.core.errors import InputError, NonFiniteError, RestartSmallerError
+from autobatch.core.progress import Progress
+from autobatch.training.checkpoint import load_newest
+from autobatch.training.run import train
+from tests.support.faults import Fault, Watching, plain
+from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, settings
+from tests.support.training import make_workload, mean_loss, weights
+
+
+def test_metrics_of_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise KeyError("killed")
+
+    with pytest.raises(KeyError):
+        train(open_loop(), settings(tmp_path, checkpoint_every=2), ActingAfter(5, fail), None)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert load_newest(tmp_path / "checkpoints").state["counters"]["batches_seen"] == 4
+    _, done = resume(tmp_path)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
+    assert done.first_loss == rows(tmp_path)[0]["loss"]
+    assert done.samples == 42
+
+
+def test_a_non_finite_loss_leaves_the_checkpoint_and_tells_how_to_resume(tmp_path: Path) -> None:
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        return mean_loss(model, batch) * (float("nan") if len(calls) > 12 else 1.0)
+
+    loop = open_loop(make_workload(loss=loss))
+    with pytest.raises(NonFiniteError) as caught:
+        train(loop, settings(tmp_path, checkpoint_every=2), Progress(), None)
+    assert HINT in caught.value.__notes__[0]
+    found = load_newest(tmp_path / "checkpoints")
+    assert found.state["counters"]["batches_seen"] == 4
+    assert all(torch.isfinite(value).all() for value in found.state["model"].values())
+
+
+def test_a_run_out_of_memory_in_the_optimizer_is_resumed_smaller(tmp_path: Path) -> None:
+    fault = Fault()
+    loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
+
+    def strike(*_: object) -> None:
+        if fault.armed:
+            fault.at.add(fault.count + 5)
+
+    loop.train_state.optimizers[0].register_step_pre_hook(strike)
+
+    def arm() -> None:
+        fault.armed = True
+
+    with fault, pytest.raises(RestartSmallerError, match="inside the optimizer step") as caught:
+        train(loop, settings(tmp_path, checkpoint_every=2), ActingAfter(3, arm), None)
+    assert caught.value.exit_code == 77
+    assert HINT in caught.value.__notes__[0]
+    assert json.loads((tmp_path / "oom.json").read_text())["micro_batch"] == 2
+    again, done = resume(tmp_path, plain(), target_batch=8, micro_batch=4)
+    assert [row["micro_batch"] for row in rows(tmp_path)] == [4, 4, 2, 2, 2, 2]
+    assert done.micro_batch == again.micro_batch == 2
+    assert not (tmp_path / "oom.json").exists()
+
+
+def test_a_resumed_run_continues_its_warmup_and_needs_the_same_one(tmp_path: Path) -> None:
+    def fit(out: str, steps: int, **more: object) -> autobatch.Result:
+        return autobatch.fit(
+            make_workload(), target_batch=8, device="cpu", trials=0, out=tmp_path / out, steps=steps, **more
+        )
+
+    whole = fit("whole", 6, warmup_samples=40)
+    fit("parts", 2, warmup_samples=40)
+    with pytest.raises(InputError, match=r"no --warmup-samples does not match .* which has 40"):
+        fit("parts", 6, resume=True)
+    parts = fit("parts", 6, resume=True, warmup_samples=40)
+    assert weights(parts.model).equal(weights(whole.model))

@@ -1,0 +1,183 @@
+"""Steps that are not finite and may be skipped, as if their samples were not there."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.core.errors import NonFiniteError
+from autobatch.training.loop_state import capture_loop, restore_loop
+from tests.support.overflow import Overflow
+from tests.support.training import (
+    Rows,
+    apart,
+    make_loop,
+    make_workload,
+    mean_loss,
+    points,
+    reference,
+    weights,
+)
+
+TARGET, STEPS = 6, 4
+"""One epoch of 24 samples."""
+
+
+def flawed_loss(model: nn.Module, batch) -> torch.Tensor:
+    """Compute a loss that is not finite for flagged samples: 1 in the loss, 2 in the gradient alone."""
+    inputs, labels, flags = batch
+    loss = Overflow.apply(mean_loss(model, (inputs, labels)), flags == 2)
+    return loss * math.nan if (flags == 1).any() else loss
+
+
+def plain_loss(model: nn.Module, batch) -> torch.Tensor:
+    return mean_loss(model, batch[:2])
+
+
+def order() -> list[list[int]]:
+    return [
+        batch.ids for batch in make_loop(make_workload(), target_batch=TARGET, steps=STEPS).sampler.batches()
+    ]
+
+
+def data(kind: int, *batches: int) -> Rows:
+    """Flag the third sample of some batches of the first epoch."""
+    flags = torch.zeros(24, dtype=torch.int64)
+    flags[[order()[index][2] for index in batches]] = kind
+    return Rows(*points().columns, flags)
+
+
+def open_loop(samples: Rows, *, model=None, on_nonfinite="skip", **options):
+    workload = make_workload(
+        train_data=samples,
+        loss=flawed_loss,
+        optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr),
+        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        **({} if model is None else {"model": model}),
+    )
+    options = {"target_batch": TARGET, "micro_batch": 2, "steps": STEPS, **options}
+    return make_loop(workload, on_nonfinite=on_nonfinite, **options)
+
+
+def normalised() -> nn.Module:
+    """Make a model whose first layer keeps statistics of its inputs."""
+    return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("kind", [1, 2], ids=["loss", "gradient"])
+def test_a_skipped_step_changes_nothing_but_the_counters(kind: int) -> None:
+    samples = data(kind, 1)
+    samples.columns[0][order()[1][2]] = math.inf if kind == 1 else 3.0
+    loop = open_loop(samples, model=normalised, ema=0.9)
+    train_state = loop.train_state
+    run = loop.run()
+    next(run)
+
+    def state() -> list[torch.Tensor]:
+        steps = [
+            torch.stack([s["exp_avg"].sum(), s["step"].double()])
+            for s in train_state.optimizers[0].state.values()
+        ]
+        return [weights(train_state.model), *train_state.average.tensors(), *steps]
+
+    before = [tensor.clone() for tensor in state()]
+    schedule = loop.schedules[0].state_dict()
+    record = next(run)
+    assert not record.applied
+    assert (record.loss is None) == (kind == 1)
+    assert record.grad_norm is None
+    assert all(torch.equal(one, two) for one, two in zip(state(), before, strict=True))
+    assert loop.schedules[0].state_dict() == schedule
+    assert (loop.batches_seen, loop.steps_applied, record.samples) == (2, 1, 2 * TARGET)
+    assert next(run).applied
+    assert [record.applied for record in run] == [True]
+    assert all(torch.isfinite(tensor).all() for tensor in state())
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_the_rest_of_the_run_equals_one_without_the_skipped_batches(kind: int) -> None:
+    loop = open_loop(data(kind, 1, 2))
+    assert [record.applied for record in loop.run()] == [True, False, False, True]
+    one_by_one = make_workload(
+        train_data=data(kind, 1, 2), optimizer=lambda params, lr: Halving(params, lr=lr)
+    )
+    expected, _ = reference(one_by_one, [order()[0], order()[3]], plain_loss)
+    assert apart(weights(loop.train_state.model), expected) <= 1e-12
+
+
+class Halving(torch.optim.AdamW):
+    """AdamW that halves its learning rate after every step, as the schedule of the loop does."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["lr"] /= 2
+
+
+def test_the_fourth_skipped_step_in_a_row_ends_the_run_and_names_its_sample() -> None:
+    loop = open_loop(data(1, 0, 1, 2, 3))
+    run = loop.run()
+    assert [next(run).applied for _ in range(3)] == [False] * 3
+    before = weights(loop.train_state.model)
+    bad = order()[3][2]
+    with pytest.raises(
+        NonFiniteError,
+        match=r"loss \(nan\) of step 4 is not finite \(after 3 skipped steps in a row\), so the step was "
+        rf"not applied: sample {bad} alone gives a non-finite loss",
+    ):
+        next(run)
+    assert torch.equal(weights(loop.train_state.model), before)
+    assert (loop.batches_seen, loop.steps_applied) == (3, 0)
+
+
+def test_an_applied_step_resets_the_count() -> None:
+    loop = open_loop(data(1, 0, 1, 3))
+    assert [record.applied for record in loop.run()] == [False, False, True, False]
+    assert loop.skipped_steps_in_a_row == 1
+
+
+def test_a_resumed_run_continues_the_count() -> None:
+    loop = open_loop(data(1, 0, 1, 2, 3))
+    run = loop.run()
+    next(run), next(run)
+    file = io.BytesIO()
+    torch.save(capture_loop(loop), file)
+    file.seek(0)
+    again = open_loop(data(1, 0, 1, 2, 3))
+    restore_loop(again, torch.load(file, weights_only=True), same_hardware=True)
+    rest = again.run()
+    assert not next(rest).applied
+    with pytest.raises(NonFiniteError, match="after 3 skipped steps in a row"):
+        next(rest)
+
+
+def test_a_step_whose_buffers_cannot_be_restored_is_not_skipped() -> None:
+    class Table(nn.Module):
+        """Model that writes into a large buffer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(5, 3).double()
+            self.register_buffer("table", torch.zeros(2**19))
+
+        def forward(self, inputs):
+            self.table += 1
+            return self.body(inputs)
+
+    loop = open_loop(data(1, 0), model=Table)
+    with pytest.raises(
+        NonFiniteError, match="cannot be skipped, because the forward pass changed a large buffer"
+    ):
+        next(loop.run())
+
+
+def test_by_default_the_first_non_finite_step_ends_the_run() -> None:
+    loop = open_loop(data(2, 0), on_nonfinite="raise")
+    with pytest.raises(
+        NonFiniteError, match="the gradient of step 1 is not finite, so the step was not applied"
+    ):
+        next(loop.run())

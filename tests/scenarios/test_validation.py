@@ -1,0 +1,143 @@
+"""Validation during a run: it changes no bit of the training, and its mistakes show before training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autobatch
+from autobatch.cli.failures import describe_failure
+from autobatch.core.errors import InputError
+from autobatch.core.progress import Progress
+from autobatch.training.run import train
+from tests.support.runs import open_loop, rows, settings
+from tests.support.training import fingerprint, make_workload, mean_loss, points
+
+
+def noisy_workload():
+    """Make a workload whose model draws random numbers, with data to validate on."""
+    return make_workload(
+        model=lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double(),
+        validation_data=points(10, seed=1),
+    )
+
+
+def test_periodic_validation_changes_no_bit_of_the_training(tmp_path: Path) -> None:
+    plain, watched = open_loop(noisy_workload()), open_loop(noisy_workload())
+    torch.manual_seed(0)
+    train(plain, settings(tmp_path / "plain"), Progress(), None)
+    torch.manual_seed(0)
+    done = train(watched, settings(tmp_path / "watched", validate_every=2), Progress(), None)
+    assert fingerprint(watched.train_state.model) == fingerprint(plain.train_state.model)
+    found = {row["step"]: row["validation"] for row in rows(tmp_path / "watched")}
+    assert [step for step, figures in found.items() if figures] == [2, 4], (
+        "the last validation is not periodic"
+    )
+    assert found[2]["loss"] != found[4]["loss"]
+    assert done.validation["loss"] > 0
+    assert not any(row["validation"] for row in rows(tmp_path / "plain"))
+
+
+def test_validation_takes_the_micro_batch_that_was_asked_for(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def loss(model, batch):
+        if not model.training:
+            seen.append(len(batch[0]))
+        return mean_loss(model, batch)
+
+    workload = make_workload(loss=loss, validation_data=points(30))
+    free = train(open_loop(workload), settings(tmp_path / "free"), Progress(), None)
+    assert seen == [3] * 10, "the training micro-batch, because the meter sees no memory"
+    seen.clear()
+    changed = settings(tmp_path / "fixed", validation_micro_batch=12)
+    assert train(open_loop(workload), changed, Progress(), None).validation == pytest.approx(
+        free.validation, rel=1e-12
+    )
+    assert seen == [12, 12, 6]
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
+def test_averaged_weights_are_validated_and_exported_and_training_is_unchanged(
+    tmp_path: Path,
+) -> None:
+    data = points(30, seed=1)
+    workload = make_workload(model=normalised, validation_data=data)
+    plain = open_loop(workload)
+    untouched = train(plain, settings(tmp_path / "plain"), Progress(), None)
+    loop = open_loop(workload, ema=0.5)
+    done = train(loop, settings(tmp_path / "run", validate_every=2), Progress(), None)
+    assert fingerprint(loop.train_state.model) == fingerprint(plain.train_state.model)
+    assert (done.ema, untouched.ema) == (0.5, None)
+
+    stored = load_file(tmp_path / "run" / "model.safetensors")
+    averaged = load_file(tmp_path / "run" / "model-ema.safetensors")
+    names = [name for name, _ in loop.train_state.model.named_parameters()]
+    for name, value in loop.train_state.model.state_dict().items():
+        assert torch.equal(stored[name], value)
+        assert torch.equal(averaged[name], value) == (name not in names), "buffers are not averaged"
+    for name, average in zip(names, loop.train_state.average.tensors(), strict=True):
+        assert torch.equal(averaged[name], average)
+    assert not (tmp_path / "plain" / "model-ema.safetensors").exists()
+
+    model = normalised().eval()
+    model.load_state_dict(averaged)
+    inputs, labels = data.columns
+    assert done.validation["loss"] == pytest.approx(cross_entropy(model(inputs), labels).item(), rel=1e-12)
+    assert done.validation["loss"] != untouched.validation["loss"]
+
+
+def wrong_key(model, batch):
+    return {"accuracy": batch["label"]}
+
+
+def vector_metric(model, batch):
+    return {"accuracy": model(batch[0])}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "message"),
+    [
+        (wrong_key, TypeError, "raised by the workload: metrics"),
+        (vector_metric, InputError, "the validation metric 'accuracy' must be a 0-d tensor"),
+        (lambda model, batch: 3.0, InputError, "must return a mapping of names to values, found a float"),
+        (lambda model, batch: {1: 3.0}, InputError, "must name each value with text, found the name 1"),
+        (
+            lambda model, batch: {"loss": 3.0},
+            InputError,
+            "returned a metric named 'loss', which is the name of the validation loss",
+        ),
+    ],
+)
+def test_a_mistake_in_the_metrics_is_found_before_training(
+    metrics, error, message: str, tmp_path: Path
+) -> None:
+    workload = make_workload(validation_data=points(9), metrics=metrics)
+    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 5, "trials": 0}
+    with pytest.raises(error) as caught:
+        autobatch.fit(workload, **options, out=str(tmp_path / "run"))
+    assert message in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert describe_failure(caught.value).exit_code == 2
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_non_finite_metric_is_reported(tmp_path: Path) -> None:
+    workload = make_workload(
+        validation_data=points(9), metrics=lambda model, batch: {"ratio": torch.tensor(float("nan"))}
+    )
+    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 3, "trials": 0}
+    done = autobatch.fit(workload, **options, validate_every=1, out=str(tmp_path))
+    assert done.training.validation["ratio"] is None
+    assert math.isfinite(done.training.validation["loss"])
+    assert done.report is not None, "what was written can be read again"
+    assert "not finite" in (tmp_path / "report.html").read_text()

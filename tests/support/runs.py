@@ -1,0 +1,61 @@
+"""Runs on disk of six small steps, and what they leave in their folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autobatch.core.progress import Progress
+from autobatch.core.records import StepRecord, Training
+from autobatch.training.checkpoint import list_checkpoints, load_newest
+from autobatch.training.loop import Loop
+from autobatch.training.loop_state import restore_loop
+from autobatch.training.run import RunSettings, train
+from autobatch.workload.contract import Workload
+from tests.support.training import make_loop, make_workload
+
+STEPS = 6
+HINT = "autobatch fit --resume"
+
+
+class ActingAfter(Progress):
+    """Progress that calls back after a step."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self._step, self._action = step, action
+
+    def stepped(self, step: StepRecord, of: int) -> None:
+        assert of == STEPS
+        if step.step == self._step:
+            self._action()
+
+
+def settings(out: Path, **changes: Any) -> RunSettings:
+    fields = {"out": out, "checkpoint_every": None, "keep_last": 3, "facts": {"seed": 0}, "resume_hint": HINT}
+    return RunSettings(**{**fields, **changes})
+
+
+def open_loop(workload: Workload | None = None, **options: Any) -> Loop:
+    options = {"target_batch": 7, "micro_batch": 3, "steps": STEPS, **options}
+    return make_loop(workload or make_workload(), **options)
+
+
+def resume(out: Path, workload: Workload | None = None, **options: Any) -> tuple[Loop, Training]:
+    """Resume a run on the same hardware and train it to its end."""
+    loop = open_loop(workload, **options)
+    resumed = load_newest(out / "checkpoints")
+    assert resumed is not None
+    restore_loop(loop, resumed.state, same_hardware=True)
+    return loop, train(loop, settings(out), Progress(), resumed)
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_steps(out: Path) -> list[int]:
+    """Return the steps of the published checkpoints."""
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(out / "checkpoints")]

@@ -1,0 +1,117 @@
+"""The loop that a fit trains, as its options and its plan ask for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from autobatch.core.errors import InputError
+from autobatch.core.options import FitOptions
+from autobatch.planning import make_plan
+from autobatch.training.build import build_sampler, open_loop
+from autobatch.training.loop import Loop
+from tests.support.training import apart, make_setup, make_workload, mean_loss, network, reference, weights
+
+
+def opened(
+    workload=None, *, seeded_before: bool | None = None, **options: Any
+) -> tuple[Loop, list[str], torch.Tensor]:
+    """Open a loop and train it; return it with its notes and the trained weights."""
+    workload = workload or make_workload()
+    asked = FitOptions(**{"target_batch": 7, "steps": 3, **options})
+    plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
+    setup = make_setup(workload)
+    notes: list[str] = []
+    sampler = build_sampler(workload, asked)
+    with open_loop(setup, plan, asked, sampler, seeded_before=seeded_before, note=notes.append) as loop:
+        assert loop.batches_seen == loop.steps_applied == 0
+        assert loop.train_state.model is setup.model
+        list(loop.run())
+    return loop, notes, weights(setup.model)
+
+
+def test_the_sampler_has_the_batches_that_were_asked_for() -> None:
+    options = FitOptions(target_batch=7, epochs=2, last_batch="flush", seed=5)
+    sampler = build_sampler(make_workload(), options)
+    assert [len(batch.ids) for batch in sampler.batches()] == [7, 7, 7, 3] * 2
+    assert sampler.seed == 5
+
+
+def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
+    options = FitOptions(target_batch=25, epochs=3, last_batch="drop")
+    with pytest.raises(InputError, match="24 training samples do not fill a target batch of 25"):
+        build_sampler(make_workload(), options)
+
+
+def test_an_opened_loop_trains_the_plan() -> None:
+    workload = make_workload()
+    loop, notes, trained = opened(workload)
+    batches = [batch.ids for batch in loop.sampler.batches()]
+    expected, _ = reference(workload, batches, mean_loss)
+    assert apart(trained, expected) < 1e-12
+    assert (loop.micro_batch, loop.train_state.precision, notes) == (3, "fp32", [])
+
+
+def test_options_of_the_run_reach_the_loop() -> None:
+    loop, _, _ = opened(warmup_samples=40, on_nonfinite="skip", ema=0.5, max_grad_norm=0.1)
+    assert (loop.warmup_samples, loop.on_nonfinite) == (40, "skip")
+    assert loop.train_state.max_grad_norm == 0.1
+    assert loop.train_state.average.decay == 0.5
+
+
+@pytest.mark.parametrize(("momentum", "expected"), [("keep", 0), ("auto", 1)])
+def test_batch_norm_is_rescaled_only_if_asked(momentum: str, expected: int) -> None:
+    workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
+    loop, _, _ = opened(workload, bn_momentum=momentum)
+    assert len(loop.rescaled_norms) == expected
+
+
+def test_every_optimizer_has_a_schedule_of_the_whole_run() -> None:
+    seen: list[int] = []
+
+    def schedule(optimizer, steps):
+        seen.append(steps)
+        return StepLR(optimizer, 1, gamma=0.5)
+
+    def optimizers(params, lr):
+        params = list(params)
+        return torch.optim.SGD(params[:2], lr=lr), torch.optim.SGD(params[2:], lr=lr)
+
+    loop, _, _ = opened(make_workload(optimizer=optimizers, schedule=schedule))
+    assert seen == [3, 3]
+    assert [schedule.last_epoch for schedule in loop.schedules] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda optimizer, steps: ReduceLROnPlateau(optimizer), "ReduceLROnPlateau, which needs a metric"),
+        (lambda optimizer, steps: None, r"must return a schedule of torch\.optim, found nothing"),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(schedule, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        opened(make_workload(schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("sample_seeds", "seeded_before", "is_seeded", "is_noted"),
+    [
+        (False, None, False, False),
+        (True, None, True, False),
+        (False, True, True, False),
+        (True, True, True, False),
+        (True, False, True, True),
+        (False, False, False, False),
+    ],
+)
+def test_samples_stay_seeded_after_a_resume_and_a_change_is_noted(
+    sample_seeds: bool, seeded_before: bool | None, is_seeded: bool, is_noted: bool
+) -> None:
+    loop, notes, _ = opened(sample_seeds=sample_seeds, seeded_before=seeded_before)
+    assert (loop.feed is not None) == is_seeded
+    assert ["use --workers 0 to continue as before" in note for note in notes] == [True] * is_noted

@@ -1,0 +1,83 @@
+"""Gradients of chosen samples, against autograd on the same samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autobatch.device.cpu import SilentMeter
+from autobatch.training.sample_gradient import ELEMENTS, GradientRunner
+from tests.support.training import (
+    INFO_NCE,
+    TOKENS,
+    apart,
+    contrastive_loss,
+    make_setup,
+    make_workload,
+    token_loss,
+)
+
+IDS = [3, 0, 11, 7, 5]
+
+
+def runner_of(workload, dtype: torch.dtype | None = None) -> GradientRunner:
+    setup = make_setup(workload)
+    return GradientRunner(setup, setup.model, SilentMeter(), dtype)
+
+
+def by_autograd(workload, loss) -> torch.Tensor:
+    """Return the gradient of a loss over the samples at once."""
+    model = make_setup(workload).model
+    loss(model, torch.utils.data.default_collate([workload.train_data[i] for i in IDS])).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def test_a_mean_is_weighed_by_its_samples() -> None:
+    workload = make_workload()
+    found = runner_of(workload).run(IDS)
+    assert apart(found.elements, by_autograd(workload, workload.loss)) < 1e-12
+    assert (found.count, found.samples, found.weight) == (None, 5, 5.0)
+
+
+def test_a_loss_is_weighed_by_its_count() -> None:
+    workload = make_workload(**TOKENS)
+
+    def mean(model, batch):
+        loss = token_loss(model, batch)
+        return loss.total / loss.count
+
+    found = runner_of(workload).run(IDS)
+    counted = sum(int((workload.train_data[i][1] != -100).sum()) for i in IDS)
+    assert apart(found.elements, by_autograd(workload, mean)) < 1e-12
+    assert found.count == found.weight == counted
+
+
+@pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 1, 1, 2]])
+def test_two_passes_over_micro_batches_are_one_over_the_batch(sizes: list[int]) -> None:
+    workload = make_workload(loss=INFO_NCE)
+    found = runner_of(workload).run_cached(IDS, sizes)
+    assert apart(found.elements, by_autograd(workload, contrastive_loss)) < 1e-12
+
+
+def test_runs_leave_no_gradient_behind() -> None:
+    runner = runner_of(make_workload())
+    assert torch.equal(runner.run(IDS).elements, runner.run(IDS).elements)
+
+
+def test_batches_are_converted_and_large_gradients_are_sampled() -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(model, batch):
+        seen.append(batch[0].dtype)
+        return model(batch[0]).square().mean()
+
+    workload = make_workload(model=lambda: nn.Linear(5, 3 * ELEMENTS, bias=False), loss=loss)
+    found = runner_of(workload, torch.float32).run(IDS)
+    assert seen == [torch.float32]
+    whole = make_setup(workload).model
+    columns = workload.train_data.columns[0][IDS].float()
+    whole(columns).square().mean().backward()
+    assert ELEMENTS <= len(found.elements) < 2 * ELEMENTS
+    stride = whole.weight.numel() // ELEMENTS
+    assert apart(found.elements, whole.weight.grad.flatten()[::stride].double()) < 1e-6
