@@ -36,7 +36,7 @@ Write the report of a run again. RUN is its folder, for example runs/NAME/DATE."
     "doctor": """\
 usage: autobatch doctor [--json]
 
-Show the devices, the memory and who holds it, the versions, and what is missing.""",
+Show the devices, the memory and who holds it, versions, and what is missing.""",
 }
 """Help of each command."""
 
