@@ -52,7 +52,7 @@ def test_a_flush_that_fails_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert inner.getvalue() == ""
 
 
-def test_a_stream_answers_for_the_one_inside() -> None:
+def test_a_safe_stream_has_the_properties_of_its_stream() -> None:
     stream = SafeStream(Breaking())
     assert (stream.isatty(), stream.encoding) == (False, "utf-8")
     with pytest.raises(io.UnsupportedOperation):
