@@ -120,7 +120,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         result = _uninterrupted(_probe_and_plan(process, options, context))
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
         expired = context.expiry(options.timeout)
-        if options.trials or not options.tune_lr:
+        if settings.trials or not options.tune_lr:
             result = _tune(process, result, settings, context, expired)
         if not options.tune_lr:
             return result
@@ -192,7 +192,7 @@ def _prepare(
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
         tuning = unpack.fit_tune_settings(options, process.info, sampler.total)
         expired = context.expiry(options.timeout)
-        if options.trials:
+        if tuning.trials:
             result = _tune(process, result, tuning, context, expired)
         if options.tune_lr:
             result = _tune_learning_rate(process, result, tuning, context, expired)
@@ -331,7 +331,7 @@ def _check_storage(options: TuneOptions) -> None:
     Raises:
         InputError: it is not.
     """
-    if options.storage is not None and (options.trials or options.tune_lr):
+    if options.storage is not None and (options.trials != 0 or options.tune_lr):
         from autobatch.tuning.study import check_storage
 
         check_storage(options.storage)

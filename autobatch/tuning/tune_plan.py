@@ -51,6 +51,8 @@ class TuneSettings:
     """Optimizer steps of the run that is tuned for."""
     cap: int
     """The largest micro-batch that any configuration may use."""
+    run_samples: int | None = None
+    """Samples of the run, to stop when tuning cannot pay back; None to run all trials."""
     seed: int = 0
     storage: str | None = None
     """Where the study is kept; None for a file of its own in the data directory."""
@@ -118,7 +120,7 @@ def tune_plan(
     found = find_fastest(
         trials.measure,
         axes,
-        budget=Budget(settings.trials, expired),
+        budget=Budget(settings.trials, expired, settings.run_samples),
         seed=settings.seed,
         place=_location(process.info, settings, axes, home=home, progress=progress),
         confirm_fits=trials.confirm_fits,
