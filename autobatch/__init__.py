@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits, and exactly the batch you ask for."""
+"""autobatch: the largest micro-batch that fits, and the batch you asked for, exactly."""
 
 from __future__ import annotations
 
@@ -8,37 +8,50 @@ from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
     from autobatch.api.library import estimate, fit, plan, probe, tune
-    from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
+    from autobatch.core.errors import (
+        AutobatchError,
+        CheckpointError,
+        DoesNotFitError,
+        InputError,
+        Interrupted,
+        NonFiniteError,
+        RestartSmallerError,
+    )
     from autobatch.core.records import Plan, Probe
     from autobatch.integrations.custom_loop import batches
-    from autobatch.report.result import Result
+    from autobatch.report.result import Estimates, Result
     from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
 
-_HOMES = {
-    "AutobatchError": "core.errors",
-    "DoesNotFitError": "core.errors",
-    "InputError": "core.errors",
-    "Loss": "workload.contract",
-    "Plan": "core.records",
-    "Probe": "core.records",
-    "Result": "report.result",
-    "WholeBatchLoss": "workload.contract",
-    "Workload": "workload.contract",
-    "estimate": "api.library",
-    "fit": "api.library",
-    "plan": "api.library",
-    "probe": "api.library",
-    "tune": "api.library",
-    "batches": "integrations.custom_loop",
+_MODULES = {
+    "api.library": ("estimate", "fit", "plan", "probe", "tune"),
+    "core.errors": (
+        "AutobatchError",
+        "CheckpointError",
+        "DoesNotFitError",
+        "InputError",
+        "Interrupted",
+        "NonFiniteError",
+        "RestartSmallerError",
+    ),
+    "core.records": ("Plan", "Probe"),
+    "integrations.custom_loop": ("batches",),
+    "report.result": ("Estimates", "Result"),
+    "workload.contract": ("Loss", "WholeBatchLoss", "Workload"),
 }
+"""Public names by the module that defines them."""
 
 __all__ = [
     "AutobatchError",
+    "CheckpointError",
     "DoesNotFitError",
+    "Estimates",
     "InputError",
+    "Interrupted",
     "Loss",
+    "NonFiniteError",
     "Plan",
     "Probe",
+    "RestartSmallerError",
     "Result",
     "WholeBatchLoss",
     "Workload",
@@ -51,16 +64,16 @@ __all__ = [
     "tune",
 ]
 
-
-if not TYPE_CHECKING:  # a type checker must refuse names that do not exist
+if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses other names
 
     def __getattr__(name: str) -> Any:
-        """Import a public name on first use (PEP 562), so that ``autobatch --help`` does not import torch."""
-        if name not in _HOMES:
-            raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-        from importlib import import_module
+        """Import a public name at first use (PEP 562): ``autobatch --help`` must not wait for torch."""
+        for module, names in _MODULES.items():
+            if name in names:
+                from importlib import import_module
 
-        return getattr(import_module(f"autobatch.{_HOMES[name]}"), name)
+                return getattr(import_module(f"autobatch.{module}"), name)
+        raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -6,11 +6,18 @@ Each takes the options of the command of the same name as keywords, as text or a
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from autobatch.api.pipeline import RunContext, run_estimate, run_fit, run_plan, run_probe, run_tune
+from autobatch.core.keywords import (
+    EstimateKeywords,
+    FitKeywords,
+    PlanKeywords,
+    ProbeKeywords,
+    TuneKeywords,
+)
 from autobatch.core.options import (
     EstimateOptions,
     FitOptions,
@@ -23,7 +30,7 @@ from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
 from autobatch.workload.contract import Workload
 
 
-def probe(workload: Workload | str | None = None, **options: Any) -> ProbeResult:
+def probe(workload: Workload | str | None = None, **options: Unpack[ProbeKeywords]) -> ProbeResult:
     """Find the largest micro-batch that fits.
 
     Args:
@@ -34,12 +41,12 @@ def probe(workload: Workload | str | None = None, **options: Any) -> ProbeResult
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    result = run_probe(workload, options_from(ProbeOptions, options), RunContext())
+    result = run_probe(workload, options_from(ProbeOptions, dict(options)), RunContext())
     assert result.probe is not None
     return ProbeResult(**_fields(result.probe), device=result.device)
 
 
-def plan(workload: Workload | str | None = None, **options: Any) -> PlanResult:
+def plan(workload: Workload | str | None = None, **options: Unpack[PlanKeywords]) -> PlanResult:
     """Probe, then plan the batch, to train in your own loop.
 
     Args:
@@ -50,13 +57,13 @@ def plan(workload: Workload | str | None = None, **options: Any) -> PlanResult:
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    result = run_plan(workload, options_from(PlanOptions, options), RunContext())
+    result = run_plan(workload, options_from(PlanOptions, dict(options)), RunContext())
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
 
 
-def estimate(workload: Workload | str | None = None, **options: Any) -> Estimates:
+def estimate(workload: Workload | str | None = None, **options: Unpack[EstimateKeywords]) -> Estimates:
     """Predict what fits on hardware that need not be here. No GPU is touched.
 
     Args:
@@ -68,10 +75,10 @@ def estimate(workload: Workload | str | None = None, **options: Any) -> Estimate
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    return run_estimate(workload, options_from(EstimateOptions, options), os.environ)
+    return run_estimate(workload, options_from(EstimateOptions, dict(options)), os.environ)
 
 
-def tune(workload: Workload | str | None = None, **options: Any) -> Result:
+def tune(workload: Workload | str | None = None, **options: Unpack[TuneKeywords]) -> Result:
     """Probe, plan, and measure what is left to choose.
 
     Args:
@@ -82,10 +89,10 @@ def tune(workload: Workload | str | None = None, **options: Any) -> Result:
         InputError: an option, the device, the storage or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    return run_tune(workload, options_from(TuneOptions, options), RunContext())
+    return run_tune(workload, options_from(TuneOptions, dict(options)), RunContext())
 
 
-def fit(workload: Workload | str | None = None, **options: Any) -> Result:
+def fit(workload: Workload | str | None = None, **options: Unpack[FitKeywords]) -> Result:
     """Probe, plan, tune, train, validate and report.
 
     Args:
@@ -100,7 +107,7 @@ def fit(workload: Workload | str | None = None, **options: Any) -> Result:
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    return run_fit(workload, options_from(FitOptions, options), RunContext())
+    return run_fit(workload, options_from(FitOptions, dict(options)), RunContext())
 
 
 def _fields(record: msgspec.Struct) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.find_limit import check_size, find_limit, find_limits_by_size
 from autobatch.probing.limits import predicted_memory
 from autobatch.probing.setup import device_key, find_workload, open_setup
-from autobatch.report.page import write_report
 from autobatch.report.result import Estimates, Result, load_run
 from autobatch.training.build import LoopSettings, build_sampler
 from autobatch.training.checkpoint import list_checkpoints
@@ -372,6 +371,9 @@ def _write(result: Result, out: Path, progress: Progress) -> Result:
         checkpoints=[int(path.name.removeprefix("step-")) for path in list_checkpoints(out / CHECKPOINTS)],
     )
     _write_json(result, out)
+    # Imported here: matplotlib takes a second, and only a finished run needs it.
+    from autobatch.report.page import write_report
+
     try:
         write_report(out / REPORT, load_run(out))
     except (OSError, InputError) as error:

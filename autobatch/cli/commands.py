@@ -12,6 +12,7 @@ import msgspec
 
 from autobatch.cli.doctor import doctor_lines, examine
 from autobatch.core.errors import InputError
+from autobatch.core.records import SCHEMA
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile
@@ -99,7 +100,7 @@ def doctor(arguments: list[str], write: Printer) -> int:
         raise InputError(f"doctor takes no arguments, found {' '.join(words)}")
     findings = examine()
     if as_json:
-        write(_json({"schema": 1, "autobatch": __version__, **findings}))
+        write(_json({"schema": SCHEMA, "autobatch": __version__, **findings}))
         return 0
     for line in doctor_lines(findings):
         write(line)
@@ -156,7 +157,7 @@ def _words(name: str, arguments: list[str], write: Printer) -> tuple[list[str] |
 def _list_profiles(home: Path, write: Printer, *, as_json: bool) -> None:
     listing = list_profiles(user_dir=home)
     if as_json:
-        write(_json({"schema": 1, "autobatch": __version__, "profiles": listing.profiles}))
+        write(_json({"schema": SCHEMA, "autobatch": __version__, "profiles": listing.profiles}))
         return
     for profile in listing.profiles:
         measured = "measured" if profile.total.measured else "from public sources"

@@ -17,12 +17,8 @@ from autobatch.core.option_types import unknown_option
 from autobatch.core.options import COMMANDS
 
 PREFIX = "AUTOBATCH_"
-
-
 NO_OPTIONS = frozenset({"AUTOBATCH_HOME"})
 """Variables that begin with the prefix but are no options."""
-
-
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Options that exclude each other; the one from the later source wins."""
 

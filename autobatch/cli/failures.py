@@ -20,8 +20,6 @@ from autobatch.workload.user_code import describe, failed_part, remarks_on, user
 
 LOG = "run.log"
 """Name of the log in the folder of a run."""
-
-
 _REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 )

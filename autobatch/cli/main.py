@@ -45,14 +45,8 @@ in autobatch.toml or in [tool.autobatch] of pyproject.toml, else the demo.
   autobatch COMMAND --help-all    every option
   autobatch --version
 """
-
-
 RUNNING = ("fit", "plan", "probe", "tune", "estimate")
-
-
 OTHER = ("profiles", "doctor", "report")
-
-
 PARTS: dict[str, tuple[str, ...]] = {
     "fit": (),
     "plan": ("device", "probe", "plan", "profile", "report"),

@@ -31,11 +31,7 @@ SUMMARIES = {
     "tune": "Probe, plan, and measure which configuration is fastest, with Optuna.",
     "estimate": "Predict the largest micro-batch for GPUs that need not be present.",
 }
-
-
 HELP_WORDS = ("-h", "--help", "--help-all")
-
-
 HELP_COLUMN = 27
 
 

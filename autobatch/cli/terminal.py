@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 
 PLAIN_LINES = 10
 """Lines of training progress if the output is no terminal."""
-
-
 WIDEST = 400
 """Maximum width of the table of GPUs, in columns."""
-
-
 TOP_MODULES = 5
 """Modules that an explanation names, those with the most activations."""
 

@@ -14,53 +14,23 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Precision
 
 Value = str | int | float | bool | None
-
-
 Configuration = Mapping[str, Value]
 """Value of each knob, by name; a knob that is missing has its default."""
-
-
 SPLIT = "micro_batch_shift"
-
-
 PRECISION = "precision"
-
-
 CHECKPOINTING = "checkpointing"
-
-
 COMPILE = "compile"
-
-
 CHANNELS_LAST = "channels_last"
-
-
 OPTIMIZER = "optimizer"
-
-
 LOADER_WORKERS = "loader_workers"
-
-
 PREFETCH = "prefetch"
-
-
 PIN_MEMORY = "pin_memory"
-
-
 EXPANDABLE = "expandable_segments"
-
-
 MOST_HALVINGS = 3
 """Times that the micro-batch may be halved."""
-
-
 MOST_WORKERS = 16
-
-
 NOTICEABLE = 0.2
 """Share of a micro-batch's time that loading must take before workers are tuned by default."""
-
-
 WORTH_COMPILING = 500
 """Optimizer steps from which compiling, half a minute in each trial that tries it, may pay off."""
 
@@ -217,8 +187,6 @@ KNOBS = (
         changes_numbers=False,
     ),
 )
-
-
 LEFT_OUT = {
     "learning_rate": "throughput does not depend on it; use --tune-lr, which runs a separate study",
 }

@@ -11,21 +11,11 @@ import msgspec
 from msgspec import Meta
 
 AtLeastZero = Annotated[int, Meta(ge=0)]
-
-
 AtLeastOne = Annotated[int, Meta(ge=1)]
-
-
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Seeds that every generator accepts: NumPy's end at 32 bits, and the sampler counts up from here."""
-
-
 Positive = Annotated[float, Meta(gt=0)]
-
-
 Decay = Annotated[float, Meta(gt=0, lt=1)]
-
-
 Group = Literal["what to train", "memory", "learning rate", "run", "tuning", "output"]
 """Groups of the help, in the order in which it shows them."""
 

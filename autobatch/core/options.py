@@ -300,11 +300,7 @@ COMMANDS: dict[str, type[Options]] = {
     "tune": TuneOptions,
     "estimate": EstimateOptions,
 }
-
-
 _Kind = TypeVar("_Kind", bound=Options)
-
-
 _DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?|sim:.+")
 
 

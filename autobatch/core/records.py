@@ -10,15 +10,11 @@ from typing import Literal
 
 import msgspec
 
+SCHEMA = 2
+"""Version of the JSON that the command line prints."""
 LimitedBy = Literal["memory", "target_batch", "dataset", "max_micro_batch"]
-
-
 UpperBoundBy = Literal["run", "replay", "cap"]
-
-
 Precision = Literal["fp32", "bf16", "fp16"]
-
-
 LearningRateRule = Literal["none", "linear", "sqrt"]
 
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-
-
 ECHO_SECONDS = 0.1
 """Time within which the same signal counts as the same request. A terminal or ``timeout`` signals the whole
 process group, and the parent process may forward the signal as well."""

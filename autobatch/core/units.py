@@ -8,17 +8,9 @@ from fractions import Fraction
 from autobatch.core.errors import InputError
 
 KiB = 1 << 10
-
-
 MiB = 1 << 20
-
-
 GiB = 1 << 30
-
-
 TiB = 1 << 40
-
-
 _UNITS = {
     "": 1, "b": 1,
     "k": KiB, "kib": KiB, "kb": 10**3,
@@ -26,11 +18,7 @@ _UNITS = {
     "g": GiB, "gib": GiB, "gb": 10**9,
     "t": TiB, "tib": TiB, "tb": 10**12,
 }  # fmt: skip
-
-
 _QUANTITY = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)\s*")
-
-
 _PERCENT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%\s*")
 
 

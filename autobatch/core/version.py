@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib.metadata import version
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def versions() -> dict[str, str]:

@@ -9,8 +9,6 @@ from autobatch.core.units import MiB, format_bytes, parse_budget
 
 HEADROOM_LEAST_BYTES = 512 * MiB
 """The least headroom: for libraries that allocate past torch, the interpreter and loader workers."""
-
-
 GPU_HEADROOM_SHARE = 0.05
 """Share of a GPU's memory that no budget takes by default, simulated GPUs included."""
 

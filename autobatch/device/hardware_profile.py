@@ -14,20 +14,10 @@ import msgspec
 from autobatch.core.errors import InputError
 
 SCHEMA = 1
-
-
 Slug = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
-
-
 Capability = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
-
-
 Day = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
-
-
 Text = Annotated[str, msgspec.Meta(min_length=1)]
-
-
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 
 

@@ -30,8 +30,6 @@ class _Files(NamedTuple):
 
 
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
-
-
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
 _REASONS = {  # by NVML's error number
     3: "the GPU does not offer this reading (unified memory, or a virtual GPU)",
     4: "no permission to query the driver",
@@ -34,8 +32,6 @@ _REASONS = {  # by NVML's error number
     18: "the driver and its library have different versions: restart after a driver update",
     999: "unknown error 999: the container may have lost its GPUs: restart it",
 }
-
-
 _REINSTALL = "pip uninstall pynvml, then pip install --force-reinstall nvidia-ml-py"
 
 

@@ -97,14 +97,8 @@ _DEAD_CONTEXT = re.compile(
 
 # The first of these in a chain counts.
 _BY_WEIGHT = (Verdict.FATAL, Verdict.DEVICE, Verdict.HOST, Verdict.SUSPECT)
-
-
 _COMPILED = tuple((row.verdict, re.compile(row.text)) for row in _PATTERNS)
-
-
 _WINDOWS_COMMIT_LIMIT = 1455  # ERROR_COMMITMENT_LIMIT: "The paging file is too small"
-
-
 _LINE_WIDTH = 240
 
 

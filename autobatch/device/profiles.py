@@ -18,8 +18,6 @@ from autobatch.device.hardware_profile import HardwareProfile, format_profile, r
 
 PROFILE = "profile.toml"
 """File of a saved profile, in the folder that is named after it."""
-
-
 SAME_GPU = 0.05
 """Largest relative difference between two totals of the same GPU: driver, ECC and system take up to that."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 aten = torch.ops.aten
-
-
 _LOW = (torch.float16, torch.bfloat16)
 
 

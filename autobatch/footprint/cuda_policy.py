@@ -41,8 +41,6 @@ _FP32 = _names(
     """
 )
 """``AT_FORALL_FP32``, except operators that the CPU casts in the same way."""
-
-
 _FP32_RESULT = _names(
     """
     softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -50,8 +48,6 @@ _FP32_RESULT = _names(
     """
 )
 """``AT_FORALL_FP32_SET_OPT_DTYPE``: the result is fp32, the argument is not cast."""
-
-
 _LOWER = _names(
     """
     _convolution convolution addmv addr mv einsum chain_matmul linalg_multi_dot
@@ -60,19 +56,13 @@ _LOWER = _names(
     """
 )
 """``AT_FORALL_LOWER_PRECISION_FP``, except operators that the CPU casts in the same way."""
-
-
 _WIDEST = _names(
     """
     addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add
     """
 )
 """``AT_FORALL_PROMOTE``."""
-
-
 _LOW = (torch.float16, torch.bfloat16)
-
-
 _FUSED = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_softmax.default}
 """CUDA kernels that turn fp16 into fp32 without an intermediate copy; bf16 needs one
 (ATen/native/SoftMax.cpp)."""

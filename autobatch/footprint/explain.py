@@ -15,16 +15,10 @@ from autobatch.footprint.program import Polynomial, Untraceable
 
 MODULES = 3
 """Modules that an explanation names."""
-
-
 POINTS = 24
 """Micro-batches whose peaks are predicted for a chart."""
-
-
 MOST_POSITIONS = 500
 """Events of a step that a chart keeps."""
-
-
 KINDS = (
     "parameters",
     "averaged weights",
@@ -35,8 +29,6 @@ KINDS = (
     "temporaries",
 )
 """Kinds of memory from the bottom of a chart upwards, in the order of how long they stay."""
-
-
 CACHED = "cached"
 """Memory that the allocator holds without any tensor in it."""
 

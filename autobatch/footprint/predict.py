@@ -33,12 +33,8 @@ from autobatch.footprint.trace_step import Setting, record
 SIZES = (2, 3, 5, 8)
 """Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it. If
 the line is wrong, three give a parabola and the fourth checks that."""
-
-
 MARGIN = 0.03
 """Share of a budget by which a prediction may be too high."""
-
-
 CONVOLUTION_MARGIN = 0.1
 """The same with convolutions, because no trace shows cuDNN's scratch memory."""
 

@@ -23,8 +23,6 @@ from autobatch.device.allocator.trace import FREE, Trace, replay
 _NEIGHBOURS = 16
 """Default number of sizes above the answer that `largest` tries: near the limit, a larger size may still fit
 when a smaller one does not."""
-
-
 _ROUNDS = 8
 """How often `largest` continues from such a larger size, because reserved memory can jump up and down."""
 

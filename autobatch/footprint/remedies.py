@@ -23,12 +23,8 @@ from autobatch.step.apply_knobs import find_blocks
 
 NATIVE_BF16 = (8, 0)
 """First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
-
-
 TRACING_SECONDS = 20.0
 """Limit of the time for tracing changes. One that would exceed it, judged by the last one, is left out."""
-
-
 LEAST_CHANGE = 0.01
 """Share by which the peak must fall if the micro-batch does not grow."""
 

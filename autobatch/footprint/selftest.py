@@ -15,8 +15,6 @@ from autobatch.footprint.trace_step import Setting, record
 from autobatch.workload.contract import Workload
 
 _SAMPLES = 10
-
-
 _WIDTH = 64
 
 

@@ -22,25 +22,13 @@ from autobatch.device.allocator.tracker import StorageTracker
 from autobatch.footprint.attention import backward_scratch_bytes
 
 aten = torch.ops.aten
-
-
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 """Operators that run on cuBLAS, which takes a workspace at its first call in each thread."""
-
-
 _DEVICE = torch.ops.prim.device.default
 """Called more often than all other operators together, because autograd calls it for every fake."""
-
-
 _QUERIES = frozenset({_DEVICE, aten._local_scalar_dense.default})
-
-
 _RECURRENT = aten.mkldnn_rnn_layer.default
-
-
 _OVERFLOW_CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
-
-
 _REDUCED = {
     aten.mse_loss.default: 2,
     aten.smooth_l1_loss.default: 2,
@@ -50,12 +38,8 @@ _REDUCED = {
 """Losses that write one value per element into their result and then shrink it to one number, with the index
 of their reduction argument. The storage keeps its size (ATen/native/Loss.cpp), which meta kernels do not
 show."""
-
-
 _SELECTIONS = frozenset({aten.nonzero.default, aten.masked_select.default, aten.index.Tensor})
 """Operators whose result has a size that depends on values."""
-
-
 _MASKS = (torch.bool, torch.uint8)
 
 

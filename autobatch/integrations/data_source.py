@@ -16,8 +16,6 @@ from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.order import GlobalBatchSampler
 
 SampleT = TypeVar("SampleT")
-
-
 Data: TypeAlias = MapStyle[SampleT] | Dataset[SampleT] | Iterable[SampleT]
 """Input of `autobatch.batches`: map-style data, samples, or a ``DataLoader``."""
 

@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.core.errors import InputError
-from autobatch.workload.contract import Collated
+from autobatch.workload.contract import Collated, kind_of
 from autobatch.workload.order import LastBatch
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
-
-
 _ADVICE = "give autobatch.batches the dataset itself, with collate="
 
 
@@ -163,8 +161,8 @@ def _sizes(value: Any) -> Iterator[int]:
         for one in value:
             yield from _sizes(one)
     elif not isinstance(value, _PLAIN):
-        kind = "0-d tensor" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"a {kind} in a batch of the loader cannot be cut into micro-batches: {_ADVICE}")
+        kind = "a 0-d tensor" if isinstance(value, Tensor) else kind_of(value)
+        raise InputError(f"{kind} in a batch of the loader cannot be cut into micro-batches: {_ADVICE}")
 
 
 def _cut(value: Any, part: slice) -> Any:

@@ -36,13 +36,9 @@ from autobatch.workload.user_code import user_code
 ATTEMPT_STEPS = (1, 2, 2)
 """Micro-batches a window of an attempt: state appears, then the steady state twice (Adam's state comes with
 the first step, ``.grad`` is resident while the second micro-batch runs)."""
-
-
 OTHER_ATTEMPT_STEPS = (2, 2, 1)
 """… and of the second look where the allocator caches: a first window of several micro-batches leaves its
 memory in other pieces, and a size at the very limit may fit in one order and not in the other."""
-
-
 NEAR_THE_LIMIT = 0.75
 """Share of the budget from which on the second look is taken."""
 

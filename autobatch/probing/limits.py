@@ -30,13 +30,9 @@ from autobatch.workload.rng import preserved_random_state
 
 FIRST_SIZE = 2
 """The first size to run: 1 is a special case to many operators (broadcasting, batch statistics)."""
-
-
 DISTANCES = (29, 23, 19, 17, 13, 11, 7, 5, 3, 2, 1)
 """From the first size to the second: far enough for exact slopes, small enough to be quick, and prime, so
 that sizes which a library rounds hardly ever look as if they grew by whole bytes a sample."""
-
-
 ENOUGH_POINTS = 3
 """Sizes that settle whether the events are lines, parabolas or neither."""
 

@@ -8,12 +8,10 @@ from typing import Any
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import DeviceRecord, Estimate, Plan, Probe, Record, RunRecord, StepRecord
+from autobatch.core.records import SCHEMA, DeviceRecord, Estimate, Plan, Probe, Record, RunRecord, StepRecord
 from autobatch.core.version import __version__
-from autobatch.report.notebook import estimates_html, plan_html, probe_html, run_html
 from autobatch.report.sentences import plural
 
-SCHEMA = 1
 NOT_IN_JSON = ("model", "metrics", "notes")
 
 
@@ -43,6 +41,9 @@ class Result(RunRecord, frozen=True, kw_only=True):
         }
 
     def _repr_html_(self) -> str:
+        # Imported here: matplotlib takes half a second, and only a notebook needs it.
+        from autobatch.report.notebook import run_html
+
         return run_html(self, metrics=_metrics_of(self), report=self.report)
 
 
@@ -57,6 +58,8 @@ class ProbeResult(Probe, frozen=True, kw_only=True):
         return self
 
     def _repr_html_(self) -> str:
+        from autobatch.report.notebook import probe_html
+
         return probe_html(self, self.device)
 
 
@@ -72,6 +75,8 @@ class PlanResult(Plan, frozen=True, kw_only=True):
         return self
 
     def _repr_html_(self) -> str:
+        from autobatch.report.notebook import plan_html
+
         return plan_html(self, self.device, self.probe)
 
 
@@ -86,6 +91,8 @@ class Estimates(Record, frozen=True, kw_only=True):
         return {"schema": SCHEMA, "autobatch": __version__, **msgspec.to_builtins(self)}
 
     def _repr_html_(self) -> str:
+        from autobatch.report.notebook import estimates_html
+
         return estimates_html(self.estimates, self.notes)
 
 

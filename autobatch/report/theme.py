@@ -26,8 +26,6 @@ LIGHT: Mapping[str, str] = MappingProxyType(
         "series-7": "#8d7fb0",
     }
 )
-
-
 DARK: Mapping[str, str] = MappingProxyType(
     {
         "paper": "#14181a",
@@ -49,8 +47,6 @@ DARK: Mapping[str, str] = MappingProxyType(
         "series-7": "#9d8fc2",
     }
 )
-
-
 EITHER: Mapping[str, str] = MappingProxyType(
     {
         "paper": "transparent",

@@ -24,8 +24,6 @@ from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import map_tensors
 
 LossFunction = Callable[[nn.Module, Collated], "Tensor | Loss"]
-
-
 IMPLEMENTATIONS: dict[object, dict[str, bool]] = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},

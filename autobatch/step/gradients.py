@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 

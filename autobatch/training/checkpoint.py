@@ -34,8 +34,6 @@ from autobatch.training.manifest import (
 )
 
 _NAME = re.compile(r"step-(\d+)")
-
-
 _LEFTOVER = re.compile(r"step-\d+\.(?:tmp|trash)-\d+")
 
 

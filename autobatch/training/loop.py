@@ -62,16 +62,10 @@ def scaled_learning_rate(optimizers: Optimizers, factor: float) -> Iterator[None
 
 MAX_REPLAYS = 2
 """Times that a batch runs again after an out-of-memory error; after more, the cause lies elsewhere."""
-
-
 LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
-
-
 MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
-
-
 MEMORY_READING_INTERVAL = 16
 """Steps between two readings of the allocator in the steady state; a reading waits for the device."""
 

@@ -15,17 +15,9 @@ from autobatch.core.errors import CheckpointError
 
 SCHEMA = 2
 """Format of checkpoints; 2 counts ``batches_seen``, ``steps_applied`` and ``skipped_steps_in_a_row``."""
-
-
 MANIFEST = "manifest.json"
-
-
 STATE = "state.pt"
-
-
 _PREFIX = b'{"sha256": "'
-
-
 _BODY_START = len(_PREFIX) + 64 + 2
 """Offset of the first byte that the manifest's own sum covers."""
 

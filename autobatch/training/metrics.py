@@ -24,8 +24,6 @@ from autobatch.core.records import StepRecord, Training
 
 TENSORBOARD = "tensorboard"
 """Folder of a run that ``tensorboard --logdir`` reads."""
-
-
 TENSORBOARD_INTERVAL_S = 0.2
 """Least time between two events: one costs a quarter of a millisecond, and a curve shows a thousand."""
 

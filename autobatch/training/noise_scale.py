@@ -26,20 +26,12 @@ from autobatch.core.records import Record
 
 MIN_BATCHES = 50
 """Fewest measured batches that give an estimate."""
-
-
 KEPT_BATCHES = 500
 """Most recent measured batches that an estimate uses; the noise scale grows during a run."""
-
-
 NEAR_FACTOR = 4.0
 """Largest ratio of a target batch and a noise scale that are near each other."""
-
-
 _Z = 1.959964
 """Quantile of the normal distribution for a 95 % interval."""
-
-
 Verdict = Literal["unknown", "below", "near", "above", "unclear"]
 
 

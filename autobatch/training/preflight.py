@@ -28,15 +28,9 @@ from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
 
 SAMPLES = 6
-
-
 PARTS = 3
-
-
 FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which the check runs in float64; model copy and gradient count."""
-
-
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}
 """Relative errors that models with float32 operations, and TF32, stay below."""
 

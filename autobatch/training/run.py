@@ -40,7 +40,7 @@ OOM_FILE = "oom.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a run writes, and how often."""
+    """Folder, files and intervals of a run."""
 
     out: Path
     checkpoint_every: int | None

@@ -15,24 +15,12 @@ from autobatch.core.errors import CheckpointError, InputError
 from autobatch.step.train_state import TrainState
 
 RUNS = Path("runs")
-
-
 CHECKPOINTS = "checkpoints"
-
-
 METRICS = "metrics.jsonl"
-
-
 WEIGHTS = "model.safetensors"
-
-
 AVERAGED_WEIGHTS = "model-ema.safetensors"
 """The averages in place of the weights, with the buffers of the model."""
-
-
 RESULT = "result.json"
-
-
 REPORT = "report.html"
 
 

@@ -1,1 +1,1 @@
-"""What is left when the effective batch is fixed: what a configuration costs, and which to try next."""
+"""Search for the fastest configuration and the best learning rate at a fixed target batch."""

@@ -19,14 +19,8 @@ from autobatch.tuning.configuration import Measure, Measurement
 
 MINIMUM_GAIN = 0.02
 """Share that a configuration must gain over the default to replace it."""
-
-
 LEAST_ROUNDS = 3
-
-
 MOST_ROUNDS = 8
-
-
 STUDENT = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 """Quantiles of Student's t at 97.5 %, by degrees of freedom."""
 

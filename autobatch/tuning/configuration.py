@@ -16,16 +16,10 @@ from autobatch.core.knobs import Configuration, SearchAxis, Value
 
 MEMORY = "mem_over"
 """Constraint: the share by which a configuration exceeds the budget."""
-
-
 LOSS = "loss_gap"
 """Constraint: the distance of its losses from the reference, minus the tolerance."""
-
-
 RUNS = "does_not_run"
 """Constraint: the configuration raised an error, crashed or hung."""
-
-
 CONSTRAINTS = (MEMORY, LOSS, RUNS)
 
 
@@ -54,12 +48,8 @@ def infeasible(constraint: str, reason: str, *, over: float = 1.0, micro_batch: 
 
 Measure = Callable[[Configuration], Measurement]
 """Runs a configuration."""
-
-
 ConfirmFits = Callable[[Configuration], str | None]
 """Runs a configuration inside the enforced budget. Returns why it does not fit, or None if it fits."""
-
-
 Key = tuple[tuple[str, Value], ...]
 """A configuration in hashable form."""
 
@@ -133,7 +123,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class StudySpec(Generic[ResultT]):
-    """What a study searches, and how it stores results."""
+    """The search space of a study, and the form of its stored results."""
 
     space: Sequence[SearchAxis] | LogRange
     direction: Literal["maximize", "minimize"]

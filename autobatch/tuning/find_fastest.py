@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 REMEASURED = 3
 """Number of best configurations that are measured again beside the default."""
-
-
 PLAUSIBLE = 0.9
 """Share of the default's first figure that a candidate's must reach: a single figure is off by less."""
 

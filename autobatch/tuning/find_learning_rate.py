@@ -30,36 +30,20 @@ if TYPE_CHECKING:
 
 
 RATE = "learning_rate"
-
-
 FIRST_FACTORS = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
 """First trials as multiples of the default: they cover the range before a model is fitted."""
-
-
 EARLY_STOP = MedianStop(startup_trials=4, warmup_steps=PARTS // 2)
 """Half of each run is safe, because a small learning rate is slow at first."""
-
-
 CONSTRAINT = "does_not_train"
 """Constraint: the run diverged, was stopped, or raised an error."""
-
-
 MINIMUM_GAIN = 0.02
 """Share of the loss reduction that a learning rate must gain over the default to replace it."""
-
-
 OTHER_SEEDS = 2
 """Number of further data orders that decide."""
-
-
 DIVERGED = 2.0
 """A run has diverged if its last loss exceeds this multiple of its first."""
-
-
 EDGE_FACTOR = 1.5
 """Within this factor of a bound of the range, the best may lie beyond."""
-
-
 OnLrTrial = Callable[[int, float, float | None, str | None], None]
 """Called after each trial with its number from 1, the learning rate, its loss, and why it is infeasible."""
 

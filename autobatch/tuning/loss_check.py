@@ -17,16 +17,10 @@ from autobatch.workload.data import load_micro_batch
 from autobatch.workload.rng import preserved_random_state
 
 STEPS = 10
-
-
 MICRO_BATCHES = 2
 """Micro-batches of a step."""
-
-
 SAMPLES = 8
 """Samples of a micro-batch: enough to see a loss go wrong, and cheap."""
-
-
 TOLERANCE = 0.02
 """Bound on the mean relative distance of the losses; a model in bf16 stays well below it."""
 

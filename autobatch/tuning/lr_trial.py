@@ -31,8 +31,6 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 
 REACH = 32.0
 """Learning rates are tried from the default ÷ this to the default × this."""
-
-
 PARTS = 4
 """Number of parts of a run; it can stop after each, and the mean loss of the last is its figure."""
 

@@ -13,8 +13,6 @@ from optuna.trial import FrozenTrial
 
 STARTUP_SHARE = 4
 """One trial in this many is drawn at random, before a model is fitted."""
-
-
 MOST_STARTUP = 10
 """Upper bound of the random trials."""
 

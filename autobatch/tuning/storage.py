@@ -24,12 +24,8 @@ from autobatch.tuning.worker import Worker, is_gone
 
 GRPC_PORT = 13000
 """Optuna's default port."""
-
-
 TIMEOUT_S = 10
 """Time to wait for a server to answer."""
-
-
 PORTS = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433, "oracle": 1521}
 """Default ports of databases."""
 
@@ -143,12 +139,8 @@ def _open_grpc(location: str) -> GrpcStorageProxy:
 
 MADE_FOR = "made_for"
 """Attribute of a study: plain values by name that its results depend on."""
-
-
 WORKER = "worker"
 """Attribute of a trial: the process that runs it."""
-
-
 ORPHAN_S = 60.0
 """A trial that has run this long without an owner lost its process in its first moment."""
 

@@ -28,24 +28,14 @@ from autobatch.workload.rng import preserved_random_state
 
 LEAST_STEPS = 3
 """Steps that are timed, however long they take."""
-
-
 ACCUMULATED = 2
 """Micro-batches of a timed step: like most of a step, the second one adds to existing gradients."""
-
-
 FED = 8
 """Micro-batches of a timed step that workers feed: they fetch during the optimizer step too, and its share of
 their time must be small."""
-
-
 QUICK_S = 0.005
 """If a micro-batch is fetched faster, workers gain nothing: handing it over takes a millisecond."""
-
-
 FETCHES = 3
-
-
 COMPILED_STEPS = 2
 """Warm-up steps of each size with a compiled model: the second size makes it compile again, for all sizes."""
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 START_TICKS = 19
 """Index of the start time among the fields after the name in ``/proc/PID/stat`` (proc_pid_stat(5))."""
 

@@ -158,7 +158,10 @@ class Workload:
 
 def kind_of(value: object) -> str:
     """Describe the type of a value for a message, for example ``a list``."""
-    return "nothing (None)" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "nothing (None)"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _is_number(value: object, kind: type | UnionType = int | float) -> bool:

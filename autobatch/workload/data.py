@@ -25,12 +25,8 @@ from autobatch.workload.user_code import user_code
 
 FIRST_LOOK = 64
 """Samples, spread over the data, that are read first to see whether sizes differ."""
-
-
 SCAN_SECONDS = 5.0
 """Time limit of a scan of all samples if the first look found equal sizes."""
-
-
 LONG_SCAN_SECONDS = 60.0
 """Time limit of the scan if the sizes differ."""
 
@@ -92,7 +88,7 @@ class WorstCaseSampler:
 
     Args:
         workload: has the data, its collate function and ``size_of``.
-        seed: seed of what the data draw at random while they are scanned.
+        seed: of the data's random draws during the scan.
         clock: returns seconds, to limit the scan.
     """
 
@@ -106,7 +102,7 @@ class WorstCaseSampler:
 
     @cached_property
     def _costs(self) -> dict[int, float]:
-        """Cost of each sample by its index, read once when first needed. The caller's generators stay."""
+        """Cost of each sample by its index. Read once, without a trace in the caller's generators."""
         with preserved_random_state():
             seed_everything(self._seed)
             return self._read(self._clock)

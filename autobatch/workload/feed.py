@@ -24,8 +24,6 @@ from autobatch.workload.rng import capture_random_state, restore_random_state, s
 
 COLLATING = -1
 """Takes the place of a sample's index in the seed of a collate function."""
-
-
 AHEAD = 2
 """Micro-batches that a worker fetches ahead, as in torch's own loader."""
 

@@ -53,8 +53,8 @@ def open_feed(
 
 
 def gpu_of(device: Device, knobs: Configuration) -> torch.device | None:
-    """Return the GPU that `open_feed` pins memory for; None if there is none, or if the knobs disable it."""
-    return device.torch_device if device.kind == "cuda" and knobs.get(PIN_MEMORY, True) else None
+    """Return the GPU that `open_feed` pins memory for; None if the device or the knobs ask for none."""
+    return device.torch_device if device.reads_pinned_memory and knobs.get(PIN_MEMORY, True) else None
 
 
 def why_not_sent(collate: SeededCollate, batch: Collated) -> str | None:

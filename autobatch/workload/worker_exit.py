@@ -16,8 +16,6 @@ from autobatch.core.errors import AutobatchError
 
 WAITS = ("connection.py", "selectors.py", "queue.py", "threading.py")
 """Modules of Python in which this process waits for a micro-batch."""
-
-
 GRACE_SECONDS = 1.0
 """Time that a worker may take to end after its pipe broke."""
 

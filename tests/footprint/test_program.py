@@ -1,4 +1,4 @@
-"""Traces, the programs fitted to them, and the search, against brute force."""
+"""Programs fitted to traces, and the search for the largest micro-batch, against brute force."""
 
 from __future__ import annotations
 
@@ -131,23 +131,6 @@ def test_no_size_is_ever_negative():
     assert not program.agrees_with(1, trace(0))
 
 
-def test_replay_names_the_phase_of_the_peak_and_of_the_failure():
-    events = ((0, 100), (1, 50), (1, FREE), (2, 70), (3, 10))
-    one = Trace(events, ((0, "setup"), (1, "forward"), (3, "backward"), (4, "optimizer")))
-    whole = replay(one, CountingAllocator(180))
-    assert (whole.fits, whole.peak_allocated_bytes, whole.peak_phase) == (True, 180, "optimizer")
-    assert (whole.allocated_bytes, whole.peak_reserved_bytes, whole.retries) == (180, None, None)
-    cut = replay(one, CountingAllocator(169))
-    assert (cut.fits, cut.failed_at, cut.failed_phase, cut.refusal.requested) == (False, 3, "backward", 70)
-    assert (cut.peak_at, cut.peak_phase) == (1, "forward")
-
-
-def test_frees_at_the_end_are_no_part_of_a_step():
-    marks = ((0, "forward"), (3, "end"))
-    one = Trace(((0, 5), (1, 6), (1, FREE), (0, FREE)), marks)
-    assert one.canonical() == Trace(((0, 5), (1, 6)), ((0, "forward"), (2, "end")))
-
-
 def test_blocks_that_stay_are_inserted_at_their_events():
     marks = ((0, "forward"), (1, "backward"))
     program = Program.fit([(m, Trace(((0, 5 * m), (1, 6)), marks)) for m in (1, 2)])
@@ -156,12 +139,6 @@ def test_blocks_that_stay_are_inserted_at_their_events():
     assert len({block for block, _ in more.events}) == 4
     assert more.marks == ((0, "forward"), (2, "backward"))
     assert replay(more.at(3), CountingAllocator()).peak_allocated_bytes == 161
-
-
-def test_frees_of_unknown_blocks_are_left_out():
-    one = Trace(((7, FREE), (8, 5), (8, FREE), (8, 6)), ((1, "forward"),))
-    assert one.canonical() == Trace(((0, 5), (0, FREE), (1, 6)), ((0, "forward"),))
-    assert replay(one, CountingAllocator()).peak_allocated_bytes == 6
 
 
 @settings(max_examples=50, deadline=None)

@@ -122,7 +122,7 @@ def test_the_number_of_batches_in_a_stream_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: autobatch.batches(points(), 24), "takes a plan of autobatch.plan, found a int"),
+        (lambda: autobatch.batches(points(), 24), "takes a plan of autobatch.plan, found an int"),
         (lambda: autobatch.batches(points(), small_plan(world_size=2)), "the plan is for 2 ranks"),
         (lambda: autobatch.batches(points(), small_plan(), steps=0), "steps is 0: it must be 1 or more"),
         (lambda: autobatch.batches(points(), small_plan(), epochs=0), "epochs is 0: it must be 1 or more"),

@@ -72,7 +72,7 @@ def ragged(samples):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: autobatch.batches(3, small_plan()), "found a int"),
+        (lambda: autobatch.batches(3, small_plan()), "found an int"),
         (lambda: autobatch.batches([], small_plan()), "0 samples"),
         (
             lambda: autobatch.batches(points(), small_plan(30, last_batch="drop")),

@@ -61,7 +61,7 @@ def test_a_dropped_rest_is_not_carried_into_the_next_epoch() -> None:
     [
         ((torch.zeros(3), torch.zeros(2)), "sizes along dimension 0: 2, 3"),
         ({"kind": "train"}, "it holds no samples"),
-        ([object(), torch.zeros(3)], "a object in a batch"),
+        ([object(), torch.zeros(3)], "an object in a batch"),
         (nn.utils.rnn.pack_sequence([torch.zeros(2)]), "a PackedSequence in a batch"),
     ],
 )

@@ -158,7 +158,7 @@ def workload():
     [
         pytest.param("raise RuntimeError('so')", r"raised RuntimeError: so \(.*train.py:\d+\)", marks=SLOW),
         ("def workload(): raise SystemExit(3)", r"called sys.exit\(3\) \(.*train.py:\d+\)"),
-        pytest.param("def workload(): return 7", "returned a int, not an autobatch.Workload", marks=SLOW),
+        pytest.param("def workload(): return 7", "returned an int, not an autobatch.Workload", marks=SLOW),
     ],
 )
 def test_a_child_that_never_comes_up_says_why(train: Path, code: str, said: str) -> None:

@@ -32,7 +32,7 @@ from tests.support.untouched import fingerprint, with_gradients
 def test_a_function_in_place_of_its_workload_is_said() -> None:
     with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a function: call it"):
         find_workload(work)
-    with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a int$"):
+    with pytest.raises(InputError, match=r"must be an autobatch.Workload, found an int$"):
         find_workload(3)
 
 

@@ -69,7 +69,7 @@ def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: P
         assert names <= found[part].keys(), part
     attempt = {"micro_batch", "fits", "peak_allocated_bytes", "peak_reserved_bytes", "seconds"}
     assert all(attempt <= one.keys() for one in found["probe"]["attempts"])
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert found["device"]["other_processes_bytes"] is None
     assert found["probe"]["attempts"][0]["peak_reserved_bytes"] is None
     assert found["training"]["resumed_from"] is None
@@ -110,7 +110,7 @@ def test_nothing_fits_is_exit_3(tmp_path: Path, train: Path) -> None:
     ("words", "said"),
     [
         (("nowhere.py:workload",), "there is no file nowhere.py (looked from "),
-        pytest.param(("--memory-budget", "900TiB"), "the memory budget is 900 TiB (900TiB), and", marks=SLOW),
+        pytest.param(("--memory-budget", "900TiB"), "the memory budget is 900 TiB (900TiB), but", marks=SLOW),
         pytest.param(("--device", "cuda:7"), "cuda:7 was asked for, and torch", marks=SLOW),
         pytest.param(("--device", "cuda"), "cuda:0 was asked for, and torch", marks=SLOW),
         pytest.param(("--device", "sim:nope"), "no profile 'nope': known are a10", marks=SLOW),
@@ -292,7 +292,7 @@ def test_an_unwritable_cache_is_a_note_and_no_failure(tmp_path: Path, train: Pat
     ran = autobatch(tmp_path, "probe", "train.py:workload", *BUDGET)
     assert ran.code == 0
     assert ran.err == ""
-    assert "note: what fitted is not remembered: cannot save the fit at" in ran.out
+    assert "note: the limit was not saved: cannot save the limit at" in ran.out
     assert "largest" in ran.out.splitlines()[-2]
 
 
@@ -351,7 +351,7 @@ def test_an_unwritable_data_directory_keeps_the_study_in_memory(tmp_path: Path, 
         tmp_path, *TUNE, "--tune-lr", "--lr-trials", 1, "--lr-steps", 4, AUTOBATCH_HOME=str(tmp_path / "file")
     )
     assert ran.code == 0, ran.err
-    assert "is kept in memory, and cannot go on later: " in ran.out
+    assert "is kept in memory and cannot be continued later: " in ran.out
     assert "set AUTOBATCH_HOME to a directory that can be written" in ran.out
 
 
@@ -412,7 +412,7 @@ def test_an_interrupt_of_the_learning_rate_study_keeps_the_default(tmp_path: Pat
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "interrupted: the learning rate stays as it was" in err
+    assert "interrupted: kept the learning rate" in err
     found = json.loads(out)
     assert (found["plan"]["learning_rate"], found["tuning"]["trials"]) == (0.01, 1)
     assert found["tuning"]["learning_rate"] is None

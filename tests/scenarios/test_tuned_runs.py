@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.lr_trial import ShortRuns, StepLoss, short_run
 from autobatch.tuning.tune_plan import TuneSettings
 from autobatch.workload.contract import WholeBatchLoss
+from tests.support.commandline import SMALL, environment
 from tests.support.short_runs import (
     SAMPLES,
     STEPS,
@@ -271,3 +274,20 @@ def test_a_run_resumed_on_other_hardware_keeps_the_found_learning_rate(
     assert first.learning_rate != 0.01
     assert (again.learning_rate, again.learning_rate_rule) == (first.learning_rate, "tuned")
     assert again.learning_rate_source == first.learning_rate_source
+
+
+PLANS = """
+import sys, torch, autobatch
+exec(open("train.py").read())
+assert autobatch.plan(workload(), target_batch=8, device="cpu", memory_budget="64MiB").micro_batches == [8]
+print("optuna" in sys.modules)
+"""
+
+
+def test_a_plan_does_not_import_optuna(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SMALL)
+    words = [sys.executable, "-c", PLANS]
+    ran = subprocess.run(
+        words, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, "False\n"), ran.stderr

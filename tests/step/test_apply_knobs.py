@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from autobatch.step.apply_knobs import apply_forward, find_blocks
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
-from autobatch.workload.loader import gpu_of
 from autobatch.workload.rng import seed_everything
 from tests.support.step_workloads import Residual, convolutional, images
 from tests.support.training import make_workload, mean_loss
@@ -55,20 +53,6 @@ def train(knobs: dict[str, Any], steps: int = 3, **fields: Any) -> tuple[nn.Modu
 
 def states(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("reads", "knobs", "is_gpu"),
-    [
-        (True, {}, True),
-        (True, {"pin_memory": True}, True),
-        (True, {"pin_memory": False}, False),
-        (False, {}, False),
-    ],
-)
-def test_workers_pin_memory_for_a_gpu_unless_the_knob_forbids_it(reads, knobs, is_gpu) -> None:
-    device = SimpleNamespace(reads_pinned_memory=reads, torch_device=torch.device("cuda", 1))
-    assert gpu_of(device, knobs) == (device.torch_device if is_gpu else None)
 
 
 def test_blocks_are_repeated_children_of_a_list() -> None:

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
     ("optimizer", "said"),
     [
         (lambda params, lr: None, "found nothing"),
-        (lambda params, lr: [torch.optim.SGD(params, lr=lr), 3], "found a int"),
+        (lambda params, lr: [torch.optim.SGD(params, lr=lr), 3], "found an int"),
         (lambda params, lr: torch.optim.SGD([torch.zeros(1)], lr=lr), "found 0 of 1"),
     ],
 )

@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions
 from autobatch.planning import make_plan
-from autobatch.training.build import build_sampler, open_loop
+from autobatch.training.build import LoopSettings, build_sampler, open_loop
 from autobatch.training.loop import Loop
 from tests.support.training import apart, make_setup, make_workload, mean_loss, network, reference, weights
 
@@ -22,11 +21,11 @@ def opened(
 ) -> tuple[Loop, list[str], torch.Tensor]:
     """Open a loop and train it; return it with its notes and the trained weights."""
     workload = workload or make_workload()
-    asked = FitOptions(**{"target_batch": 7, "steps": 3, **options})
+    asked = LoopSettings(**{"target_batch": 7, "steps": 3, **options})
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     setup = make_setup(workload)
     notes: list[str] = []
-    sampler = build_sampler(workload, asked)
+    sampler = build_sampler(len(workload.train_data), asked)
     with open_loop(setup, plan, asked, sampler, seeded_before=seeded_before, note=notes.append) as loop:
         assert loop.batches_seen == loop.steps_applied == 0
         assert loop.train_state.model is setup.model
@@ -35,16 +34,16 @@ def opened(
 
 
 def test_the_sampler_has_the_batches_that_were_asked_for() -> None:
-    options = FitOptions(target_batch=7, epochs=2, last_batch="flush", seed=5)
-    sampler = build_sampler(make_workload(), options)
+    options = LoopSettings(target_batch=7, epochs=2, last_batch="flush", seed=5)
+    sampler = build_sampler(24, options)
     assert [len(batch.ids) for batch in sampler.batches()] == [7, 7, 7, 3] * 2
     assert sampler.seed == 5
 
 
 def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
-    options = FitOptions(target_batch=25, epochs=3, last_batch="drop")
+    options = LoopSettings(target_batch=25, epochs=3, last_batch="drop")
     with pytest.raises(InputError, match="24 training samples do not fill a target batch of 25"):
-        build_sampler(make_workload(), options)
+        build_sampler(24, options)
 
 
 def test_an_opened_loop_trains_the_plan() -> None:

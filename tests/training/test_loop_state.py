@@ -112,9 +112,9 @@ def test_the_smaller_micro_batch_of_a_recovery_is_restored() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (None, 0.9, "--ema 0.9 does not match the run that is resumed, which averages no weights"),
-        (0.9, None, "no --ema does not match .* which averages its weights with --ema 0.9"),
-        (0.9, 0.99, "--ema 0.99 does not match .* with --ema 0.9: give the same"),
+        (None, 0.9, "--ema 0.9 does not match the resumed run, which used no --ema"),
+        (0.9, None, "no --ema does not match .* which used --ema 0.9"),
+        (0.9, 0.99, "--ema 0.99 does not match .* which used --ema 0.9: give the same"),
     ],
 )
 def test_another_average_of_the_weights_is_refused(before, after, message: str) -> None:

@@ -23,10 +23,10 @@ FIELDS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model", 3, r"Workload\(model=…\) must be a function, found a int"),
+        ("model", 3, r"Workload\(model=…\) must be a function, found an int"),
         ("loss", None, r"Workload\(loss=…\) must be a function, found nothing"),
         ("optimizer", "adam", r"Workload\(optimizer=…\) must be a function, found a str"),
-        ("collate", 3, r"Workload\(collate=…\) must be a function or None, found a int"),
+        ("collate", 3, r"Workload\(collate=…\) must be a function or None, found an int"),
         ("schedule", [], r"Workload\(schedule=…\) must be a function or None, found a list"),
         ("metrics", 3, r"Workload\(metrics=…\) must be a function or None"),
         ("size_of", 3, r"Workload\(size_of=…\) must be a function or None"),
@@ -70,4 +70,4 @@ def test_a_whole_batch_loss_takes_functions_and_runs_one_after_the_other() -> No
 
 
 def test_the_type_of_a_value_is_described() -> None:
-    assert [kind_of(value) for value in ([], None)] == ["a list", "nothing (None)"]
+    assert [kind_of(value) for value in ([], 3, None)] == ["a list", "an int", "nothing (None)"]

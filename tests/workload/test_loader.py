@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,3 +53,17 @@ def test_samples_that_cannot_be_sent_to_or_from_workers_are_known_before(
     assert why_not_sent(local, micro_batch) is None or sys.platform != "linux"
     monkeypatch.setattr("autobatch.workload.loader.start_method", lambda: None)
     assert "cannot be sent" in (why_not_sent(local, micro_batch) or "")
+
+
+@pytest.mark.parametrize(
+    ("reads", "knobs", "is_gpu"),
+    [
+        (True, {}, True),
+        (True, {"pin_memory": True}, True),
+        (True, {"pin_memory": False}, False),
+        (False, {}, False),
+    ],
+)
+def test_workers_pin_memory_for_a_gpu_unless_the_knob_forbids_it(reads, knobs, is_gpu) -> None:
+    device = SimpleNamespace(reads_pinned_memory=reads, torch_device=torch.device("cuda", 1))
+    assert gpu_of(device, knobs) == (device.torch_device if is_gpu else None)

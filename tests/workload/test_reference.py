@@ -64,7 +64,7 @@ def test_a_file_never_takes_the_name_of_another_module(tmp_path: Path) -> None:
         (".:make", "'.' is not a module"),
         ("found_mod:mak", r"found_mod has no 'mak': did you mean make\?"),
         ("found_mod:workload", r"found_mod has no 'workload': it has make, nothing$"),
-        ("found_mod:number", "found_mod:number is a int, not a function or an autobatch.Workload"),
+        ("found_mod:number", "found_mod:number is an int, not a function or an autobatch.Workload"),
         ("found_mod:nothing", r"found_mod:nothing returned nothing \(None\), not an autobatch.Workload"),
     ],
 )

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 
 PAGE = 4096
-
-
 PARTS = 8
 """Parts of a workspace, each rounded up by less than a page."""
-
-
 SAMPLES = 64
 """Samples of a measured layer: with so many, every part is nearly a whole number of pages."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
-
-
 _PRODUCTS: dict[Any, Callable[..., int]] = {
     aten.mm.default: lambda a, b, *_: a.shape[0] * b.shape[1],
     aten.bmm.default: lambda a, b, *_: a.shape[0] * a.shape[1] * b.shape[2],
@@ -28,8 +26,6 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
     aten.convolution.default: lambda x, weight, *_: x.numel() * weight.shape[0],
 }
 """Upper bounds for the elements that operators produce from much smaller arguments."""
-
-
 _WIDEST_BYTES = 8
 """The widest usual element: the guess if the dtype of the output is not considered."""
 

@@ -70,8 +70,6 @@ def downsample(values: Sequence[float], limit: int) -> list[int]:
 
 WIDE, NARROW = 720, 328
 """Widths in CSS pixels; one unit of the picture is one pixel."""
-
-
 Painter = Callable[[Figure, bool], None]
 """Function that draws on a figure; the flag is true for the narrow drawing."""
 

@@ -82,3 +82,26 @@ def test_a_replay_reports_its_peak_and_where_it_ended():
     refused = replay(trace, CountingAllocator(40))
     assert (refused.fits, refused.failed_at, refused.failed_phase) == (False, 4, "backward")
     assert (refused.refusal.requested, refused.peak_allocated_bytes, refused.peak_at) == (90, 35, 3)
+
+
+def test_replay_names_the_phase_of_the_peak_and_of_the_failure():
+    events = ((0, 100), (1, 50), (1, FREE), (2, 70), (3, 10))
+    one = Trace(events, ((0, "setup"), (1, "forward"), (3, "backward"), (4, "optimizer")))
+    whole = replay(one, CountingAllocator(180))
+    assert (whole.fits, whole.peak_allocated_bytes, whole.peak_phase) == (True, 180, "optimizer")
+    assert (whole.allocated_bytes, whole.peak_reserved_bytes, whole.retries) == (180, None, None)
+    cut = replay(one, CountingAllocator(169))
+    assert (cut.fits, cut.failed_at, cut.failed_phase, cut.refusal.requested) == (False, 3, "backward", 70)
+    assert (cut.peak_at, cut.peak_phase) == (1, "forward")
+
+
+def test_frees_at_the_end_are_no_part_of_a_step():
+    marks = ((0, "forward"), (3, "end"))
+    one = Trace(((0, 5), (1, 6), (1, FREE), (0, FREE)), marks)
+    assert one.canonical() == Trace(((0, 5), (1, 6)), ((0, "forward"), (2, "end")))
+
+
+def test_frees_of_unknown_blocks_are_left_out():
+    one = Trace(((7, FREE), (8, 5), (8, FREE), (8, 6)), ((1, "forward"),))
+    assert one.canonical() == Trace(((0, 5), (0, FREE), (1, 6)), ((0, "forward"),))
+    assert replay(one, CountingAllocator()).peak_allocated_bytes == 6
