@@ -110,7 +110,7 @@ def test_nothing_fits_is_exit_3(tmp_path: Path, train: Path) -> None:
     ("words", "said"),
     [
         (("nowhere.py:workload",), "there is no file nowhere.py (looked from "),
-        pytest.param(("--memory-budget", "900TiB"), "the memory budget is 900 TiB (900TiB), and", marks=SLOW),
+        pytest.param(("--memory-budget", "900TiB"), "the memory budget is 900 TiB (900TiB), but", marks=SLOW),
         pytest.param(("--device", "cuda:7"), "cuda:7 was asked for, and torch", marks=SLOW),
         pytest.param(("--device", "cuda"), "cuda:0 was asked for, and torch", marks=SLOW),
         pytest.param(("--device", "sim:nope"), "no profile 'nope': known are a10", marks=SLOW),
@@ -292,7 +292,7 @@ def test_an_unwritable_cache_is_a_note_and_no_failure(tmp_path: Path, train: Pat
     ran = autobatch(tmp_path, "probe", "train.py:workload", *BUDGET)
     assert ran.code == 0
     assert ran.err == ""
-    assert "note: what fitted is not remembered: cannot save the fit at" in ran.out
+    assert "note: the limit was not saved: cannot save the limit at" in ran.out
     assert "largest" in ran.out.splitlines()[-2]
 
 
@@ -351,7 +351,7 @@ def test_an_unwritable_data_directory_keeps_the_study_in_memory(tmp_path: Path, 
         tmp_path, *TUNE, "--tune-lr", "--lr-trials", 1, "--lr-steps", 4, AUTOBATCH_HOME=str(tmp_path / "file")
     )
     assert ran.code == 0, ran.err
-    assert "is kept in memory, and cannot go on later: " in ran.out
+    assert "is kept in memory and cannot be continued later: " in ran.out
     assert "set AUTOBATCH_HOME to a directory that can be written" in ran.out
 
 
