@@ -55,7 +55,7 @@ def test_autobatch_toml_replaces_the_table_of_pyproject(tmp_path: Path) -> None:
     assert parsed(tmp_path)[1].trials == 3
     (tmp_path / "autobatch.toml").write_text('steps = 2\nworkload = "c:d"\n')
     workload, options = parsed(tmp_path)
-    assert (workload, options.trials, options.steps) == ("c:d", 8, 2)
+    assert (workload, options.trials, options.steps) == ("c:d", None, 2)
     assert parsed(tmp_path, "e:f")[0] == "e:f"
     assert parsed(tmp_path, AUTOBATCH_WORKLOAD="g:h")[0] == "g:h"
 
