@@ -20,7 +20,7 @@ from autobatch.planning import (
 
 
 @given(st.integers(1, 5000), st.integers(1, 700))
-def test_micro_batches_are_exact_even_and_fewest(target: int, limit: int) -> None:
+def test_micro_batches_are_exact_even_and_as_few_as_possible(target: int, limit: int) -> None:
     sizes = micro_batches(target, limit)
     assert sum(sizes) == target
     assert max(sizes) <= limit
@@ -29,7 +29,7 @@ def test_micro_batches_are_exact_even_and_fewest(target: int, limit: int) -> Non
     assert (len(sizes) - 1) * limit < target
 
 
-def test_fewest_steps_against_brute_force() -> None:
+def test_the_number_of_steps_matches_brute_force() -> None:
     for target in range(1, 60):
         for limit in range(1, 60):
             fewest = next(k for k in range(1, target + 1) if k * limit >= target)
@@ -37,7 +37,7 @@ def test_fewest_steps_against_brute_force() -> None:
 
 
 @given(st.integers(1, 3000), st.integers(1, 64), st.integers(1, 300))
-def test_every_rank_together_make_the_target(target: int, world_size: int, limit: int) -> None:
+def test_the_ranks_together_take_the_target_batch(target: int, world_size: int, limit: int) -> None:
     if target < world_size:
         with pytest.raises(InputError, match=f"{target} over {world_size}"):
             make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=1.0, world_size=world_size)
@@ -70,7 +70,9 @@ def test_the_split_is_even_rather_than_full() -> None:
         ("sqrt", 256, 256, 1.0),
     ],
 )
-def test_learning_rate_rules(rule: str, target: int, base: int | None, factor: float) -> None:
+def test_learning_rate_factors_match_golden_numbers(
+    rule: str, target: int, base: int | None, factor: float
+) -> None:
     assert learning_rate_factor(rule, target_batch=target, base_batch=base) == factor  # type: ignore[arg-type]
 
 
@@ -81,7 +83,7 @@ def test_a_rule_needs_a_base_batch(rule: str) -> None:
 
 
 @given(st.integers(1, 4096), st.integers(1, 4096), st.sampled_from(["linear", "sqrt"]))
-def test_a_rule_there_and_back_is_the_identity(target: int, base: int, rule: str) -> None:
+def test_scaling_there_and_back_is_the_identity(target: int, base: int, rule: str) -> None:
     there = learning_rate_factor(rule, target_batch=target, base_batch=base)  # type: ignore[arg-type]
     back = learning_rate_factor(rule, target_batch=base, base_batch=target)  # type: ignore[arg-type]
     assert there * back == pytest.approx(1.0, rel=1e-15)

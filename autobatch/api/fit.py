@@ -111,9 +111,9 @@ def _prepare(
         earlier = move_earlier_run(out)
         if earlier is not None:
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
-        tuning = unpack.fit_tune_settings(options, process.info, sampler.total)
-        tuner = open_tuner(process, tuning, context, options.timeout)
-        if options.trials:
+        tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
+        tuner = open_tuner(process, tune_settings, context, options.timeout)
+        if tune_settings.trials:
             result = add_tuning(tuner, result)
         if options.tune_lr:
             result = add_learning_rate(tuner, result)

@@ -95,7 +95,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         result = uninterrupted(probe_and_plan(process, options, context))
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
         tuner = open_tuner(process, settings, context, options.timeout)
-        if options.trials or not options.tune_lr:
+        if settings.trials or not options.tune_lr:
             result = add_tuning(tuner, result)
         if not options.tune_lr:
             return result
@@ -190,7 +190,7 @@ def check_storage_option(options: TuneOptions) -> None:
     Raises:
         InputError: it is not.
     """
-    if options.storage is not None and (options.trials or options.tune_lr):
+    if options.storage is not None and (options.trials != 0 or options.tune_lr):
         # Only here: Optuna takes half a second to import.
         from autobatch.tuning.storage import check_storage
 

@@ -17,6 +17,9 @@ from autobatch.training.run import RunSettings
 from autobatch.tuning.tune_plan import TuneSettings
 from autobatch.workload import demo
 
+DEFAULT_TRIALS = 8
+"""Configurations that are measured if no number was asked for."""
+
 
 def setup_settings(options: SearchOptions, target_batch: int | None = None) -> SetupSettings:
     """Return how the setup is opened; ``target_batch`` is None if the batch is unknown."""
@@ -74,7 +77,7 @@ def estimate_settings(options: EstimateOptions) -> EstimateSettings:
 def tune_settings(options: TuneOptions, info: SetupInfo, planned_steps: int) -> TuneSettings:
     """Return the settings of the tuner, for a run of so many optimizer steps."""
     return TuneSettings(
-        trials=options.trials,
+        trials=DEFAULT_TRIALS if options.trials is None else options.trials,
         planned_steps=planned_steps,
         cap=min(caps_of(info, probe_limits(options, options.target_batch)).values()),
         seed=options.seed,
@@ -96,6 +99,7 @@ def fit_tune_settings(options: FitOptions, info: SetupInfo, planned_steps: int) 
     """Return the settings of the tuner within ``fit``, which knows how the run is fed."""
     return replace(
         tune_settings(options, info, planned_steps),
+        run_samples=planned_steps * options.target_batch if options.trials is None else None,
         workers=options.workers,
         prefetch=options.prefetch,
         skips_nonfinite=options.on_nonfinite == "skip",

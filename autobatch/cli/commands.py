@@ -18,7 +18,10 @@ from autobatch.core.version import __version__
 from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile
 from autobatch.device.profiles import data_home, list_profiles, load_profile, save_profile
 
-Say = Callable[[str], None]
+Printer = Callable[[str], None]
+"""Function that prints a text and a line end."""
+
+
 HELP = {
     "profiles": """\
 usage: autobatch profiles [list | show NAME | save NAME] [--json]
@@ -35,30 +38,30 @@ Write the report of a run again. RUN is its folder, for example runs/NAME/DATE."
     "doctor": """\
 usage: autobatch doctor [--json]
 
-Show the devices, the memory and who holds it, the versions, and what is missing.""",
+Show the devices, the memory and who holds it, versions, and what is missing.""",
 }
 """Help of each command."""
 
 
-def profiles(arguments: list[str], say: Say) -> int:
+def profiles(arguments: list[str], write: Printer) -> int:
     """Run ``autobatch profiles [list | show NAME | save NAME]``.
 
     Raises:
         InputError: the action or the profile is unknown, or there is no GPU to save.
     """
-    words, as_json = _words("profiles", arguments, say)
+    words, as_json = _words("profiles", arguments, write)
     if words is None:
         return 0
     home = data_home(os.environ)
     match words or ["list"]:
         case ["list"]:
-            _list_profiles(home, say, as_json=as_json)
+            _list_profiles(home, write, as_json=as_json)
         case ["show", name]:
             profile = load_profile(name, user_dir=home)
-            say(_json(profile) if as_json else format_profile(profile).rstrip())
+            write(_json(profile) if as_json else format_profile(profile).rstrip())
         case ["save", name]:
             path = save_profile(this_gpu(name), user_dir=home)
-            say(_json({"profile": str(path)}) if as_json else f"saved {path}")
+            write(_json({"profile": str(path)}) if as_json else f"saved {path}")
         case _:
             raise InputError(
                 f"there is no action {' '.join(words)!r} of profiles: use list, show NAME or save NAME"
@@ -66,13 +69,13 @@ def profiles(arguments: list[str], say: Say) -> int:
     return 0
 
 
-def report(arguments: list[str], say: Say) -> int:
+def report(arguments: list[str], write: Printer) -> int:
     """Run ``autobatch report RUN``: write the report of a run again.
 
     Raises:
         InputError: the run does not exist.
     """
-    words, as_json = _words("report", arguments, say)
+    words, as_json = _words("report", arguments, write)
     if words is None:
         return 0
     if len(words) != 1:
@@ -84,23 +87,23 @@ def report(arguments: list[str], say: Say) -> int:
 
     folder = Path(words[0])
     path = write_report(folder / "report.html", load_run(folder))
-    say(_json({"report": str(path)}) if as_json else str(path))
+    write(_json({"report": str(path)}) if as_json else str(path))
     return 0
 
 
-def doctor(arguments: list[str], say: Say) -> int:
+def doctor(arguments: list[str], write: Printer) -> int:
     """Run ``autobatch doctor``: show this machine, and what is missing and why."""
-    words, as_json = _words("doctor", arguments, say)
+    words, as_json = _words("doctor", arguments, write)
     if words is None:
         return 0
     if words:
         raise InputError(f"doctor takes no arguments, found {' '.join(words)}")
     findings = examine()
     if as_json:
-        say(_json({"schema": SCHEMA, "autobatch": __version__, **findings}))
+        write(_json({"schema": SCHEMA, "autobatch": __version__, **findings}))
         return 0
     for line in doctor_lines(findings):
-        say(line)
+        write(line)
     return 0
 
 
@@ -140,10 +143,10 @@ def this_gpu(name: str) -> HardwareProfile:
         raise InputError(f"{name!r} is not a valid profile name ({error}): write it like rtx-4090") from None
 
 
-def _words(name: str, arguments: list[str], say: Say) -> tuple[list[str] | None, bool]:
+def _words(name: str, arguments: list[str], write: Printer) -> tuple[list[str] | None, bool]:
     """Return the words without options, None if help was printed, and whether JSON is asked for."""
     if not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
-        say(HELP[name])
+        write(HELP[name])
         return None, False
     unknown = [word for word in arguments if word.startswith("-") and word not in ("--json", "--verbose")]
     if unknown:
@@ -151,20 +154,20 @@ def _words(name: str, arguments: list[str], say: Say) -> tuple[list[str] | None,
     return [word for word in arguments if not word.startswith("-")], "--json" in arguments
 
 
-def _list_profiles(home: Path, say: Say, *, as_json: bool) -> None:
+def _list_profiles(home: Path, write: Printer, *, as_json: bool) -> None:
     listing = list_profiles(user_dir=home)
     if as_json:
-        say(_json({"schema": SCHEMA, "autobatch": __version__, "profiles": listing.profiles}))
+        write(_json({"schema": SCHEMA, "autobatch": __version__, "profiles": listing.profiles}))
         return
     for profile in listing.profiles:
         measured = "measured" if profile.total.measured else "from public sources"
         capability = ".".join(map(str, profile.compute_capability))
-        say(
+        write(
             f"{profile.name:<16} {format_bytes(profile.total_bytes):>9}  cc {capability:<5} "
             f"{profile.title} ({measured})"
         )
     for problem in listing.problems:
-        say(f"skipped: {problem}")
+        write(f"skipped: {problem}")
 
 
 def _json(value: Any) -> str:

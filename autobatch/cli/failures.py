@@ -39,7 +39,7 @@ class ErrorReport:
     line: str
     exit_code: int
     logged: bool
-    """Whether the traceback is written to the log, because the line alone does not explain the failure."""
+    """True if the traceback is written to the log, because the line alone does not explain the failure."""
 
 
 class RunLog:

@@ -50,7 +50,7 @@ class PlanKeywords(SearchKeywords, total=False):
 class TuneKeywords(PlanKeywords, total=False):
     """Keywords of `autobatch.tune`."""
 
-    trials: int
+    trials: int | None
     timeout: float | None
     storage: StrPath | None
     study: str | None

@@ -45,7 +45,7 @@ class TuningContext(NamedTuple):
     blocks: int
     """Number of repeated blocks of the model."""
     images: bool
-    """Whether the model has 4-D weights and its batches 4-D tensors."""
+    """True if the model has 4-D weights and its batches 4-D tensors."""
     compiler: str | None
     """Reason why ``torch.compile`` does not work here; None if it does."""
     micro_batch: int
@@ -71,17 +71,17 @@ class Knob(NamedTuple):
 
     name: str
     effect: str
-    """What the knob does, in words."""
+    """Effect of the knob, in words."""
     choices: Callable[[TuningContext], tuple[Value, ...]]
     """Values to choose from, the default first; fewer than two if the knob does not apply."""
     why_not: Callable[[TuningContext], str]
     """Reason why the knob does not apply."""
     changes_memory: bool
-    """Whether a choice changes the memory of a micro-batch; each choice then has its own limit."""
+    """True if a choice changes the memory of a micro-batch; each choice then has its own limit."""
     changes_numbers: bool
-    """Whether a choice may change results, even by rounding only; the loss of each choice is then checked."""
+    """True if a choice may change results, even by rounding only; the loss of each choice is then checked."""
     is_default: Callable[[TuningContext], bool] = lambda _: True
-    """Whether the knob is tuned unless the user names the knobs to tune."""
+    """True if the knob is tuned unless the user names the knobs to tune."""
 
 
 class SearchAxis(NamedTuple):

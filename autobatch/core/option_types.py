@@ -28,7 +28,7 @@ class OptionHelp(NamedTuple):
     metavar: str = ""
     """Placeholder of the value; empty for switches and choices."""
     common: bool = False
-    """Whether ``--help`` shows the option; ``--help-all`` shows every option."""
+    """True if ``--help`` shows the option; ``--help-all`` shows every option."""
 
 
 def help_of(field: msgspec.structs.FieldInfo) -> OptionHelp:

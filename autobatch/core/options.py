@@ -123,8 +123,14 @@ class TuneOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     """Options of ``autobatch tune``."""
 
     trials: Annotated[
-        AtLeastZero, OptionHelp("Configurations to measure, 0 for none.", "tuning", "N", common=True)
-    ] = 8
+        AtLeastZero | None,
+        OptionHelp(
+            "Configurations to measure, 0 for none. Without it: 8, fewer in fit if they cannot pay back.",
+            "tuning",
+            "N",
+            common=True,
+        ),
+    ] = None
     timeout: Annotated[
         Positive | None, OptionHelp("Start no further trial after this time.", "tuning", "SECONDS")
     ] = None

@@ -127,7 +127,7 @@ class Trial(Record, frozen=True, kw_only=True):
     samples_per_s: float | None
     """Throughput at the effective batch; None if not measured."""
     feasible: bool = True
-    """Whether it ran within the budget."""
+    """True if it ran within the budget."""
     parameters: dict[str, str | int | float | bool | None] = {}
     micro_batch: int | None = None
     """Micro-batch of the run; None if it did not run."""
@@ -143,7 +143,7 @@ class LrTrial(Record, frozen=True, kw_only=True):
     loss: float | None
     """Mean over the last quarter of the run, or over the part of it that ran; None if not finite."""
     feasible: bool = True
-    """Whether it trained to the end of the run."""
+    """True if it trained to the end of the run."""
     note: str | None = None
     """Reason why it is not feasible."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import version
-
 __version__ = "0.2.0"
 
 
 def versions() -> dict[str, str]:
     """Return the versions that a run depends on, by name."""
+    import platform
+    from importlib.metadata import version
+
     return {"autobatch": __version__, "torch": version("torch"), "python": platform.python_version()}

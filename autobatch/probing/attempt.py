@@ -209,7 +209,7 @@ def _check_first(result: StepResult, micro_batch: int, *, scaled: bool) -> None:
     if result.count and not result.applied and not (scaled and what == "gradient"):
         found = result.loss if what == "loss" else result.grad_norm
         raise InputError(
-            f"the workload's {what} is {found} on its first micro-batch of {micro_batch}, but must be finite: "
+            f"the workload's {what} is {found} on its first micro-batch of {micro_batch} but must be finite: "
             "check the data, the loss and the learning rate"
         )
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
 from autobatch.core.records import Trial, Tuning
 from autobatch.tuning.compare import MINIMUM_GAIN, Choice, compare
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 REMEASURED = 3
 """Number of best configurations that are measured again beside the default."""
+PAYBACK_SHARE = 0.5
+"""Share of the run's time that tuning may take: even a doubled speed would not pay back more."""
 PLAUSIBLE = 0.9
 """Share of the default's first figure that a candidate's must reach: a single figure is off by less."""
 
@@ -42,6 +46,8 @@ class Budget(NamedTuple):
     """Configurations to try, including those of earlier runs and of other processes on the same study."""
     expired: Callable[[], bool] = lambda: False
     """Asked before every trial."""
+    run_samples: int | None = None
+    """Samples of the run, whose time limits the search to what it can pay back; None for no such limit."""
 
 
 class StudyLocation(NamedTuple):
@@ -95,37 +101,50 @@ def find_fastest(
     Raises:
         InputError: the storage failed, or the study was made for something else.
     """
-    start = clock()
+    start, base = clock(), defaults(axes)
     study = _open_study(axes, budget, seed, place)
 
     def on_trial(request: TrialRequest[Measurement], found: Measurement) -> None:
         if request.known is None:
             progress(len(study.finished()), request.values, found)
 
+    def pays_back() -> bool:
+        return clock() - start <= _worth_seconds(budget, _find(study.finished(), base))
+
     sampler_seconds = study.optimize(
         lambda request: measure(request.values),
         trials=budget.trials,
-        is_expired=budget.expired,
+        is_expired=lambda: budget.expired() or not pays_back(),
         on_trial=on_trial,
         clock=clock,
     )
     finished = study.finished()
-    answer = _choose(measure, finished, defaults(axes), confirm_fits)
+    answer = _choose(measure, finished, base, confirm_fits) if pays_back() else _stop(finished, base, budget)
+    tuning = _record(study, answer, finished, len(axes))
+    return TuningResult(
+        msgspec.structs.replace(tuning, seconds=clock() - start, sampler_seconds=sampler_seconds),
+        answer.winner,
+    )
+
+
+def _record(
+    study: OptunaStudy[Measurement],
+    answer: _Answer,
+    finished: Sequence[FinishedTrial[Measurement]],
+    num_axes: int,
+) -> Tuning:
     num_feasible = sum(one.result.feasible for one in finished)
-    tuning = Tuning(
+    return Tuning(
         trials=len(finished),
         best=answer.values,
         baseline_samples_per_s=_speed(answer.baseline),
         best_samples_per_s=_speed(answer.winner),
         study=study.name,
         history=[_row(number, one) for number, one in enumerate(finished)],
-        importance=study.importance() if num_feasible > len(axes) else {},
+        importance=study.importance() if num_feasible > num_axes else {},
         sampler=study.sampler,
-        seconds=clock() - start,
-        sampler_seconds=sampler_seconds,
         notes=answer.notes + study.notes,
     )
-    return TuningResult(tuning, answer.winner)
 
 
 def _open_study(
@@ -234,6 +253,24 @@ def _explain(
     if not choice.ranking and choice.contenders:
         return [f"kept the default configuration: none was faster by {100 * MINIMUM_GAIN:g} % and the noise"]
     return []
+
+
+def _worth_seconds(budget: Budget, default: Measurement | None) -> float:
+    """Return the seconds that the search may take, by the speed of the default configuration."""
+    if budget.run_samples is None or default is None or not default.feasible:
+        return math.inf
+    return PAYBACK_SHARE * budget.run_samples / default.samples_per_s
+
+
+def _stop(finished: Sequence[FinishedTrial[Measurement]], base: dict[str, Value], budget: Budget) -> _Answer:
+    """Keep the default, because more tuning cannot pay back."""
+    default = _find(finished, base)
+    seconds = _worth_seconds(budget, default) / PAYBACK_SHARE
+    note = (
+        f"kept the plan after {len(finished)} of {budget.trials} trials: the run takes about {seconds:.3g} "
+        f"s, and more tuning cannot pay back. --trials {budget.trials} runs all of them"
+    )
+    return _Answer(base, default, default, [note])
 
 
 def _find(finished: Sequence[FinishedTrial[Measurement]], values: Configuration) -> Measurement | None:

@@ -49,6 +49,8 @@ class TuneSettings:
     """Optimizer steps of the run that is tuned for."""
     cap: int
     """The largest micro-batch that any configuration may use."""
+    run_samples: int | None = None
+    """Samples of the run, to stop when tuning cannot pay back; None to run all trials."""
     seed: int = 0
     storage: str | None = None
     """Storage of the study; None for a file of its own in the data directory."""
@@ -129,7 +131,7 @@ class PlanTuner:
         found = find_fastest(
             trials.measure,
             axes,
-            budget=Budget(settings.trials, self.expired),
+            budget=Budget(settings.trials, self.expired, settings.run_samples),
             seed=settings.seed,
             place=self.locate(axes),
             confirm_fits=trials.confirm_fits,

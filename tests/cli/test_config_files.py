@@ -40,7 +40,7 @@ def parsed(folder: Path, *words: str, **environ: str) -> tuple[str | None, Any]:
 
 
 @pytest.mark.parametrize("number", range(len(PLACES)))
-def test_later_places_win(number: int, tmp_path: Path) -> None:
+def test_later_sources_win(number: int, tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     words: list[str] = []
     for steps, place in enumerate(PLACES[: number + 1], start=1):
@@ -55,12 +55,12 @@ def test_autobatch_toml_replaces_the_table_of_pyproject(tmp_path: Path) -> None:
     assert parsed(tmp_path)[1].trials == 3
     (tmp_path / "autobatch.toml").write_text('steps = 2\nworkload = "c:d"\n')
     workload, options = parsed(tmp_path)
-    assert (workload, options.trials, options.steps) == ("c:d", 8, 2)
+    assert (workload, options.trials, options.steps) == ("c:d", None, 2)
     assert parsed(tmp_path, "e:f")[0] == "e:f"
     assert parsed(tmp_path, AUTOBATCH_WORKLOAD="g:h")[0] == "g:h"
 
 
-def test_of_two_that_exclude_each_other_the_later_wins(tmp_path: Path) -> None:
+def test_the_later_of_two_exclusive_options_wins(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("epochs = 3\n")
     options = parsed(tmp_path, "--steps", "5")[1]
     assert (options.steps, options.epochs) == (5, None)
@@ -70,13 +70,13 @@ def test_of_two_that_exclude_each_other_the_later_wins(tmp_path: Path) -> None:
         parsed(tmp_path, "--steps", "5", "--epochs", "2")
 
 
-def test_an_option_that_takes_several_takes_one(tmp_path: Path) -> None:
+def test_a_list_option_accepts_a_single_value(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("profile = 'l4'\n")
     assert parse("estimate", [], folder=tmp_path, environ={})[1].profile == ["l4"]  # type: ignore[attr-defined]
     assert options_from(COMMANDS["estimate"], {"profile": "t4"}).profile == ["t4"]  # type: ignore[attr-defined]
 
 
-def test_options_of_other_commands_are_left_alone(tmp_path: Path) -> None:
+def test_options_of_other_commands_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("steps = 3\ntarget_batch = 8\n")
     _, options = parse("probe", [], folder=tmp_path, environ={})
     assert type(options) is COMMANDS["probe"]
@@ -104,7 +104,7 @@ def test_options_of_other_commands_are_left_alone(tmp_path: Path) -> None:
         ("seed = 99999999999", "seed in .* must be a whole number from 0 to 2147483647"),
     ],
 )
-def test_a_bad_file_is_named_with_what_to_mend(content: str, said: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_named_with_the_expected_value(content: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text(content + "\n")
     with pytest.raises(InputError, match=said) as found:
         parsed(tmp_path)
@@ -112,7 +112,7 @@ def test_a_bad_file_is_named_with_what_to_mend(content: str, said: str, tmp_path
     assert "\n" not in str(found.value)
 
 
-def test_other_bad_places_are_named_too(tmp_path: Path) -> None:
+def test_other_invalid_sources_are_named(tmp_path: Path) -> None:
     for variables, said in (
         ({"AUTOBATCH_STPES": "3"}, r"the environment: .*AUTOBATCH_STPES; did you mean AUTOBATCH_STEPS\?"),
         ({"AUTOBATCH_STEPS": "x"}, "AUTOBATCH_STEPS must be a whole number of 1 or more, found 'x'"),
@@ -130,7 +130,7 @@ def test_other_bad_places_are_named_too(tmp_path: Path) -> None:
     assert parsed(tmp_path)[1].steps is None
 
 
-def test_variables_that_are_no_options(tmp_path: Path) -> None:
+def test_other_variables_are_ignored(tmp_path: Path) -> None:
     environ = {"AUTOBATCH_HOME": "/home", "AUTOBATCH_STEPS": "", "PATH": "/bin", "autobatch_steps": "4"}
     assert environment_values(environ) == {}
     assert configured(tmp_path, None, environ) == {}
@@ -140,7 +140,7 @@ WORDS = {"steps": st.integers(1, 9), "epochs": st.integers(1, 9), "trials": st.i
 
 
 @given(st.lists(st.fixed_dictionaries({}, optional=WORDS), max_size=5))
-def test_laying_values_over_each_other(layers: list[Mapping[str, int]]) -> None:
+def test_merged_layers_keep_the_latest_value(layers: list[Mapping[str, int]]) -> None:
     named = [{name: OptionValue(value, name) for name, value in layer.items()} for layer in layers]
     merged = layered(*named)
     for name, one in merged.items():

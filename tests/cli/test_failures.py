@@ -83,7 +83,7 @@ def a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("a_path_of_its_own")
 @pytest.mark.parametrize("part", PARTS)
-def test_what_a_part_of_the_workload_raises_is_its_own_line(part: str, tmp_path: Path) -> None:
+def test_an_error_in_the_workload_names_its_part_and_its_line(part: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="mine") as found:
         small_fit(tmp_path, PARTS[part])
     complaint = describe_failure(found.value)
@@ -99,7 +99,7 @@ def test_what_a_part_of_the_workload_raises_is_its_own_line(part: str, tmp_path:
 
 @pytest.mark.usefixtures("a_path_of_its_own")
 @pytest.mark.parametrize(("fields", "said"), WRONG)
-def test_a_workload_that_cannot_be_is_one_line(fields: str, said: str, tmp_path: Path) -> None:
+def test_an_invalid_workload_is_one_line(fields: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as found:
         small_fit(tmp_path, f"small({fields})")
     complaint = describe_failure(found.value)
@@ -108,7 +108,7 @@ def test_a_workload_that_cannot_be_is_one_line(fields: str, said: str, tmp_path:
     assert "\n" not in complaint.line
 
 
-def test_every_ending_has_its_code(tmp_path: Path) -> None:
+def test_every_failure_has_its_message_and_exit_code(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     for error, code, said in (
         (KeyboardInterrupt(), 130, "interrupted; nothing was trained"),
@@ -133,7 +133,7 @@ def test_every_ending_has_its_code(tmp_path: Path) -> None:
     assert kept.line == f"interrupted; earlier checkpoints are intact: {tmp_path / 'checkpoints'}"
 
 
-def test_the_log_stands_in_the_folder_of_the_run_or_at_home(tmp_path: Path) -> None:
+def test_the_log_is_in_the_folder_of_the_run_or_the_data_directory(tmp_path: Path) -> None:
     log = RunLog(lambda: tmp_path / "home", "autobatch fit")
     at_home = log.write(ValueError("first"))
     assert at_home is not None

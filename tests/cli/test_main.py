@@ -74,7 +74,7 @@ def test_wrong_input_is_one_line_and_exit_2(
     assert not list(tmp_path.iterdir())
 
 
-def test_verbose_shows_the_traceback_besides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([*FIT, "--steps", "0", "--verbose"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("autobatch: --steps must be")
@@ -82,7 +82,7 @@ def test_verbose_shows_the_traceback_besides(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"], ["--version"]])
-def test_general_questions_are_answered(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_are_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(words) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -97,7 +97,7 @@ def test_every_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> Non
         assert f"\n  {name} " in out
 
 
-def test_help_and_refusals_load_nothing_heavy(tmp_path: Path) -> None:
+def test_help_and_wrong_input_import_nothing_heavy(tmp_path: Path) -> None:
     code = """
 import sys
 from autobatch.cli import main as cli

@@ -15,7 +15,7 @@ from autobatch.core.options import FitOptions, Options, PlanOptions, options_fro
 
 
 @given(st.integers(1, 2**62), st.integers(0, 10**6), st.floats(1e-6, 1e9))
-def test_text_and_values_are_the_same(target: int, trials: int, timeout: float) -> None:
+def test_text_and_plain_values_give_the_same_options(target: int, trials: int, timeout: float) -> None:
     values = {"target_batch": target, "trials": trials, "timeout": timeout, "json": True, "out": Path("a/b")}
     text = {name: str(value).lower() if value is True else str(value) for name, value in values.items()}
     options = options_from(FitOptions, values)
@@ -23,23 +23,23 @@ def test_text_and_values_are_the_same(target: int, trials: int, timeout: float) 
     assert options == options_from(FitOptions, msgspec.structs.asdict(options))
 
 
-def test_the_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_accepted() -> None:
     options = options_from(PlanOptions, {"target_batch": np.int64(8), "max_grad_norm": np.float32(0.5)})
     assert (options.target_batch, options.max_grad_norm) == (8, 0.5)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:3", "sim:rtx-4090", "sim:./card.toml"])
-def test_devices_that_can_be_named(device: str) -> None:
+def test_valid_devices_are_accepted(device: str) -> None:
     assert options_from(Options, {"device": device}).device == device
 
 
 @pytest.mark.parametrize("device", ["", "tpu", "cuda:", "cuda:x", "cuda:-1", "sim:", "cpu:0", "CUDA"])
-def test_devices_that_cannot(device: str) -> None:
+def test_invalid_devices_are_refused(device: str) -> None:
     with pytest.raises(InputError, match="names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE"):
         options_from(Options, {"device": device})
 
 
-def test_keywords_of_library_calls_are_named_as_they_were_given() -> None:
+def test_errors_name_the_keywords_of_library_calls() -> None:
     for keywords, said in (
         ({"target_bach": 8}, r"there is no option target_bach; did you mean target_batch\?"),
         ({}, "target_batch is missing: give a whole number of 1 or more"),

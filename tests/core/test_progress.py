@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 
-from autobatch.cli.terminal import Terminal
 from autobatch.core.progress import Progress
 
 EVENTS = [name for name, one in vars(Progress).items() if inspect.isfunction(one)]
@@ -17,10 +16,3 @@ def test_an_event_is_ignored_without_output(event: str, capsys: pytest.CaptureFi
     method = getattr(Progress(), event)
     assert method(*[object() for _ in inspect.signature(method).parameters]) is None
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("event", EVENTS)
-def test_the_terminal_shows_every_event_with_the_same_arguments(event: str) -> None:
-    shown, base = getattr(Terminal, event), getattr(Progress, event)
-    assert shown is not base
-    assert list(inspect.signature(shown).parameters) == list(inspect.signature(base).parameters)

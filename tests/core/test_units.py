@@ -13,12 +13,12 @@ UNITS = {"": 1, "B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB, "K": KiB
 
 
 @given(st.integers(1, 2**60))
-def test_plain_bytes_are_taken_at_their_word(size: int) -> None:
+def test_plain_numbers_are_bytes(size: int) -> None:
     assert parse_bytes(size) == parse_bytes(str(size)) == parse_bytes(f"{size} B") == size
 
 
 @given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]), st.booleans())
-def test_a_number_and_a_unit_are_their_product(number: int, unit: str, space: str, lower: bool) -> None:
+def test_a_size_is_its_number_times_its_unit(number: int, unit: str, space: str, lower: bool) -> None:
     text = f"{number}{space}{unit}"
     assert parse_bytes(text.lower() if lower else text) == number * UNITS[unit]
 
@@ -32,7 +32,7 @@ def test_fractions_are_exact_to_the_byte(thousandths: int, unit: str) -> None:
 
 
 @given(st.integers(1, 2**55))
-def test_what_is_written_for_people_reads_back_within_half_a_percent(size: int) -> None:
+def test_a_formatted_size_reads_back_within_half_a_percent(size: int) -> None:
     text = format_bytes(size)
     assert abs(parse_bytes(text) - size) <= 0.005 * size
     if size < 1000 * TiB:
@@ -55,7 +55,7 @@ def test_what_is_written_for_people_reads_back_within_half_a_percent(size: int) 
         (-3 * GiB, "-3.00 GiB"),
     ],
 )
-def test_three_figures_and_a_binary_unit(size: int | None, text: str) -> None:
+def test_sizes_have_three_figures_and_a_binary_unit(size: int | None, text: str) -> None:
     assert format_bytes(size) == text
 
 
@@ -63,20 +63,20 @@ NO_SIZES = ["", " ", "nonsense", "6 Gibibytes", "1e9", "-1", "-1GiB", "0x10", "1
 
 
 @pytest.mark.parametrize("text", [*NO_SIZES, "inf", "nan", "٣GiB", "9" * 5000, "50%%"])
-def test_what_is_no_size_is_refused_in_one_line_that_names_it(text: str) -> None:
+def test_an_invalid_size_is_refused_in_one_line_that_names_it(text: str) -> None:
     with pytest.raises(InputError, match="is not a size in bytes: write it like 6GiB") as found:
         parse_bytes(text)
     assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize("nothing", ["0", "0GiB", "0.0 MiB", "0.1B", 0, -5])
-def test_a_size_is_positive(nothing: str | int) -> None:
+def test_a_size_must_be_positive(nothing: str | int) -> None:
     with pytest.raises(InputError, match="a size must be positive"):
         parse_bytes(nothing)
 
 
 @given(st.integers(1, 100), st.integers(1, 2**60))
-def test_a_share_is_that_share_and_never_more(percent: int, whole: int) -> None:
+def test_a_share_of_memory_is_rounded_down(percent: int, whole: int) -> None:
     budget = parse_budget(f"{percent}%", whole_bytes=whole)
     assert 1 <= budget <= whole
     assert budget in (whole * percent // 100, 1)
@@ -84,7 +84,7 @@ def test_a_share_is_that_share_and_never_more(percent: int, whole: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["0%", "0.0%", "100.01%", "120%", "9999999%"])
-def test_a_share_lies_between_nothing_and_all(text: str) -> None:
+def test_a_share_is_over_0_and_at_most_100_percent(text: str) -> None:
     with pytest.raises(InputError, match="more than 0% and at most 100%"):
         parse_budget(text, whole_bytes=GiB)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import re
 import tomllib
 from pathlib import Path
@@ -18,6 +20,14 @@ ROOT = Path(__file__).parents[2]
 def test_the_version_is_three_numbers() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", version.__version__)
     assert autobatch.__version__ == version.__version__
+
+
+def test_a_run_depends_on_these_versions() -> None:
+    assert version.versions() == {
+        "autobatch": version.__version__,
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+    }
 
 
 def test_the_build_and_the_command_read_this_file(capsys: pytest.CaptureFixture[str]) -> None:

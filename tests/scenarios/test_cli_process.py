@@ -1,4 +1,4 @@
-"""The command from outside: what a shell, a pipe, a full disk and a signal see of it."""
+"""The command as a process: what a shell, a pipe, a full disk and a signal see."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_line(ran: Ran, code: int) -> str:
     return ran.err.removeprefix("autobatch: ").rstrip("\n")
 
 
-def test_fit_prints_one_json_object_and_everything_else_to_people(tmp_path: Path, train: Path) -> None:
+def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + NOISY)
     ran = autobatch(
         tmp_path, "fit", "train.py:loud", *FIT[2:4], "--steps", 4, "--trials", 2, *BUDGET, "--json"
@@ -87,7 +87,7 @@ def test_fit_prints_one_json_object_and_everything_else_to_people(tmp_path: Path
     ],
 )
 @SLOW
-def test_plan_and_probe_print_their_parts_alone(
+def test_plan_and_probe_print_only_their_parts(
     words: tuple[object, ...], parts: set[str], tmp_path: Path, train: Path
 ) -> None:
     ran = autobatch(tmp_path, *words, "train.py:workload", *BUDGET, "--json", "--quiet")
@@ -110,7 +110,7 @@ def test_nothing_fits_is_exit_3(tmp_path: Path, train: Path) -> None:
     ("words", "said"),
     [
         (("nowhere.py:workload",), "there is no file nowhere.py (looked from "),
-        pytest.param(("--memory-budget", "900TiB"), "the memory budget is 900 TiB (900TiB), and", marks=SLOW),
+        pytest.param(("--memory-budget", "900TiB"), "the memory budget is 900 TiB (900TiB), but", marks=SLOW),
         pytest.param(("--device", "cuda:7"), "cuda:7 was asked for, and torch", marks=SLOW),
         pytest.param(("--device", "cuda"), "cuda:0 was asked for, and torch", marks=SLOW),
         pytest.param(("--device", "sim:nope"), "no profile 'nope': known are a10", marks=SLOW),
@@ -122,7 +122,7 @@ def test_nothing_fits_is_exit_3(tmp_path: Path, train: Path) -> None:
         ),
     ],
 )
-def test_what_takes_torch_to_find_out_is_one_line_too(
+def test_errors_that_are_found_late_are_one_line(
     words: tuple[str, ...], said: str, tmp_path: Path, train: Path
 ) -> None:
     before = sorted(tmp_path.rglob("*.py"))
@@ -132,7 +132,7 @@ def test_what_takes_torch_to_find_out_is_one_line_too(
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_the_workload_raises_is_one_line_that_names_the_log(tmp_path: Path, train: Path) -> None:
+def test_an_error_in_the_workload_is_one_line_that_names_the_log(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + "\ndef broken():\n    return small(loss=lambda model, batch: 1 / 0)\n")
     line = one_line(autobatch(tmp_path, "fit", "train.py:broken", *FIT[2:], "--out", "out"), 2)
     place = f"{train}:{len(train.read_text().splitlines())}"
@@ -146,7 +146,7 @@ def test_what_the_workload_raises_is_one_line_that_names_the_log(tmp_path: Path,
 
 
 def started(folder: Path, *words: object, until: Path) -> subprocess.Popen[str]:
-    """A running fit that has written ``until``."""
+    """Start the command, and wait until it has written ``until``."""
     process = subprocess.Popen(
         command(*words),
         cwd=folder,
@@ -165,7 +165,7 @@ def started(folder: Path, *words: object, until: Path) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SLOW)]
 )
-def test_a_run_that_is_stopped_says_how_to_go_on_and_goes_on(
+def test_a_stopped_run_prints_the_command_that_resumes_it(
     number: int, code: int, tmp_path: Path, train: Path
 ) -> None:
     words = (*FIT, "--steps", 3000, "--out", "out")
@@ -200,7 +200,7 @@ def sleeps():
         pytest.param(signal.SIGINT, 130, "interrupted; nothing was trained", marks=SLOW),
     ],
 )
-def test_a_probe_that_is_stopped_leaves_nobody_behind(
+def test_a_stopped_probe_leaves_no_process_behind(
     number: int, code: int, said: str, tmp_path: Path, train: Path
 ) -> None:
     train.write_text(SMALL + SLEEPY)
@@ -213,14 +213,14 @@ def test_a_probe_that_is_stopped_leaves_nobody_behind(
 
 
 def is_alive(group: int) -> bool:
-    """Whether a group has a process that is no zombie."""
+    """Return whether a process of the group is alive (not a zombie)."""
     listed = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True)
     rows = [line.split() for line in listed.stdout.splitlines()]
     return any(row[0] == str(group) and not row[1].startswith("Z") for row in rows)
 
 
 @SLOW
-def test_training_outlives_a_reader_that_leaves(tmp_path: Path, train: Path) -> None:
+def test_training_continues_after_the_reader_closed_the_pipe(tmp_path: Path, train: Path) -> None:
     with subprocess.Popen(
         command(*FIT, "--steps", 40, "--out", "out"),
         cwd=tmp_path,
@@ -247,9 +247,7 @@ def test_training_outlives_a_reader_that_leaves(tmp_path: Path, train: Path) -> 
     ],
 )
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
-def test_a_standard_output_that_is_full_is_one_line(
-    words: tuple[str, ...], tmp_path: Path, train: Path
-) -> None:
+def test_a_full_standard_output_is_one_line(words: tuple[str, ...], tmp_path: Path, train: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             command(*words),
@@ -268,7 +266,7 @@ def test_a_standard_output_that_is_full_is_one_line(
 
 
 @SLOW
-def test_a_full_disk_is_one_line_and_what_was_saved_stays(tmp_path: Path, train: Path) -> None:
+def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(tmp_path: Path, train: Path) -> None:
     def no_file_over_a_few_kib() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 
@@ -289,17 +287,17 @@ def test_a_full_disk_is_one_line_and_what_was_saved_stays(tmp_path: Path, train:
 
 
 @SLOW
-def test_what_cannot_be_remembered_is_a_note_and_no_failure(tmp_path: Path, train: Path) -> None:
+def test_an_unwritable_cache_is_a_note_and_no_failure(tmp_path: Path, train: Path) -> None:
     (tmp_path / "home").write_text("no folder")
     ran = autobatch(tmp_path, "probe", "train.py:workload", *BUDGET)
     assert ran.code == 0
     assert ran.err == ""
-    assert "note: what fitted is not remembered: cannot save the fit at" in ran.out
+    assert "note: the limit was not saved: cannot save the limit at" in ran.out
     assert "largest" in ran.out.splitlines()[-2]
 
 
 def on_a_terminal(folder: Path, *words: object, **variables: str) -> tuple[int, str]:
-    """Run the command on a terminal of 80 columns; the code, and all that was written."""
+    """Run the command on a terminal of 80 columns; return the exit code and the output."""
     ours, theirs = pty.openpty()
     import fcntl
     import struct
@@ -324,9 +322,7 @@ def on_a_terminal(folder: Path, *words: object, **variables: str) -> tuple[int, 
 
 
 @SLOW
-def test_a_terminal_shows_a_live_line_and_one_that_wants_no_colour_gets_none(
-    tmp_path: Path, train: Path
-) -> None:
+def test_a_terminal_shows_a_live_line_without_colour_if_asked(tmp_path: Path, train: Path) -> None:
     code, text = on_a_terminal(tmp_path, *FIT, "--steps", 40, "--out", "out", NO_COLOR="1")
     assert code == 0
     assert "\x1b[2K" in text  # a line that is drawn anew
@@ -339,7 +335,7 @@ TUNE = ("tune", "train.py:workload", "--target-batch", 8, "--trials", 1, *BUDGET
 
 
 @SLOW
-def test_a_storage_that_cannot_be_used_is_said_before_anything_is_probed(tmp_path: Path, train: Path) -> None:
+def test_an_unusable_storage_is_reported_before_the_probe(tmp_path: Path, train: Path) -> None:
     (tmp_path / "file").touch()
     for words in (TUNE, (*FIT, "--tune-lr")):
         ran = autobatch(tmp_path, *words, "--storage", "file/s.log")
@@ -349,15 +345,13 @@ def test_a_storage_that_cannot_be_used_is_said_before_anything_is_probed(tmp_pat
 
 
 @SLOW
-def test_a_data_directory_that_cannot_be_written_keeps_the_study_in_memory(
-    tmp_path: Path, train: Path
-) -> None:
+def test_an_unwritable_data_directory_keeps_the_study_in_memory(tmp_path: Path, train: Path) -> None:
     (tmp_path / "file").touch()
     ran = autobatch(
         tmp_path, *TUNE, "--tune-lr", "--lr-trials", 1, "--lr-steps", 4, AUTOBATCH_HOME=str(tmp_path / "file")
     )
     assert ran.code == 0, ran.err
-    assert "is kept in memory, and cannot go on later: " in ran.out
+    assert "is kept in memory and cannot be continued later: " in ran.out
     assert "set AUTOBATCH_HOME to a directory that can be written" in ran.out
 
 
@@ -375,7 +369,7 @@ def workload():
 
 
 @SLOW
-def test_where_every_trial_crashes_the_plan_stays_and_it_says_why(tmp_path: Path, train: Path) -> None:
+def test_the_plan_stays_if_every_trial_crashes(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + BROKEN)
     ran = autobatch(tmp_path, *TUNE, "--trials", 2, "--knobs", "optimizer", "--json")
     assert ran.code == 0, ran.err
@@ -401,7 +395,7 @@ def workload():
 
 
 @SLOW
-def test_an_interrupt_while_learning_rates_are_tried_keeps_the_default(tmp_path: Path, train: Path) -> None:
+def test_an_interrupt_of_the_learning_rate_study_keeps_the_default(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + SLOW_STEPS)
     words = command(*TUNE, "--tune-lr", "--json")
     with subprocess.Popen(
@@ -433,7 +427,7 @@ socket.socket.connect = socket.getaddrinfo = refuse
 
 
 @SLOW
-def test_nothing_asks_the_network(tmp_path: Path, train: Path) -> None:
+def test_fit_never_uses_the_network(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + REFUSES)
     assert autobatch(tmp_path, *FIT, "--steps", 2).code == 0
 
@@ -478,7 +472,7 @@ async def in_a_loop():
         "asyncio.run(in_a_loop())",
     ],
 )
-def test_a_library_call_works_with_objects_that_no_process_could_take(how: str, tmp_path: Path) -> None:
+def test_a_library_call_works_with_objects_that_cannot_be_pickled(how: str, tmp_path: Path) -> None:
     code = LIBRARY.replace("{small}", SMALL) + f"\nprint({how})\n"
     # As a notebook runs its cells: in __main__, from no file.
     program = f"exec(compile({code!r}, '<cell 1>', 'exec'), globals())"

@@ -45,38 +45,6 @@ def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(tmp_path, numbe
     assert list(map(untimed, rows(out))) == list(map(untimed, rows(tmp_path / "straight")))
 
 
-def test_an_echo_of_the_same_signal_is_the_same_request() -> None:
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            from autobatch.core.signals import stop_on_signals
-
-            with stop_on_signals(clock=iter((0.0, 0.01, 0.09, 0.2)).__next__):
-                for _ in range(4):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    os.write(write, b"x")
-        finally:
-            os._exit(0)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
-    assert os.read(read, 10) == b"xxx", "the fourth comes later, so it is a second request"
-
-
-def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            from autobatch.core.signals import stop_on_signals
-
-            with stop_on_signals() as request:
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert request.signal_number == signal.SIGTERM
-                os.kill(os.getpid(), signal.SIGINT)
-        finally:
-            os._exit(0)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGINT
-
-
 def test_a_signal_stops_a_validation(tmp_path: Path) -> None:
     seen = []
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from autobatch.core.knobs import Configuration, defaults
+from autobatch.core.knobs import Configuration, SearchAxis, defaults
 from autobatch.core.records import Tuning
 from autobatch.tuning.configuration import MEMORY, Measurement, every, infeasible, key_of, size_of
+from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
 from autobatch.tuning.find_learning_rate import MINIMUM_GAIN
 from tests.support.studies import AXES, SMALL_AXES, CountingMeasure, exact, search, speed_of
 
@@ -129,3 +130,36 @@ def test_the_search_hardly_ever_chooses_a_slower_configuration() -> None:
 
         found = search(measure, SMALL_AXES, seed=seed).tuning
         assert speeds[key_of(found.best)] >= 0.98
+
+
+class Watch:
+    """A clock that a measurement moves on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("run_samples", "trials"), [(None, 4), (10_000, 4), (500, 3), (150, 1), (10, 1)])
+def test_the_search_takes_at_most_half_of_the_time_that_the_run_takes(run_samples, trials: int) -> None:
+    """Each trial takes a second, and the default runs 100 samples a second."""
+    watch = Watch()
+
+    def measure(values: Configuration) -> Measurement:
+        watch.now += 1.0
+        return Measurement(100.0 + 50.0 * values["a"], 8)
+
+    found = find_fastest(
+        measure,
+        [SearchAxis("a", (0, 1, 2, 3))],
+        budget=Budget(4, run_samples=run_samples),
+        seed=0,
+        place=StudyLocation("pays", None, {}),
+        clock=watch,
+    )
+    assert found.tuning.trials == trials
+    assert (found.tuning.best["a"] == 0) == (trials < 4)
+    stopped = [note for note in found.tuning.notes if "cannot pay back" in note]
+    assert [f"kept the plan after {trials} of 4 trials" in note for note in stopped] == [True] * (trials < 4)

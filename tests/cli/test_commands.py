@@ -1,0 +1,85 @@
+"""The commands that run no workload: profiles, report and doctor."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from autobatch.cli.commands import HELP, doctor, profiles, report, this_gpu
+from autobatch.core.errors import InputError
+from tests.support.sample_run import a_run
+
+COMMANDS = {"profiles": profiles, "report": report, "doctor": doctor}
+
+
+@pytest.fixture(autouse=True)
+def a_home_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
+
+
+def said(name: str, *words: str) -> str:
+    lines: list[str] = []
+    assert COMMANDS[name](list(words), lines.append) == 0
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", HELP)
+@pytest.mark.parametrize("word", ["-h", "--help", "--help-all"])
+def test_the_help_is_short(name: str, word: str) -> None:
+    text = said(name, word)
+    assert text.startswith(f"usage: autobatch {name}")
+    assert text.count("\n") < 40
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_unknown_options_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"there is no option --foo; see autobatch {name} --help"):
+        said(name, "--foo")
+
+
+def test_profiles_are_listed_with_their_memory() -> None:
+    lines = said("profiles").splitlines()
+    assert lines == said("profiles", "list").splitlines()
+    listed = json.loads(said("profiles", "list", "--json"))["profiles"]
+    assert len(lines) == len(listed) >= 15
+    (line,) = [line for line in lines if line.startswith("t4 ")]
+    assert "GiB" in line
+    assert "cc 7.5" in line
+
+
+def test_a_profile_is_shown_as_toml_and_as_json() -> None:
+    assert 'name = "t4"' in said("profiles", "show", "t4")
+    assert json.loads(said("profiles", "show", "t4", "--json"))["name"] == "t4"
+    with pytest.raises(InputError, match="no profile 'nope'"):
+        said("profiles", "show", "nope")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can be saved")
+def test_a_profile_is_saved_only_with_a_gpu() -> None:
+    with pytest.raises(InputError, match="needs a CUDA GPU, and torch finds none"):
+        this_gpu("mine")
+
+
+def test_the_report_of_a_run_is_written_again(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_bytes(msgspec.json.encode(a_run()))
+    path = tmp_path / "report.html"
+    assert said("report", str(tmp_path)) == str(path)
+    assert "1,024 samples" in path.read_text()
+    assert json.loads(said("report", str(tmp_path), "--json")) == {"report": str(path)}
+    for words in ([], [str(tmp_path), "more"]):
+        with pytest.raises(InputError, match=f"found {len(words)}: write report runs/NAME/DATE"):
+            said("report", *words)
+
+
+def test_the_doctor_prints_lines_or_one_object(tmp_path: Path) -> None:
+    found = json.loads(said("doctor", "--json"))
+    assert {"schema", "autobatch", "host", "cuda", "nvml", "versions", "home", "missing"} <= found.keys()
+    assert found["home"] == str(tmp_path / "home")
+    assert found["versions"]["torch"] == version("torch")
+    assert f"home     {tmp_path / 'home'}" in said("doctor").splitlines()

@@ -1,0 +1,101 @@
+"""The terminal: the lines of each event, and what stays if it is quiet."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from typing import Any
+
+import msgspec
+import pytest
+
+from autobatch.cli.terminal import PLAIN_LINES, Terminal
+from autobatch.core.progress import Progress
+from autobatch.report.result import Result
+from tests.support.sample_run import a_device, a_probe, a_run, a_step
+
+EVENTS = [name for name, one in vars(Progress).items() if inspect.isfunction(one)]
+RUN = a_run()
+CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "note": (("one line",), "note: one line"),
+    "opened": (
+        (a_device(),),
+        "budget  6.00 GiB: set by --memory-budget 6GiB, without headroom\nothers  3.30 GiB\n"
+        "        process 4312 /usr/bin/python3 -m notebook: 3.00 GiB\n        a process : 311 MiB",
+    ),
+    "attempted": ((a_probe().attempts[0],), "probe         1  fits          peak  1.22 GiB    0.20 s"),
+    "probed": ((a_probe(),), "largest micro-batch 93 (94 ran and does not fit)"),
+    "planned": ((RUN.plan,), "plan    1,024 = 4 × 86 + 8 × 85, bf16, learning rate 0.0003"),
+    "measured": ((2, 8, {"compile": "on"}, 1234.5, None), "trial   2/8  compile=on  1,234 samples/s"),
+    "tried_rate": ((1, 10, 0.004, 1.25, None), "rate    1/10  0.004  loss 1.25"),
+    "tuned": ((RUN.tuning,), "tuned   1,728 samples/s, 1.15 × the default (1,500 samples/s)"),
+    "stepped": ((a_step(12), 120), "step        12/120  loss 1."),
+}
+
+
+def shown(event: str, *arguments: object, quiet: bool = False) -> str:
+    stream = io.StringIO()
+    with Terminal(stream, quiet=quiet) as terminal:
+        getattr(terminal, event)(*arguments)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_every_event_is_shown_with_the_arguments_of_the_base_class(event: str) -> None:
+    own, base = getattr(Terminal, event), getattr(Progress, event)
+    assert own is not base
+    assert list(inspect.signature(own).parameters) == list(inspect.signature(base).parameters)
+    arguments, line = CALLS[event]
+    assert line in shown(event, *arguments)
+    assert shown(event, *arguments, quiet=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"upper_bound_by": "replay"}, "largest micro-batch 93 (94 does not fit, by replaying the runs)"),
+        ({"upper_bound_by": "cap", "limited_by": "dataset"}, "limited by the number of samples"),
+        (
+            {"upper_bound_by": None, "stopped_by": "interrupt"},
+            "micro-batch 93 (the interrupt ended the search, more may fit)",
+        ),
+        ({"source": "saved 2026-11-21"}, "saved 2026-11-21, confirmed by one run)"),
+    ],
+)
+def test_the_largest_micro_batch_comes_with_its_evidence(changes: dict[str, Any], line: str) -> None:
+    assert line in shown("probed", msgspec.structs.replace(a_probe(), **changes))
+    assert shown("probed", msgspec.structs.replace(a_probe(), source="asked")) == ""
+
+
+def test_trials_that_failed_are_left_out_with_their_reason() -> None:
+    assert "default  left out: too large" in shown("measured", 1, 8, {}, 0.0, "too large")
+    assert "left out: diverged" in shown("tried_rate", 1, 8, 0.1, None, "diverged")
+
+
+def test_a_run_without_a_terminal_prints_few_steps_and_every_incident() -> None:
+    stream = io.StringIO()
+    with Terminal(stream) as terminal:
+        for step in range(1, 121):
+            terminal.stepped(a_step(step, recovered=None, loss=None), 120)
+    assert stream.getvalue().count("step ") == PLAIN_LINES
+    assert "repeated at micro-batch 64: CUDA out of memory" in shown("stepped", a_step(41), 120)
+    assert "skipped, the loss or the gradient is not finite" in shown(
+        "stepped", a_step(7, applied=False), 120
+    )
+    assert shown("stepped", a_step(7, applied=False, count=0.0), 120) == "", "nothing was counted"
+
+
+@pytest.mark.parametrize("workload", ["train.py:workload", None])
+def test_the_first_line_names_the_workload(workload: str | None) -> None:
+    text = shown("begin", workload)
+    assert text.startswith("autobatch 0.")
+    assert ("train.py:workload\n" in text.splitlines(keepends=True)[0]) == (workload is not None)
+    assert ("--memory-budget" in text) == (workload is None)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_result_is_printed_even_if_quiet() -> None:
+    result = Result(device=a_device(), probe=a_probe(), command="autobatch probe")
+    assert shown("finish", result, quiet=True) == (
+        "largest    micro-batch 93, limited by memory\nrepeat     autobatch probe\n"
+    )
