@@ -1,4 +1,4 @@
-"""The library calls: probe, plan, estimate, tune and fit.
+"""Library calls: probe, plan, estimate, tune and fit.
 
 Each takes the options of the command of the same name as keywords, as text or as plain values.
 """
@@ -10,7 +10,8 @@ from typing import Any, Unpack
 
 import msgspec
 
-from autobatch.api.pipeline import RunContext, run_estimate, run_fit, run_plan, run_probe, run_tune
+from autobatch.api.fit import run_fit
+from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
 from autobatch.core.keywords import (
     EstimateKeywords,
     FitKeywords,

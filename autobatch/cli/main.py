@@ -152,7 +152,8 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
 def _result_of(
     name: str, workload: str | None, options: Options, stream: SafeStream, log: RunLog
 ) -> Result | Estimates:
-    from autobatch.api.pipeline import RunContext, run_estimate, run_fit, run_plan, run_probe, run_tune
+    from autobatch.api.fit import run_fit
+    from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
     from autobatch.cli.terminal import Terminal
 
     run_it: dict[str, Callable[[Any, Any, RunContext], Result]] = {

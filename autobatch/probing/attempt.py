@@ -1,8 +1,8 @@
-"""One attempt: does a micro-batch fit?
+"""Attempts: real training steps that show whether a micro-batch fits.
 
-An attempt is real training on copies of the model's tensors: one window in which the optimizer's state
-appears, then two windows of two micro-batches each in the steady state, with clipping and loss scale, on the
-worst_case samples. No device is known by name here.
+An attempt trains copies of the model's tensors on the most expensive samples, with clipping and loss scale.
+The optimizer's state appears in the first step, and two more steps of two micro-batches run in the steady
+state. This module knows no device by name.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.user_code import user_code
 
 ATTEMPT_STEPS = (1, 2, 2)
-"""Micro-batches a window of an attempt: state appears, then the steady state twice (Adam's state comes with
-the first step, ``.grad`` is resident while the second micro-batch runs)."""
+"""Micro-batches of each step of an attempt. Adam's state appears in the first step, and ``.grad`` is resident
+while the second micro-batch of a later one runs."""
 OTHER_ATTEMPT_STEPS = (2, 2, 1)
-"""… and of the second look where the allocator caches: a first window of several micro-batches leaves its
-memory in other pieces, and a size at the very limit may fit in one order and not in the other."""
+"""Micro-batches of each step when an attempt near the limit of a caching allocator is repeated. A first step
+of several micro-batches fragments the memory in another way, so that a size may fit in one order only."""
 NEAR_THE_LIMIT = 0.75
-"""Share of the budget from which on the second look is taken."""
+"""Share of the budget above which an attempt is repeated in the other order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSetup:
-    """What attempts and trials run on; built once, lent to each."""
+    """Model, data and device of attempts and trials, each of which leaves them unchanged."""
 
     workload: Workload
     model: nn.Module
@@ -54,42 +54,44 @@ class TrainSetup:
     precision: Precision
     max_grad_norm: float | None = None
     ema: float | None = None
-    """Decay of the weights' average; ``None``: none is kept."""
+    """Decay of the averaged weights; None for no average."""
     knobs: Mapping[str, Value] = field(default_factory=dict)
-    """What the tuner chose, by the knob's name."""
+    """Values of the knobs that are not at their default."""
     whole_batch: int | None = None
-    """Samples of an optimizer step, where the loss sees all of them (`WholeBatchLoss`) and they are known."""
+    """Samples of an optimizer step if the loss sees all of them (`WholeBatchLoss`); None if it does not, or
+    if they are unknown."""
     clock: Callable[[], float] = time.perf_counter
 
 
 class Outcome(NamedTuple):
-    """An attempt, and its allocation events where the device records them and the windows ran."""
+    """An attempt and its allocation events."""
 
     attempt: Attempt
     trace: Trace | None
+    """None if the device records no events, or a step failed."""
     other: Trace | None = None
-    """Of the second look, where one was taken and its windows ran."""
+    """Events of the repetition in the other order; None if there was none, or a step of it failed."""
 
 
 def attempt(setup: TrainSetup, micro_batch: int) -> Outcome:
-    """Train a few windows at a micro-batch, inside the budget, and put everything back.
+    """Train a few steps at a micro-batch within the budget, and leave the model unchanged.
 
     Raises:
         InputError: the loss or its gradient is not finite.
-        Exception: whatever the workload raises that is no out-of-memory error, untouched.
+        Exception: whatever the workload raises, except out of memory.
     """
-    first = _session(setup, micro_batch, ATTEMPT_STEPS)
+    first = _run_steps(setup, micro_batch, ATTEMPT_STEPS)
     reserved = first.attempt.peak_reserved_bytes
     if not first.attempt.fits or (reserved or 0) < NEAR_THE_LIMIT * setup.device.budget_bytes:
         return first
-    second = _session(setup, micro_batch, OTHER_ATTEMPT_STEPS)
-    told = first.attempt if second.attempt.fits else second.attempt
+    second = _run_steps(setup, micro_batch, OTHER_ATTEMPT_STEPS)
+    worse = first.attempt if second.attempt.fits else second.attempt
     seconds = first.attempt.seconds + second.attempt.seconds
-    return Outcome(msgspec.structs.replace(told, seconds=seconds), first.trace, second.trace)
+    return Outcome(msgspec.structs.replace(worse, seconds=seconds), first.trace, second.trace)
 
 
-def _session(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Outcome:
-    """Windows of so many micro-batches each, from nothing cached."""
+def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Outcome:
+    """Run the steps of an attempt with an empty cache; ``steps`` counts the micro-batches of each."""
     failure: tuple[Verdict, str] | None = None
     step_seconds: float | None = None
     phase = "setup"
@@ -109,7 +111,7 @@ def _session(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Outco
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and micro_batch == 1):
                 raise
             failure = (verdict, first_line(error))
-        # The except block is left: nothing keeps the failed step's tensors alive any more.
+        # Outside the except block, nothing keeps the failed step's tensors alive.
         stats = meter.stats()
         trace = meter.trace() if failure is None else None
     if failure is not None:
@@ -140,23 +142,26 @@ def attempt_at(setup: TrainSetup, micro_batch: int, max_size: float | None) -> O
 def train_on_copies(
     setup: TrainSetup, micro_batch: int, meter: Meter, mark: Callable[[str], None], steps: Sequence[int]
 ) -> float:
-    """Run the windows of an attempt; the model is lent, its own tensors come back.
+    """Run the steps of an attempt on copies of the model's tensors, and return the seconds of the last.
 
-    Returns:
-        Seconds of the last window.
+    Args:
+        setup: the model and the data.
+        micro_batch: samples of each micro-batch.
+        meter: counts the memory.
+        mark: receives the name of each phase as it begins.
+        steps: micro-batches of each step.
     """
     device = setup.device.torch_device
     with temporary_weights(setup.model, device):
         train_state = open_train_state(setup, meter)
         if train_state.scaler is not None:
-            # From the usual 65536 the first windows may overflow, and the optimizers' state never appears.
+            # The usual scale of 65536 may overflow in every step, and the optimizers' state never appears.
             train_state.scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
         for number, count in enumerate(steps):
             start = setup.clock()
-            worst_case = ((setup.worst_case.batch(micro_batch), micro_batch) for _ in range(count))
-            batches = batches_of(setup, meter, worst_case)
+            costliest = ((setup.worst_case.batch(micro_batch), micro_batch) for _ in range(count))
             samples = batch_samples(setup.whole_batch, micro_batch, count)
-            result = train_step(train_state, batches, samples, mark=mark)
+            result = train_step(train_state, batches_of(setup, meter, costliest), samples, mark=mark)
             if number == 0:
                 _check_first(result, micro_batch, scaled=train_state.scaler is not None)
                 if not result.applied:
@@ -168,7 +173,13 @@ def train_on_copies(
 
 
 def open_train_state(setup: TrainSetup, meter: Meter, *, learning_rate: float | None = None) -> TrainState:
-    """The bench's model, lent already, with what trains it; ``learning_rate`` in place of the workload's."""
+    """Build the train state of a setup whose model is on temporary weights.
+
+    Args:
+        setup: the model and its optimizer.
+        meter: counts the model's tensors from here on.
+        learning_rate: None for the workload's own.
+    """
     meter.count(tensor.data for tensor in [*setup.model.parameters(), *setup.model.buffers()])
     setup.model.train()
     return build_train_state(
@@ -186,24 +197,25 @@ def open_train_state(setup: TrainSetup, meter: Meter, *, learning_rate: float | 
 def batches_of(
     setup: TrainSetup, meter: Meter, fetched: Iterable[tuple[Collated, int]]
 ) -> Iterable[tuple[Collated, int]]:
-    """Bring micro-batches to the bench's device in the way that its loss needs."""
+    """Move micro-batches to the setup's device; a `WholeBatchLoss` reads each of them twice."""
     twice = isinstance(setup.workload.loss, WholeBatchLoss)
     return feed(fetched, setup.device.torch_device, meter, twice=twice)
 
 
 def _check_first(result: StepResult, micro_batch: int, *, scaled: bool) -> None:
+    """Raise if the loss or the gradient of the first step is not finite."""
     what = "loss" if not math.isfinite(result.loss) else "gradient"
-    # A scaled gradient may overflow in a run that is sound: the scale is lowered then.
+    # A scaled gradient may overflow in a sound run, which lowers its scale then.
     if result.count and not result.applied and not (scaled and what == "gradient"):
         found = result.loss if what == "loss" else result.grad_norm
         raise InputError(
-            f"the workload's {what} is {found} on its first micro-batch of {micro_batch}: it must be "
-            "finite; look at the data, the loss and the learning rate"
+            f"the workload's {what} is {found} on its first micro-batch of {micro_batch} but must be finite: "
+            "check the data, the loss and the learning rate"
         )
 
 
 def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
-    """Let the optimizers' state appear where nothing counted or a scale overflowed: it will, some window."""
+    """Make the optimizers' state appear although a step without counted items, or an overflow, skipped it."""
     mark("optimizer")
     for parameter in train_state.parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -44,24 +44,18 @@ T = TypeVar("T")
 
 @dataclass
 class Session:
-    """An open setup, and what calls keep there for later calls."""
+    """An open setup, and objects that calls keep there for later calls."""
 
     setup: TrainSetup
     _kept: dict[type, Any] = field(default_factory=dict)
 
-    def keep(self, kind: type[T], make: Callable[[], T]) -> T:
-        """Return the one object of a kind, made by the first call that asks."""
-        if kind not in self._kept:
-            self._kept[kind] = make()
-        return cast(T, self._kept[kind])
-
-    def replace(self, kind: type[T], value: T) -> T:
-        """Keep another object of a kind."""
-        self._kept[kind] = value
+    def keep(self, value: T) -> T:
+        """Keep a value in place of an earlier one of its type, and return it."""
+        self._kept[type(value)] = value
         return value
 
     def find(self, kind: type[T]) -> T | None:
-        """Return the object of a kind, None if no call made one."""
+        """Return the kept value of a type; None if there is none."""
         return self._kept.get(kind)
 
 

@@ -39,7 +39,7 @@ from autobatch.workload.rng import preserved_random_state, seed_everything
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateSettings:
-    """What is predicted, and for which GPUs: plain values."""
+    """Settings of an estimate: plain values."""
 
     device: str = "auto"
     """``sim:PROFILE`` names a GPU if ``profiles`` names none."""

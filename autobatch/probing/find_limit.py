@@ -66,7 +66,7 @@ class Limit(NamedTuple):
 
 
 class _Probing(NamedTuple):
-    """What all parts of one probe need."""
+    """Surroundings of one probe, which all of its parts use."""
 
     process: SetupProcess
     limits: ProbeLimits

@@ -1,10 +1,10 @@
-"""Predicting the largest micro-batch from what has run.
+"""Predictions of the largest micro-batch, from a trace and from the attempts that have run.
 
-Best is the replay of allocation events that are exact polynomials in the micro-batch; only that may certify
-that a size does not fit. Where some events are rounded by a library, a line through the farthest runs of each
-event gives a guess to be confirmed by runs; where no events are known, or their structure changes with the
-size, the line through the two largest peaks does (that one is off by up to 27 %: memory is a maximum over
-phases).
+The best prediction replays allocation events that are exact polynomials in the micro-batch, and only that one
+may prove that a size does not fit. If a library rounds some events, a line through the farthest runs of each
+event gives a guess for runs to confirm. If no events are known, or their structure changes with the size, the
+guess is a line through the two largest peaks, which is off by up to 27 % because memory is a maximum over
+phases.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from autobatch.probing.setup import SetupInfo, describe_setup, new_allocator
 from autobatch.workload.rng import preserved_random_state
 
 FIRST_SIZE = 2
-"""The first size to run: 1 is a special case to many operators (broadcasting, batch statistics)."""
+"""The first size to run, because 1 is a special case for many operators (broadcasting, batch statistics)."""
 DISTANCES = (29, 23, 19, 17, 13, 11, 7, 5, 3, 2, 1)
-"""From the first size to the second: far enough for exact slopes, small enough to be quick, and prime, so
-that sizes which a library rounds hardly ever look as if they grew by whole bytes a sample."""
+"""Distances from the first size to the second: far enough for exact slopes and small enough to be quick. They
+are prime, so that sizes that a library rounds rarely seem to grow by whole bytes per sample."""
 ENOUGH_POINTS = 3
-"""Sizes that settle whether the events are lines, parabolas or neither."""
+"""Number of sizes that shows whether the events are lines, parabolas or neither."""
 
 
 class ReplayPredictor:
-    """Replays the events of attempts at other sizes; see `autobatch.probing.search.Predictor`.
+    """Prediction by replaying the events of attempts at other sizes.
 
     Args:
-        new_allocator: an empty allocator with the device's budget.
-        program: a program predicted without running anything, if there is one.
-        other_order: predicts the second look of an attempt; asked once it refused what the first let pass.
+        new_allocator: makes an empty allocator with the device's budget.
+        program: the traced events of an attempt; None if it was not traced.
+        other_order: traces the other order; called once a size fails in that order only.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class ReplayPredictor:
         self._peaks: dict[int, int] = {}
 
     def learn(self, outcome: Outcome) -> None:
-        """Take in an attempt: check the program against it, and fit it anew where it was wrong."""
+        """Check the program against an attempt, and fit another if they differ."""
         size, peak = outcome.attempt.micro_batch, peak_bytes(outcome.attempt)
         if not outcome.attempt.fits:
             if outcome.trace is not None and self._agrees(size, outcome.trace):
-                # It ran, and was refused in another order of the windows.
+                # It ran, and failed in the other order.
                 self._other = self._other or self._predict_other()
             return
         if self._other and outcome.other and not self._other.agrees_with(size, outcome.other):
@@ -83,14 +83,14 @@ class ReplayPredictor:
         self._program = self._fit()
 
     def next_calibration_size(self, cap: int) -> int | None:
-        """A size that is safe to run and teaches most; ``None``: enough has run."""
+        """Return a size up to ``cap`` that probably fits and improves the prediction; None if enough ran."""
         known = sorted(self._peaks)
         if not known:
             return min(FIRST_SIZE, cap)
         budget = self._new_allocator().limit
         if len(known) == 1 and budget is not None:
             if known[0] > FIRST_SIZE + DISTANCES[0]:
-                # A prediction led here and was not quite right: what is smaller fits.
+                # An inexact prediction led here, and smaller sizes fit.
                 return known[0] - DISTANCES[0]
             room = self._in_proportion(known[0], cap) - known[0]
             return known[0] + next((distance for distance in DISTANCES if distance <= room), 1)
@@ -104,7 +104,7 @@ class ReplayPredictor:
         return None
 
     def largest(self, cap: int) -> int | None:
-        """The largest micro-batch predicted to fit, at most ``cap`` and possibly 0; ``None``: cannot say."""
+        """Predict the largest micro-batch that fits, at most ``cap`` and possibly 0; None if unknown."""
         if self._program is not None:
             try:
                 return largest(self._program, self._new_allocator, cap, other=self._other) or 0
@@ -115,7 +115,7 @@ class ReplayPredictor:
         return self._from_peaks(cap)
 
     def proves_next_fails(self, micro_batch: int) -> bool:
-        """Whether a program that a further run agreed with shows that ``micro_batch + 1`` does not fit."""
+        """Return whether ``micro_batch + 1`` does not fit according to a program that a run has confirmed."""
         if self._program is None or not self._confirmed:
             return False
         orders = [self._program] if self._other is None else [self._program, self._other]
@@ -128,12 +128,12 @@ class ReplayPredictor:
         return self._exact and self._program is not None and self._program.agrees_with(size, trace)
 
     def _in_proportion(self, known: int, cap: int) -> int:
-        """A size that fits: memory has a fixed part, so it grows slower than in proportion."""
+        """Return a size that fits, because memory has a fixed part and grows less than proportionally."""
         budget = self._new_allocator().limit
         return cap if budget is None else min(cap, known * budget // max(self._peaks[known], 1))
 
     def _fit(self) -> Program | None:
-        """A line through two sizes, a parabola through three where no line holds, else the nearest line."""
+        """Fit a line to two sizes, else a parabola to three, else the nearest line; None for too few."""
         points = sorted(self._points, key=lambda point: point[0])
         self._exact = True
         for count in (2, ENOUGH_POINTS):
@@ -146,8 +146,8 @@ class ReplayPredictor:
                 continue
             if count == len(points) and program.bends():
                 return None
-            # Of smaller sizes only those that take other steps may differ; where a library rounds, sizes of
-            # one kind (all odd, say) lie on a line that the others do not.
+            # Smaller sizes may differ only if they take other steps. If a library rounds, sizes of one kind
+            # (for example odd ones) lie on a line and the others do not.
             alike = [point for point in points if len(point[1].canonical().events) == len(program.events)]
             if all(program.agrees_with(*point) for point in [*alike, *points[-ENOUGH_POINTS:]]):
                 return program
@@ -158,7 +158,7 @@ class ReplayPredictor:
             return None
 
     def _from_peaks(self, cap: int) -> int | None:
-        """Where the line through the two largest peaks meets the budget."""
+        """Return where the line through the two largest peaks meets the budget; None if unknown."""
         budget = self._new_allocator().limit
         if len(self._peaks) < 2 or budget is None:
             return None
@@ -169,42 +169,42 @@ class ReplayPredictor:
 
 
 def peak_bytes(attempt: Attempt) -> int | None:
-    """What is held against the budget: peak reserved, or peak allocated where nothing is cached."""
+    """Return the peak that the budget limits: reserved, or allocated if the device caches nothing."""
     if attempt.peak_reserved_bytes is not None:
         return attempt.peak_reserved_bytes
     return attempt.peak_allocated_bytes
 
 
 def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> Footprint | None:
-    """Trace an attempt on tensors without memory; ``None`` where that would not tell what will be recorded.
+    """Trace an attempt on tensors without memory. Return None on a GPU, or if it cannot be traced.
 
-    On a card the first runs tell more: its libraries take workspaces that no trace sees.
+    On a GPU the first runs show more, because its libraries take workspaces that no trace sees.
 
     Args:
-        setup: what attempts run on.
+        setup: the model and the data.
         steps: micro-batches of each step.
     """
     if not setup.device.is_traceable:
         return None
     try:
-        # Data that is augmented draws while it is read.
+        # Augmented data draw random numbers while they are read.
         with preserved_random_state():
             return footprint(replace(_setting(setup), steps=steps))
     except AutobatchError:
-        # Whatever cannot be traced is run.
         return None
 
 
 def other_order(setup: TrainSetup) -> Program | None:
-    """What the second look of an attempt allocates; ``None`` where it cannot be traced."""
+    """Trace an attempt in the other order. Return None if it cannot be traced."""
     step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
     return None if step is None else step.program
 
 
 def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
-    """Peak reserved of a micro-batch on a card, in bytes, as a trace alone predicts it.
+    """Predict the peak reserved bytes of a micro-batch on a GPU from a trace alone, to compare with a run.
 
-    For comparison with what a run measured there; ``None`` on other devices, and where it cannot be traced.
+    Returns:
+        None on other devices, or if the step cannot be traced.
     """
     capability = setup.device.compute_capability
     if capability is None:
@@ -221,24 +221,24 @@ def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
 
 
 def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
-    """What would let a micro-batch fit that does not; nothing where the step cannot be traced.
+    """Return the changes that let a larger micro-batch fit; none if the step cannot be traced.
 
     Args:
-        setup: what was probed.
-        step: its footprint, if that was traced already.
+        setup: the model and the data that were probed.
+        step: its footprint; None to trace it now.
     """
-    facts = describe_setup(setup)
+    info = describe_setup(setup)
 
     def allocator(expandable: bool) -> Allocator | None:
-        if expandable and facts.allocator is None:
+        if expandable and info.allocator is None:
             return None
-        return new_allocator(facts, expandable=expandable)
+        return new_allocator(info, expandable=expandable)
 
     spending = Spending(
         allocator=allocator,
-        unlimited=lambda expandable: new_allocator(facts, capped=False, expandable=expandable),
-        cap=facts.samples,
-        expandable=facts.allocator is not None and facts.allocator.expandable_segments,
+        unlimited=lambda expandable: new_allocator(info, capped=False, expandable=expandable),
+        cap=info.samples,
+        expandable=info.allocator is not None and info.allocator.expandable_segments,
     )
     setting = _setting(setup)
     try:
@@ -249,24 +249,28 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
 
 
 def predicted_memory(
-    step: Footprint | None, facts: SetupInfo, micro_batch: int
+    step: Footprint | None, info: SetupInfo, micro_batch: int
 ) -> tuple[list[PredictedPoint], MemoryCurve | None]:
-    """Predicted peaks around an answer, and where the memory goes over a step at it; where it was traced."""
+    """Predict the peaks around a micro-batch, and the memory over a step at it, by category.
+
+    Returns:
+        No points and None if the step was not traced.
+    """
     if step is None:
         return [], None
 
     def unlimited() -> Allocator:
-        return new_allocator(facts, capped=False)
+        return new_allocator(info, capped=False)
 
     try:
         curve = memory_curve(step, micro_batch, unlimited())
     except Untraceable:
         return [], None
-    return predicted_points(step, micro_batch, unlimited, facts.samples), curve
+    return predicted_points(step, micro_batch, unlimited, info.samples), curve
 
 
 def _setting(setup: TrainSetup) -> Setting:
-    """What an attempt on the bench does; with the operators of the card, where it is one."""
+    """Return what a trace of an attempt runs, with the operators of the GPU if the device is one."""
     return Setting(
         workload=setup.workload,
         model=setup.model,
@@ -277,6 +281,6 @@ def _setting(setup: TrainSetup) -> Setting:
         samples=setup.whole_batch,
         max_grad_norm=setup.max_grad_norm,
         ema=setup.ema,
-        # A compiled model is predicted as its module runs without the compiler.
+        # A compiled model is traced as its module.
         knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )

@@ -99,7 +99,7 @@ def _run_attempt(session: Session, micro_batch: int, max_size: float | None) -> 
 
 def _trace(session: Session) -> Footprint | None:
     step = limits.trace_footprint(session.setup)
-    return None if step is None else session.replace(Footprint, step)
+    return None if step is None else session.keep(step)
 
 
 def _trace_other_order(session: Session) -> Program | None:

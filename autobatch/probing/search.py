@@ -1,99 +1,87 @@
-"""The search for the largest micro-batch that fits: which sizes are tried, and when it ends.
+"""Search for the largest micro-batch that fits.
 
-Predict, run, confirm. The answer m ran and fits, and m + 1 does not: a run showed it, the replay of a
-footprint that runs have calibrated shows it, or m is the cap. Nothing here knows a device or a model: a size
-goes in, an `Outcome` comes out.
+Predict a size, run it, and repeat until m has run and fits while m + 1 does not. That m + 1 fails is shown by
+a run, or by the replay of a footprint that a run has confirmed; else m is the cap. This module knows no
+device and no model: a size goes in, an `Outcome` comes out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from autobatch.core.records import Attempt, UpperBoundBy
 from autobatch.probing.attempt import Outcome
+from autobatch.probing.limits import ReplayPredictor
 
 PREDICTIONS = 6
-"""Sizes that a forecast may choose; what has not come together by then is bisected."""
-
-
-class Predictor(Protocol):
-    """Predicts from what ran."""
-
-    def learn(self, outcome: Outcome) -> None:
-        """Take in what an attempt showed."""
-
-    def next_calibration_size(self, cap: int) -> int | None:
-        """A size that is safe to run and teaches most; ``None``: enough has run."""
-
-    def largest(self, cap: int) -> int | None:
-        """The largest micro-batch predicted to fit, at most ``cap`` and possibly 0; ``None``: cannot say."""
-
-    def proves_next_fails(self, micro_batch: int) -> bool:
-        """Whether a calibrated replay shows that ``micro_batch + 1`` does not fit."""
+"""Number of sizes that predictions may choose before the search bisects."""
 
 
 class Found(NamedTuple):
-    """What a search found."""
+    """Result of a search."""
 
     micro_batch: int
-    """The largest that ran and fits; 0 where nothing did."""
+    """The largest that ran and fits; 0 if none did."""
     upper_bound_by: UpperBoundBy | None
-    """What shows that the next size does not fit; ``None`` where the search was stopped before that."""
+    """Proof that the next size does not fit; None if the search was stopped before there was one."""
     predicted: int | None
-    """The first prediction."""
+    """The first prediction; None if there was none."""
     attempts: list[Attempt]
     stopped_by: str | None
-    """``time limit`` or ``interrupt``; ``None`` where the search ran to its end."""
+    """``time limit`` or ``interrupt``; None if the search ran to its end."""
 
 
 @dataclass(kw_only=True)
 class _Bracket:
-    """What has been seen so far: the answer is at least ``low`` and, as far as is known, under ``high``."""
+    """Bounds on the answer from the attempts so far: at least ``low``, and below ``high``."""
 
     cap: int
     low: int = 0
     high: int | None = None
+    """None if no size failed yet."""
     guided: int = 0
+    """Sizes that predictions chose."""
     climbs: int = 0
     descents: int = 0
-    narrowly: bool = False
-    """Since a size last fitted, one ran and was refused all the same: for what the allocator had to do."""
+    is_narrow: bool = False
+    """Since a size last fitted, another has run to its end in one order and does not fit."""
     tried: set[int] = field(default_factory=set)
 
     def note(self, outcome: Outcome) -> None:
+        """Narrow the bounds by an attempt."""
         attempt = outcome.attempt
         size = attempt.micro_batch
         self.tried.add(size)
         if attempt.fits:
             self.low = max(self.low, size)
-            self.narrowly = False
+            self.is_narrow = False
             if self.high is not None and self.high <= self.low:
-                # Memory that is not monotone: a failure below a size that runs bounds nothing.
+                # Memory is not monotone here, and a failure below a size that runs is no bound.
                 self.high = None
         elif size > self.low:
             self.high = size if self.high is None else min(self.high, size)
-            self.narrowly = self.narrowly or outcome.trace is not None
+            self.is_narrow = self.is_narrow or outcome.trace is not None
 
 
 def search(
     run: Callable[[int], Outcome],
     *,
     cap: int,
-    predictor: Predictor,
+    predictor: ReplayPredictor,
     expired: Callable[[], bool] = lambda: False,
 ) -> Found:
     """Find the largest micro-batch that fits.
 
     Args:
-        run: tries a micro-batch for real.
-        cap: search no further; at least 1.
-        predictor: predicts, and may know a first guess before anything ran.
-        expired: asked before each run once a size fits; True ends the search with the best size so far.
+        run: makes an attempt.
+        cap: largest size of the search, at least 1.
+        predictor: learns from each attempt, and may have a guess before the first.
+        expired: asked before each run once a size fits; True ends the search with the largest size so far.
 
     Returns:
-        What was found. A ``KeyboardInterrupt`` ends the search like the time limit does.
+        The result. A ``KeyboardInterrupt`` in ``run`` ends the search as the time limit does.
     """
     bracket = _Bracket(cap=cap)
     attempts: list[Attempt] = []
@@ -119,7 +107,8 @@ def search(
     return Found(bracket.low, bound, predicted, attempts, stopped_by)
 
 
-def _upper_bound(bracket: _Bracket, predictor: Predictor) -> UpperBoundBy | None:
+def _upper_bound(bracket: _Bracket, predictor: ReplayPredictor) -> UpperBoundBy | None:
+    """Return the proof that the size after ``low`` does not fit; None if there is none yet."""
     if bracket.low == 0:
         return None
     if bracket.low >= bracket.cap:
@@ -130,17 +119,17 @@ def _upper_bound(bracket: _Bracket, predictor: Predictor) -> UpperBoundBy | None
 
 
 def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) -> int:
-    """Choose the next size, always strictly inside the bracket."""
+    """Choose the next size, strictly within the bounds."""
     top = min(bracket.cap + 1, bracket.high or bracket.cap + 1)
     if guess == 0 and bracket.low == 0:
-        # Not 1 at once: batch statistics cannot be taken of a single sample.
+        # Start at 2, because a single sample has no batch statistics.
         return min(2, top - 1)
     if guess is not None and bracket.guided < PREDICTIONS:
         if bracket.low < guess < top:
             bracket.guided += 1
             return guess
         if 0 < guess <= bracket.low and calibration is None:
-            # Predicted to be at the limit: show it, in growing strides where that proves wrong.
+            # The guess is the limit already: run the next size, and take growing strides if that fits.
             bracket.guided += 1
             bracket.climbs += 1
             return min(bracket.low + (1 << bracket.climbs - 1), top - 1)
@@ -152,8 +141,8 @@ def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) ->
 
 
 def _below(bracket: _Bracket, guess: int | None) -> int | None:
-    """Where a size failed narrowly, and no prediction leads on, the limit is near below: growing strides."""
-    if not bracket.narrowly or bracket.guided >= PREDICTIONS or not bracket.high or bracket.high <= 1:
+    """Choose a size a growing stride below one that failed narrowly; None if another choice is better."""
+    if not bracket.is_narrow or bracket.guided >= PREDICTIONS or not bracket.high or bracket.high <= 1:
         return None
     if guess is not None and bracket.low < guess < bracket.high:
         return None

@@ -1,4 +1,4 @@
-"""Opening what a probe runs on: device, model, worst_case samples; and what the answer depends on."""
+"""The setup that real steps run on: device, model and data, and the key that an answer depends on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SetupSettings:
 
     device: str = "auto"
     memory_budget: str | int | None = None
-    """None for what is free less a headroom."""
+    """None for the free memory less a headroom."""
     precision: Precision | Literal["auto"] = "auto"
     seed: int = 0
     max_grad_norm: float | None = None
@@ -48,7 +48,7 @@ class SetupSettings:
 
 
 class SetupInfo(Record, frozen=True, kw_only=True):
-    """Description of a setup: what a plan needs to know of it, as plain values."""
+    """Description of a setup for a plan: plain values."""
 
     device: DeviceRecord
     key: dict[str, KeyValue]
@@ -62,16 +62,16 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     allocator: AllocatorConfig | None = None
     """Settings of the device's caching allocator; None if it caches nothing."""
     compute_capability: tuple[int, int] | None = None
-    """Of the GPU that runs the operators; None if the CPU runs them."""
+    """Compute capability of the GPU that runs the operators; None if the CPU runs them."""
     may_spill: bool = False
     """True if the driver may move memory to the host where an allocation should fail."""
     size_quartiles: list[float] = []
-    """Quartiles of the samples' costs; empty where all cost alike."""
+    """Quartiles of the samples' sizes; empty if all sizes are equal."""
     notes: list[str] = []
 
 
 def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
-    """The bench of a configuration: its precision, what it changes in a step, and how memory is allocated."""
+    """Return a setup with the precision, the step and the allocator of a configuration."""
     precision: Precision = knobs.get(PRECISION) or setup.precision  # type: ignore[assignment]
     device = setup.device
     if knobs.get(EXPANDABLE) and device.why_not_expandable() is None:
@@ -80,10 +80,10 @@ def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
 
 
 def find_workload(workload: object) -> Workload:
-    """The workload itself, or the one that a reference names; the demo where there is none.
+    """Return the workload, load the one that a reference names, or load the demo for None.
 
     Raises:
-        InputError: the reference leads nowhere, or something else was given.
+        InputError: the reference is invalid, or the value is neither a workload nor a reference.
     """
     if isinstance(workload, Workload):
         return workload
@@ -100,15 +100,13 @@ def open_setup(
     environ: Mapping[str, str] = os.environ,
     is_demo: bool = False,
 ) -> TrainSetup:
-    """Build what real steps run on. The caller's random states are left alone.
-
-    Samples are read when the first attempt, or a description, asks for them.
+    """Open the device and build the model. Random states stay, and no sample is read yet.
 
     Args:
-        workload: what the user handed over.
-        settings: device, budget, precision, seed.
-        environ: may hold AUTOBATCH_HOME.
-        is_demo: the embedded demo runs, which brings a budget of its own.
+        workload: what to train.
+        settings: how it is opened.
+        environ: environment variables; AUTOBATCH_HOME is the data directory.
+        is_demo: the workload is the embedded demo, which has its own default budget.
 
     Raises:
         InputError: the device, the budget or the model is invalid.
@@ -145,10 +143,10 @@ def budget_of(settings: SetupSettings, *, is_demo: bool) -> str | int | None:
 
 
 def build_model(workload: Workload) -> nn.Module:
-    """Call the workload's ``model``.
+    """Build the workload's model.
 
     Raises:
-        InputError: it returns no module.
+        InputError: ``Workload(model=…)`` returns no module.
     """
     with user_code("model"):
         model = workload.model()
@@ -158,12 +156,12 @@ def build_model(workload: Workload) -> nn.Module:
 
 
 def precision_of(settings: SetupSettings, device: Device) -> Precision:
-    """Return the precision that was asked for; ``auto`` leaves it to the device."""
+    """Return the precision that was asked for, else the device's default."""
     return device.default_precision() if settings.precision == "auto" else settings.precision
 
 
 def describe_setup(setup: TrainSetup) -> SetupInfo:
-    """Describe a setup, after a look at all samples.
+    """Describe a setup. The first call reads the sizes of the samples.
 
     Raises:
         InputError: the samples cannot be collated.
@@ -202,31 +200,32 @@ def device_key(setup: TrainSetup) -> dict[str, KeyValue]:
 
 
 def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
-    """What a person should know of an answer for a loss over a whole window of an unknown size."""
+    """Return a note if the loss sees a whole batch of unknown size, else nothing."""
     if whole_batch is not None or not isinstance(workload.loss, WholeBatchLoss):
         return []
     return [
-        "the loss sees all samples of an optimizer step, and without a target batch two micro-batches were "
-        "taken for all of them: more take more memory; plan, tune, fit and estimate --target-batch count them"
+        "the loss sees all samples of an optimizer step, assumed to be two micro-batches here: a larger "
+        "batch takes more memory. Give --target-batch to plan, tune, fit or estimate"
     ]
 
 
-def new_allocator(facts: SetupInfo, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
-    """An empty model of the device's allocator, as `Device.new_allocator` makes it.
+def new_allocator(info: SetupInfo, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
+    """Return an empty model of the device's allocator, as `Device.new_allocator` does.
 
     Args:
-        facts: the device and its budget.
-        capped: with the budget as its limit.
-        expandable: how an allocator that caches grows; ``None``: as on the device.
+        info: the device and its budget.
+        capped: make the budget its limit; False for no limit.
+        expandable: use expandable segments in a caching allocator; None for the device's own setting.
     """
-    limit = facts.device.budget_bytes if capped else None
-    if facts.allocator is None:
+    limit = info.device.budget_bytes if capped else None
+    if info.allocator is None:
         return CountingAllocator(limit)
-    asked = facts.allocator.expandable_segments if expandable is None else expandable
-    return CachingAllocator(limit, replace(facts.allocator, expandable_segments=asked))
+    asked = info.allocator.expandable_segments if expandable is None else expandable
+    return CachingAllocator(limit, replace(info.allocator, expandable_segments=asked))
 
 
 def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
+    """Return everything that changes what fits, by name."""
     sample = setup.worst_case.batch(2)
     loss = setup.workload.loss
     functions = [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]
@@ -244,7 +243,7 @@ def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
         "whole_batch": setup.whole_batch,
         "optimizer": _digest(_optimizer_line(setup.workload)),
         "max_grad_norm": None if setup.max_grad_norm is None else str(setup.max_grad_norm),
-        # What it weighs does not depend on the decay.
+        # Its memory does not depend on the decay.
         "ema": None if setup.ema is None else "on",
         **device_key(setup),
         "budget_bytes": device.budget_bytes,
@@ -258,7 +257,7 @@ def _name_of(function: object) -> str:
 
 
 def _optimizer_line(workload: Workload) -> str:
-    """Class and settings of the optimizer."""
+    """Return the classes and the settings of the workload's optimizers as text."""
     made = stand_in_optimizers(workload)
     if not made:
         return str(getattr(workload.optimizer, "__qualname__", type(workload.optimizer).__qualname__))
@@ -269,7 +268,7 @@ def _optimizer_line(workload: Workload) -> str:
 
 
 def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
-    """The optimizer made for a stand-in parameter; none where it wants the model's own."""
+    """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
     try:
         made = workload.optimizer([nn.Parameter(torch.zeros(1))], workload.learning_rate)
     except Exception:

@@ -214,7 +214,7 @@ class _OpenRun:
 
 
 def _begin_run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> StepLoss | None:
-    run = session.replace(_OpenRun, _OpenRun(short_run(session.setup, task, rate, seed)))
+    run = session.keep(_OpenRun(short_run(session.setup, task, rate, seed)))
     return next(run.losses, None)
 
 

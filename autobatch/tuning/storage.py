@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from optuna import Study
+from optuna import Study, logging
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
-from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage
+from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
@@ -51,6 +51,22 @@ def open_storage(location: str | None) -> BaseStorage | str | None:
     path = Path(location).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     return JournalStorage(JournalFileBackend(str(path)))
+
+
+def check_storage(location: str) -> None:
+    """Check that a storage can be opened, before minutes are spent on results for it.
+
+    Args:
+        location: see `open_storage`.
+
+    Raises:
+        InputError: the storage cannot be opened, or does not answer.
+    """
+    logging.set_verbosity(logging.ERROR)
+    with storage_errors(location, "opened"):
+        opened = get_storage(open_storage(location))
+        opened.get_all_studies()
+        opened.remove_session()
 
 
 def describe_storage(location: str | None) -> str:

@@ -55,21 +55,6 @@ class FinishedTrial(NamedTuple, Generic[ResultT]):
     result: ResultT
 
 
-def check_storage(storage: str | None) -> None:
-    """Check that a storage can be opened, before minutes are spent on results for it.
-
-    Raises:
-        InputError: the storage cannot be opened, or does not answer.
-    """
-    if storage is None:
-        return
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with storage_errors(storage, "opened"):
-        opened = optuna.storages.get_storage(open_storage(storage))
-        opened.get_all_studies()
-        opened.remove_session()
-
-
 class OptunaStudy(Generic[ResultT]):
     """A study in a storage: choose the next trial, and keep what the finished ones found.
 

@@ -1,9 +1,9 @@
-"""Runs trials: how large a micro-batch a configuration allows, whether it trains right, and what it costs.
+"""Trials: the micro-batch that a configuration allows, a check of its losses, and its speed.
 
-    configuration ──► limit (predicted, else searched) ──► fits? ──► losses ──► seconds a step
+    configuration ──► limit (predicted, else searched) ──► fits? ──► losses ──► seconds per step
 
-What the trace on tensors without memory puts well inside the budget, or out of it, is not run to find that
-out; what is close to the limit is run once inside the enforced budget.
+A micro-batch that a trace predicts far below or above the budget is not run to confirm that. One close to the
+limit is run once within the enforced budget.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autobatch.workload.feed import AHEAD
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSpec:
-    """Purpose of the trials of a study: plain values, which travel to a child process."""
+    """Settings of the trials of a study: plain values, which travel to a child process."""
 
     limit: int
     """The largest micro-batch that fits with every knob at its default."""
@@ -53,7 +53,7 @@ class TrialSpec:
     planned_steps: int
     """Optimizer steps over which one-time costs are spread."""
     seconds: float
-    """Time that a trial measures for, about."""
+    """Approximate time that a trial measures for."""
     is_precision_open: bool = True
     """No precision was asked for."""
     workers: int | None = None
@@ -66,7 +66,7 @@ class TrialSpec:
 
 @dataclass
 class TrialRunner:
-    """Runs the trials of a study on one setup, and keeps what it found for later trials."""
+    """Runner of a study's trials on one setup, which keeps limits and checks for later trials."""
 
     setup: TrainSetup
     task: TrialSpec
@@ -80,11 +80,11 @@ class TrialRunner:
     def measure(self, values: Configuration) -> Measurement:
         """Run a trial.
 
-        Whatever goes wrong with a configuration makes it infeasible; only what goes wrong with every knob at
-        its default, and is not about memory, is the workload's own fault.
+        An error makes a configuration infeasible. An error with every knob at its default is the workload's
+        own, unless it is out of memory.
 
         Raises:
-            Exception: whatever the workload raises with every knob at its default.
+            Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
         try:
             return self._measure(values)
@@ -93,12 +93,12 @@ class TrialRunner:
             if not out_of_memory and not self._changes(values):
                 raise
             found = infeasible(MEMORY if out_of_memory else RUNS, first_line(error))
-        # The except block is left: nothing keeps the failed step's tensors alive any more.
+        # Outside the except block, nothing keeps the failed step's tensors alive.
         self.setup.device.release()
         return found
 
     def confirm_fits(self, values: Configuration) -> str | None:
-        """Run a configuration inside the enforced budget, whatever was predicted."""
+        """Run a configuration within the enforced budget. Return why it does not fit, None if it fits."""
         limit = self._limit(values)
         if isinstance(limit, str):
             return limit
@@ -119,19 +119,19 @@ class TrialRunner:
             size = micro_batch_of(limit, self.task.samples, values)
         over = self._loss_over(values)
         if over > 0:
-            reason = f"its losses are not those of the reference (by {over:.1%} more than is tolerated)"
+            reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
             return infeasible(LOSS, reason, over=over, micro_batch=size)
         sizes = micro_batches(self.task.samples, size)
         fed = {LOADER_WORKERS: self.task.workers} | dict(values)
         prefetch = self.task.prefetch or int(values.get(PREFETCH) or AHEAD)
         timing = time_steps(with_knobs(self.setup, fed), sizes, self.task.seconds, prefetch=prefetch)
-        # Compiled code is found again when a configuration is measured once more.
+        # A configuration that is measured again reuses compiled code.
         setup = self._setups.setdefault(key_of(values), timing.setup)
         seconds = timing._replace(setup=setup).a_step(len(sizes), self.task.planned_steps)
         return Measurement(self.task.samples / seconds, size, constraints={LOSS: over})
 
     def _changes(self, values: Configuration) -> dict[str, Value]:
-        """What is not at its default, the split aside."""
+        """Return the values that are not at their default, except the split."""
         return {
             name: value
             for name, value in values.items()
@@ -139,10 +139,10 @@ class TrialRunner:
         }
 
     def _limit(self, values: Configuration) -> int | str:
-        """The largest micro-batch of a configuration; in words, why there is none.
+        """Return the largest micro-batch of a configuration, or the reason why there is none.
 
-        Compiled, it starts from what fits without the compiler, and is run there: every size that a search
-        tries would be compiled anew.
+        A compiled configuration starts from what fits without the compiler, because a search would compile
+        every size anew.
         """
         compiled = self._limits.get(key_of(memory_signature(values)))
         if compiled is not None:
@@ -169,7 +169,7 @@ class TrialRunner:
         return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
 
     def _search(self, values: Configuration, *, cap: int) -> int:
-        """The largest micro-batch by attempts."""
+        """Search for the largest micro-batch by attempts; 0 if none fits."""
         setup = with_knobs(self.setup, values)
         key = key_of(memory_signature(values))
 
@@ -184,7 +184,7 @@ class TrialRunner:
         return search(run, cap=cap, predictor=predictor).micro_batch
 
     def _does_not_fit(self, values: Configuration, size: int) -> str | None:
-        """Why a micro-batch does not fit; not run where less is known to, or where it is predicted to."""
+        """Return why a micro-batch does not fit; None if it fits. A run decides if nothing else does."""
         if not self._changes(memory_signature(values)):
             return None
         key = key_of(memory_signature(values))
@@ -196,7 +196,7 @@ class TrialRunner:
         return outcome.reason
 
     def _has_room(self, values: Configuration, size: int) -> bool:
-        """Whether a micro-batch is predicted to fit with more to spare than a prediction may be wrong by."""
+        """Return whether a micro-batch is predicted to fit by more than the error of a prediction."""
         step = self._footprint(values)
         if step is None:
             return False
@@ -210,7 +210,7 @@ class TrialRunner:
 
     def _footprint(self, values: Configuration) -> Footprint | None:
         signature = memory_signature(values)
-        # A compiled model is traced as its module, and how segments grow is no matter of the trace.
+        # A compiled model is traced as its module, and a trace does not depend on how segments grow.
         key = key_of({name: value for name, value in signature.items() if name not in (COMPILE, EXPANDABLE)})
         if key not in self._predicted:
             self._predicted[key] = trace_footprint(with_knobs(self.setup, signature))
@@ -229,12 +229,12 @@ class TrialRunner:
 
 
 def micro_batch_of(limit: int, samples: int, values: Configuration) -> int:
-    """The micro-batch of a configuration: the even split at the limit, halved as often as it says."""
+    """Return the micro-batch of a configuration: the even split at the limit, halved as often as it says."""
     return max(1, micro_batches(samples, limit)[0] >> int(values.get(SPLIT) or 0))
 
 
 def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
-    """Return what decides which knobs apply to the workload of a session."""
+    """Return the context that decides which knobs apply to the workload of a session."""
     return describe_context(
         session.setup,
         precision_is_open=task.is_precision_open,
@@ -250,9 +250,11 @@ def measure_trial(session: Session, task: TrialSpec, values: Configuration) -> M
 
 
 def confirm_trial(session: Session, task: TrialSpec, values: Configuration) -> str | None:
-    """Run a configuration inside the enforced budget in a session; see `TrialRunner.confirm_fits`."""
+    """Run a configuration within the enforced budget in a session; see `TrialRunner.confirm_fits`."""
     return _runner(session, task).confirm_fits(values)
 
 
 def _runner(session: Session, task: TrialSpec) -> TrialRunner:
-    return session.keep(TrialRunner, lambda: TrialRunner(session.setup, task))
+    """Return the runner that the trials of one study share."""
+    runner = session.find(TrialRunner)
+    return runner if runner and runner.task == task else session.keep(TrialRunner(session.setup, task))

@@ -26,7 +26,6 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import LrTuning, Plan, Tuning
 from autobatch.planning import micro_batches
 from autobatch.probing.child import ChildCrashed, SetupProcess
-from autobatch.probing.setup import SetupInfo
 from autobatch.tuning.configuration import RUNS, Measurement, infeasible
 from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
 from autobatch.tuning.find_learning_rate import find_learning_rate
@@ -34,12 +33,11 @@ from autobatch.tuning.lr_trial import LrTrialSpec, ShortRuns
 from autobatch.tuning.trial import TrialSpec, confirm_trial, look_at_workload, measure_trial
 
 TRIAL_SECONDS = 0.5
-"""Time that a trial measures for, about."""
+"""Approximate time that a trial measures for."""
 LR_SUFFIX = "-learning-rate"
 """End of the name of a study of learning rates."""
 _NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
-"""Fields of the key that do not belong to a study: free memory changes, and does not make a
-configuration fast."""
+"""Fields of the key that do not belong to a study, because free memory makes no configuration fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +53,13 @@ class TuneSettings:
     """Samples of the run, to stop when tuning cannot pay back; None to run all trials."""
     seed: int = 0
     storage: str | None = None
-    """Where the study is kept; None for a file of its own in the data directory."""
+    """Storage of the study; None for a file of its own in the data directory."""
     study: str | None = None
-    """Name of the study; None for one that is made from its purpose."""
+    """Name of the study; None for one made from its purpose."""
     knobs: str | None = None
     """Names of the knobs to tune; None for all that apply."""
     is_precision_open: bool = True
-    """No precision was asked for."""
+    """True if no precision was asked for."""
     workers: int | None = None
     """Loader workers that were asked for; None if none were."""
     prefetch: int | None = None
@@ -69,126 +67,165 @@ class TuneSettings:
     lr_trials: int = 0
     lr_steps: int = 0
     skips_nonfinite: bool = False
-    """Whether a step that is not finite is skipped, as in the training that follows."""
+    """True to skip a non-finite step, as the training that follows does."""
     asked: Mapping[str, Any] = field(default_factory=dict)
-    """What was asked for and changes the figures of a study, by name."""
+    """Options that change the figures of a study, by name."""
+
+    def trial_spec(self, plan: Plan, limit: int) -> TrialSpec:
+        """Return the settings of the trials of a plan under a limit on the micro-batch."""
+        return TrialSpec(
+            limit=limit,
+            cap=self.cap,
+            samples=sum(plan.micro_batches),
+            planned_steps=self.planned_steps,
+            seconds=TRIAL_SECONDS,
+            is_precision_open=self.is_precision_open,
+            workers=self.workers,
+            prefetch=self.prefetch,
+        )
+
+    def lr_trial_spec(self, plan: Plan) -> LrTrialSpec:
+        """Return the settings of the short runs of a plan."""
+        return LrTrialSpec(
+            default=plan.learning_rate,
+            target_batch=plan.target_batch,
+            micro_batch=plan.micro_batch,
+            precision=plan.precision,
+            knobs=plan.knobs,
+            steps=self.lr_steps,
+            skips=self.skips_nonfinite,
+        )
 
 
-def tune_plan(
-    process: SetupProcess,
-    plan: Plan,
-    limit: int,
-    settings: TuneSettings,
-    *,
-    home: Path,
-    progress: Progress,
-    expired: Callable[[], bool] = lambda: False,
-    clock: Callable[[], float] = time.monotonic,
-) -> tuple[Plan, Tuning]:
-    """Find the fastest configuration of a plan, and put it into the plan.
+@dataclass(frozen=True, kw_only=True)
+class PlanTuner:
+    """Tuner of a plan, in the process that holds its setup."""
 
-    Args:
-        process: holds the setup; trials run there.
-        plan: the plan with every knob at its default.
-        limit: the largest micro-batch that fits with every knob at its default.
-        settings: settings of the tuner.
-        home: data directory, in which studies are kept.
-        progress: receives each trial and the choice.
-        expired: is asked before every trial whether the time is over.
-        clock: seconds.
+    process: SetupProcess
+    settings: TuneSettings
+    home: Path
+    """Data directory, in which studies are kept."""
+    progress: Progress
+    """Receives every trial and the choices."""
+    expired: Callable[[], bool] = lambda: False
+    """Asked before every trial whether the time is over."""
+    clock: Callable[[], float] = time.monotonic
 
-    Raises:
-        InputError: the storage is not usable, or the study was made for something else.
-        AutobatchError: the workload does not run with every knob at its default.
-    """
-    task = TrialSpec(
-        limit=limit,
-        cap=settings.cap,
-        samples=sum(plan.micro_batches),
-        planned_steps=settings.planned_steps,
-        seconds=TRIAL_SECONDS,
-        is_precision_open=settings.is_precision_open,
-        workers=settings.workers,
-        prefetch=settings.prefetch,
-    )
-    context = process.call("looking at the workload", look_at_workload, task)
-    asked = None if settings.knobs is None else parse_knobs(settings.knobs)
-    axes, notes = applicable(context, asked)
-    for line in notes:
-        progress.note(line)
-    trials = _Trials(process, replace(task, defaults=defaults(axes)))
-    found = find_fastest(
-        trials.measure,
-        axes,
-        budget=Budget(settings.trials, expired, settings.run_samples),
-        seed=settings.seed,
-        place=_location(process.info, settings, axes, home=home, progress=progress),
-        confirm_fits=trials.confirm_fits,
-        progress=lambda number, values, one: progress.measured(
-            number, settings.trials, values, one.samples_per_s, one.failure
-        ),
-        clock=clock,
-    )
-    for line in found.tuning.notes:
-        progress.note(line)
-    progress.tuned(found.tuning)
-    chosen = with_choice(plan, found, axes)
-    if chosen != plan:
-        progress.planned(chosen)
-    return chosen, found.tuning
+    def tune(self, plan: Plan, limit: int) -> tuple[Plan, Tuning]:
+        """Find the fastest configuration of a plan, and put it into the plan.
 
+        Args:
+            plan: the plan with every knob at its default.
+            limit: the largest micro-batch that fits with every knob at its default.
 
-def tune_learning_rate(
-    process: SetupProcess,
-    plan: Plan,
-    settings: TuneSettings,
-    *,
-    home: Path,
-    progress: Progress,
-    expired: Callable[[], bool] = lambda: False,
-    clock: Callable[[], float] = time.monotonic,
-) -> tuple[Plan, LrTuning]:
-    """Try learning rates in short runs of a plan, and put one that is better into the plan.
+        Raises:
+            InputError: the storage is not usable, or the study was made for something else.
+            AutobatchError: the workload does not run with every knob at its default.
+        """
+        settings = self.settings
+        task = settings.trial_spec(plan, limit)
+        context = self.process.call("looking at the workload", look_at_workload, task)
+        axes, notes = applicable(context, None if settings.knobs is None else parse_knobs(settings.knobs))
+        self._note(notes)
+        trials = _Trials(self.process, replace(task, defaults=defaults(axes)))
+        found = find_fastest(
+            trials.measure,
+            axes,
+            budget=Budget(settings.trials, self.expired, settings.run_samples),
+            seed=settings.seed,
+            place=self.locate(axes),
+            confirm_fits=trials.confirm_fits,
+            progress=lambda number, values, one: self.progress.measured(
+                number, settings.trials, values, one.samples_per_s, one.failure
+            ),
+            clock=self.clock,
+        )
+        self._note(found.tuning.notes)
+        self.progress.tuned(found.tuning)
+        return self._planned(plan, with_choice(plan, found, axes)), found.tuning
 
-    Args:
-        process: holds the setup; runs train there.
-        plan: the plan, with the tuner's choice if there is one.
-        settings: settings of the tuner.
-        home: data directory, in which studies are kept.
-        progress: receives each learning rate and its loss.
-        expired: is asked before every trial whether the time is over.
-        clock: seconds.
+    def tune_learning_rate(self, plan: Plan) -> tuple[Plan, LrTuning]:
+        """Try learning rates in short runs of a plan, and put a better one into the plan.
 
-    Raises:
-        InputError: the storage is not usable, or the study was made for something else.
-        AutobatchError: the workload does not train at its own learning rate.
-    """
-    task = LrTrialSpec(
-        default=plan.learning_rate,
-        target_batch=plan.target_batch,
-        micro_batch=plan.micro_batch,
-        precision=plan.precision,
-        knobs=plan.knobs,
-        steps=settings.lr_steps,
-        skips=settings.skips_nonfinite,
-    )
-    found = find_learning_rate(
-        ShortRuns(process, task),
-        task,
-        budget=Budget(settings.lr_trials, expired),
-        seed=settings.seed,
-        place=_lr_location(process.info, settings, task, home, progress),
-        progress=lambda number, rate, loss, failure: progress.tried_rate(
-            number, settings.lr_trials, rate, loss, failure
-        ),
-        clock=clock,
-    )
-    for line in found.notes:
-        progress.note(line)
-    chosen = with_learning_rate(plan, found, declared=process.info.learning_rate)
-    if chosen != plan:
-        progress.planned(chosen)
-    return chosen, found
+        Args:
+            plan: the plan, with the tuner's choice if there is one.
+
+        Raises:
+            InputError: the storage is not usable, or the study was made for something else.
+            AutobatchError: the workload does not train at its own learning rate.
+        """
+        settings = self.settings
+        task = settings.lr_trial_spec(plan)
+        found = find_learning_rate(
+            ShortRuns(self.process, task),
+            task,
+            budget=Budget(settings.lr_trials, self.expired),
+            seed=settings.seed,
+            place=self._locate_lr(task),
+            progress=lambda number, rate, loss, failure: self.progress.tried_rate(
+                number, settings.lr_trials, rate, loss, failure
+            ),
+            clock=self.clock,
+        )
+        self._note(found.notes)
+        chosen = with_learning_rate(plan, found, declared=self.process.info.learning_rate)
+        return self._planned(plan, chosen), found
+
+    def locate(self, axes: Sequence[SearchAxis]) -> StudyLocation:
+        """Locate the study of configurations, which compiling and loader workers make another one."""
+        made_for = self._purpose()
+        if any(axis.name == COMPILE for axis in axes):
+            made_for["planned_steps"] = self.settings.planned_steps
+        if self.settings.workers is not None:
+            made_for["workers"] = self.settings.workers
+        return self._location(made_for, [made_for, axes])
+
+    def _note(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.progress.note(line)
+
+    def _planned(self, plan: Plan, chosen: Plan) -> Plan:
+        """Report the chosen plan if it is another one."""
+        if chosen != plan:
+            self.progress.planned(chosen)
+        return chosen
+
+    def _locate_lr(self, task: LrTrialSpec) -> StudyLocation:
+        """Locate the study of learning rates. Its figures hardly depend on the tuner's choice."""
+        made_for = self._purpose() | {
+            "train_samples": self.process.info.samples,
+            "learning_rate": task.default,
+            "lr_steps": task.steps,
+            "seed": self.settings.seed,
+        }
+        return self._location(made_for, made_for, suffix=LR_SUFFIX)
+
+    def _purpose(self) -> dict[str, Any]:
+        """Return the values that the figures of any study depend on, by name."""
+        key: dict[str, Any] = self.process.info.key
+        return {name: key[name] for name in key if name not in _NOT_A_PURPOSE} | dict(self.settings.asked)
+
+    def _location(self, made_for: dict[str, Any], content: object, *, suffix: str = "") -> StudyLocation:
+        """Name a study as asked, else by a digest of its content."""
+        digest = hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:12]
+        name = f"{self.settings.study or f'{self.process.info.name}-{digest}'}{suffix}"
+        return StudyLocation(name, self.settings.storage or self._file(name), made_for)
+
+    def _file(self, name: str) -> str | None:
+        """Return the file of a study in the data directory; None to keep it in memory."""
+        folder = self.home / "studies"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK | os.X_OK):
+                return str(folder / f"{name}.log")
+            reason = "it is not writable"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        self.progress.note(
+            f"the study {name} is kept in memory and cannot be continued later: {folder}: {reason}. Give "
+            "--storage, or set AUTOBATCH_HOME to a writable directory"
+        )
+        return None
 
 
 def with_choice(plan: Plan, found: TuningResult, axes: Sequence[SearchAxis]) -> Plan:
@@ -212,7 +249,7 @@ def with_choice(plan: Plan, found: TuningResult, axes: Sequence[SearchAxis]) -> 
 
 
 def with_learning_rate(plan: Plan, found: LrTuning, *, declared: float) -> Plan:
-    """Put the learning rate that was found into a plan; return the plan if the default stays."""
+    """Put the best learning rate into a plan; return the same plan if the default stays."""
     if found.best == plan.learning_rate:
         return plan
     return msgspec.structs.replace(
@@ -220,15 +257,13 @@ def with_learning_rate(plan: Plan, found: LrTuning, *, declared: float) -> Plan:
         learning_rate=found.best,
         learning_rate_rule="tuned",
         learning_rate_factor=found.best / declared,
-        learning_rate_source=(
-            f"found by the tuner: {found.trials} runs of {found.steps} optimizer steps at this batch"
-        ),
+        learning_rate_source=f"tuned in {found.trials} runs of {found.steps} optimizer steps at this batch",
     )
 
 
 @dataclass(frozen=True)
 class _Trials:
-    """Trials in the process that holds the setup. One that crashes a child is infeasible."""
+    """Trials in the process that holds the setup. A configuration that crashes a child is infeasible."""
 
     process: SetupProcess
     task: TrialSpec
@@ -243,64 +278,10 @@ class _Trials:
         return infeasible(RUNS, failure)
 
     def confirm_fits(self, values: Configuration) -> str | None:
-        """Run a configuration inside the enforced budget. Return why it does not fit, None if it fits."""
+        """Run a configuration within the enforced budget. Return why it does not fit, None if it fits."""
         try:
             return self.process.call("the check of the best trial", confirm_trial, self.task, dict(values))
         except ChildCrashed as crash:
             failure = str(crash)
         self.process.restart()
         return failure
-
-
-def _location(
-    info: SetupInfo, settings: TuneSettings, axes: Sequence[SearchAxis], *, home: Path, progress: Progress
-) -> StudyLocation:
-    """Locate the study: by the name that was given, else by a name made from what its figures depend on."""
-    made_for = _purpose(info, settings)
-    if any(axis.name == COMPILE for axis in axes):
-        made_for["planned_steps"] = settings.planned_steps
-    if settings.workers is not None:
-        made_for["workers"] = settings.workers
-    content = msgspec.json.encode([made_for, axes], order="deterministic")
-    name = settings.study or f"{info.name}-{hashlib.sha256(content).hexdigest()[:12]}"
-    return StudyLocation(name, _storage(settings, name, home, progress), made_for)
-
-
-def _lr_location(
-    info: SetupInfo, settings: TuneSettings, task: LrTrialSpec, home: Path, progress: Progress
-) -> StudyLocation:
-    """Locate the study of learning rates. Its figures hardly depend on the tuner's choice."""
-    made_for = _purpose(info, settings) | {
-        "train_samples": info.samples,
-        "learning_rate": task.default,
-        "lr_steps": task.steps,
-        "seed": settings.seed,
-    }
-    digest = hashlib.sha256(msgspec.json.encode(made_for, order="deterministic")).hexdigest()[:12]
-    name = f"{settings.study or f'{info.name}-{digest}'}{LR_SUFFIX}"
-    return StudyLocation(name, _storage(settings, name, home, progress), made_for)
-
-
-def _purpose(info: SetupInfo, settings: TuneSettings) -> dict[str, Any]:
-    """Return what the figures of any study depend on, by name."""
-    key: dict[str, Any] = {name: value for name, value in info.key.items() if name not in _NOT_A_PURPOSE}
-    return key | dict(settings.asked)
-
-
-def _storage(settings: TuneSettings, name: str, home: Path, progress: Progress) -> str | None:
-    """Return where a study is kept: as asked, else in a file of its own, else (None) in memory."""
-    if settings.storage is not None:
-        return settings.storage
-    folder = home / "studies"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return str(folder / f"{name}.log")
-        reason = "it is not writable"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    progress.note(
-        f"the study {name} is kept in memory and cannot be continued later: {folder}: {reason}; give "
-        "--storage, or set AUTOBATCH_HOME to a writable directory"
-    )
-    return None

@@ -28,7 +28,7 @@ from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.lr_trial import ShortRuns, StepLoss, short_run
-from autobatch.tuning.tune_plan import TuneSettings
+from autobatch.tuning.tune_plan import PlanTuner
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.commandline import SMALL, environment
 from tests.support.short_runs import (
@@ -163,11 +163,11 @@ class Captured(Exception):
 def test_a_run_is_tuned_for_its_own_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     planned = []
 
-    def capture(_: Any, __: Any, ___: Any, settings: TuneSettings, **____: Any) -> None:
-        planned.append(settings.planned_steps)
+    def capture(tuner: PlanTuner, *_: Any) -> None:
+        planned.append(tuner.settings.planned_steps)
         raise Captured
 
-    monkeypatch.setattr(pipeline, "tune_plan", capture)
+    monkeypatch.setattr(PlanTuner, "tune", capture)
     workload = trial_workload(train_data=deep_rows(100))
     options = {"target_batch": 30, "device": "cpu", "trials": 1}
     for number, length in enumerate(({"steps": 7}, {"epochs": 2})):
@@ -267,7 +267,7 @@ def test_a_run_resumed_on_other_hardware_keeps_the_found_learning_rate(
     options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
     options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
     first = autobatch.fit(linear_workload(learning_rate=0.01), **options).plan
-    monkeypatch.setattr(pipeline, "changes_since_checkpoint", lambda *_: ["device"])
+    monkeypatch.setattr("autobatch.api.fit.changes_since_checkpoint", lambda *_: ["device"])
     again = autobatch.fit(linear_workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
     assert first is not None
     assert again is not None

@@ -139,7 +139,7 @@ def test_the_key_holds_the_batch_and_both_parts_of_such_a_loss_alone() -> None:
 def test_without_a_target_batch_a_note_says_what_was_taken_for_it() -> None:
     result, listener = probed(contrastive(), memory_budget="1MiB")
     assert result.probe.micro_batch > 1
-    assert any("without a target batch two micro-batches were taken" in note for note in listener.notes)
+    assert any("assumed to be two micro-batches here" in note for note in listener.notes)
     assert not any("target batch" in note for note in probed(work())[1].notes)
 
 
@@ -149,8 +149,8 @@ def test_an_estimate_counts_the_whole_batch() -> None:
         return estimate_limits(contrastive(), asked, home=Path("nowhere"))
 
     alone, small, large = found(), found(target_batch=400), found(target_batch=600)
-    assert any("without a target batch" in note for note in alone.notes)
-    assert not any("without a target batch" in note for note in large.notes)
+    assert any("assumed to be two micro-batches here" in note for note in alone.notes)
+    assert not any("assumed to be two micro-batches here" in note for note in large.notes)
     peaks = [one.estimates[0].peak_allocated_bytes for one in (small, large)]
     # The logits, their logarithms and a gradient, in float32.
     assert peaks[1] - peaks[0] == pytest.approx(3 * 4 * (600**2 - 400**2), rel=0.02)

@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from autobatch.core.errors import InputError
 from autobatch.tuning import storage as storages
 from autobatch.tuning.configuration import every
-from autobatch.tuning.study import check_storage
+from autobatch.tuning.storage import check_storage
 from autobatch.tuning.worker import this_worker
 from tests.support.studies import AXES, SMALL_AXES, open_journal, search
 

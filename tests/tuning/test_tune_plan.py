@@ -16,7 +16,7 @@ from autobatch.probing.setup import SetupSettings
 from autobatch.tuning.configuration import RUNS, Measurement
 from autobatch.tuning.find_fastest import TuningResult
 from autobatch.tuning.trial import look_at_workload
-from autobatch.tuning.tune_plan import TuneSettings, _location, _Trials, with_choice, with_learning_rate
+from autobatch.tuning.tune_plan import PlanTuner, TuneSettings, _Trials, with_choice, with_learning_rate
 from tests.support.commandline import SMALL
 from tests.support.trials import task_with, trial_setup
 
@@ -67,7 +67,8 @@ def test_a_better_learning_rate_is_put_into_the_plan_with_its_factor() -> None:
 
 def located(home: Path, progress: Progress, **fields: Any) -> Any:
     settings = TuneSettings(trials=1, planned_steps=100, cap=64, **fields)
-    return _location(ThisProcess(trial_setup()).info, settings, AXES, home=home, progress=progress)
+    process = ThisProcess(trial_setup())
+    return PlanTuner(process=process, settings=settings, home=home, progress=progress).locate(AXES)
 
 
 def test_each_number_of_workers_has_its_own_study(tmp_path: Path) -> None:

@@ -1,0 +1,220 @@
+"""The whole pipeline: probe, plan, tune, train, and write the report."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from autobatch.api import unpack
+from autobatch.api.pipeline import (
+    RunContext,
+    add_learning_rate,
+    add_tuning,
+    check_storage_option,
+    open_setup_process,
+    open_tuner,
+    probe_and_plan,
+    uninterrupted,
+)
+from autobatch.core.errors import InputError
+from autobatch.core.files import write_atomic
+from autobatch.core.options import FitOptions
+from autobatch.core.progress import Progress
+from autobatch.core.records import Plan
+from autobatch.core.version import versions
+from autobatch.probing.attempt import TrainSetup
+from autobatch.probing.cache import KeyValue
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.setup import device_key, find_workload, open_setup
+from autobatch.report.result import Result, load_run
+from autobatch.training.build import LoopSettings, build_sampler
+from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.resume import (
+    changes_since_checkpoint,
+    check_same_data_order,
+    load_plan,
+    load_run_state,
+)
+from autobatch.training.run_folder import (
+    CHECKPOINTS,
+    REPORT,
+    RESULT,
+    claim_folder,
+    folder_of,
+    move_earlier_run,
+)
+from autobatch.training.train_plan import Resume, train_plan
+from autobatch.workload.contract import Workload
+from autobatch.workload.order import GlobalBatchSampler
+
+
+def run_fit(workload: Workload | str | None, options: FitOptions, context: RunContext) -> Result:
+    """Run ``autobatch fit``: the whole pipeline.
+
+    Raises:
+        InputError: an option, the workload, or the content of the run's folder is invalid.
+        AutobatchError: see `autobatch.training.run.train`.
+    """
+    _refuse_ranks(context.environ)
+    settings = unpack.loop_settings(options, is_demo=workload is None)
+    with ExitStack() as held:
+        prepare = _prepare_resume if options.resume else _prepare
+        ready = prepare(workload, options, settings, context, held)
+        training, model = train_plan(
+            ready.setup,
+            ready.plan,
+            ready.sampler,
+            settings,
+            unpack.run_settings(options, ready.out, _resume_hint(context.command, ready.out)),
+            key=ready.key,
+            split_check=options.split_check,
+            progress=context.progress,
+            resume=ready.resume,
+        )
+        result = msgspec.structs.replace(
+            ready.result, training=training, model=model, command=context.command
+        )
+        return _write(result, ready.out, context.progress)
+
+
+class _Ready(NamedTuple):
+    """A run that is ready to be trained."""
+
+    result: Result
+    """Records of the parts before the training."""
+    plan: Plan
+    setup: TrainSetup
+    sampler: GlobalBatchSampler
+    out: Path
+    key: Mapping[str, KeyValue]
+    resume: Resume | None = None
+
+
+def _prepare(
+    workload: Workload | str | None,
+    options: FitOptions,
+    settings: LoopSettings,
+    context: RunContext,
+    held: ExitStack,
+) -> _Ready:
+    """Probe, plan and tune in one process, then open the setup for the training."""
+    check_storage_option(options)
+    with open_setup_process(workload, options, context) as process:
+        sampler = build_sampler(process.info.samples, settings)
+        out = _claim(folder_of(options.out, process.info.name, resume=False), context, held)
+        result = uninterrupted(probe_and_plan(process, options, context))
+        earlier = move_earlier_run(out)
+        if earlier is not None:
+            context.progress.note(f"moved the earlier run of {out} to {earlier}")
+        tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
+        tuner = open_tuner(process, tune_settings, context, options.timeout)
+        if tune_settings.trials:
+            result = add_tuning(tuner, result)
+        if options.tune_lr:
+            result = add_learning_rate(tuner, result)
+    assert result.plan is not None
+    # A child has ended by now, and its memory is free for the training.
+    setup = process.setup if isinstance(process, ThisProcess) else _open_setup(workload, options, context)
+    return _Ready(result, result.plan, setup, sampler, out, process.info.key)
+
+
+def _prepare_resume(
+    workload: Workload | str | None,
+    options: FitOptions,
+    settings: LoopSettings,
+    context: RunContext,
+    held: ExitStack,
+) -> _Ready:
+    """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
+    progress, setup = context.progress, _open_setup(workload, options, context)
+    sampler = build_sampler(len(setup.workload.train_data), settings)  # type: ignore[arg-type]
+    out = _claim(folder_of(options.out, setup.workload.name, resume=True), context, held)
+    stored = load_run_state(out)
+    for line in stored.passed_over:
+        progress.note(f"skipped an invalid checkpoint: {line}")
+    plan = load_plan(stored, settings)
+    check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
+    changes = changes_since_checkpoint(stored, device_key(setup), plan, options.max_micro_batch)
+    if not changes:
+        progress.note(f"resuming from {stored.path} on the same hardware, bit for bit")
+        device = setup.device.describe()
+        progress.opened(device)
+        progress.planned(plan)
+        result = Result(device=device, plan=plan, title=setup.workload.name)
+        resume = Resume(checkpoint=stored, is_exact=True)
+        return _Ready(result, plan, setup, sampler, out, stored.facts.get("key", {}), resume)
+    progress.note(
+        f"resuming from {stored.path} with another {' and another '.join(changes)}: the batch, the learning "
+        "rate and the order of the data stay, the micro-batch is planned again, and sums differ by rounding"
+    )
+    with open_setup_process(workload, options, context) as process:
+        result = uninterrupted(probe_and_plan(process, options, context))
+    assert result.plan is not None
+    rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
+    plan = msgspec.structs.replace(result.plan, **rate)
+    result = msgspec.structs.replace(result, plan=plan)
+    resume = Resume(checkpoint=stored, is_exact=False)
+    return _Ready(result, plan, setup, sampler, out, process.info.key, resume)
+
+
+def _open_setup(workload: Workload | str | None, options: FitOptions, context: RunContext) -> TrainSetup:
+    settings = unpack.setup_settings(options, options.target_batch)
+    return open_setup(find_workload(workload), settings, environ=context.environ, is_demo=workload is None)
+
+
+def _claim(out: Path, context: RunContext, held: ExitStack) -> Path:
+    """Lock the folder of the run until its end."""
+    held.enter_context(claim_folder(out))
+    context.entered(out)
+    return out
+
+
+def _refuse_ranks(environ: Mapping[str, str]) -> None:
+    """Raise if several processes would train, because each would overwrite the files of the others."""
+    ranks = environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise InputError(
+            f"WORLD_SIZE is {ranks}, and fit trains in one process: start it without torchrun, or use "
+            "autobatch.plan(…) in your own loop across ranks"
+        )
+
+
+def _resume_hint(command: str, out: Path) -> str:
+    """Return the command, or the call, that resumes the run."""
+    if not command:
+        return f"autobatch.fit(…, out={str(out)!r}, resume=True)"
+    words = command.replace(" --resume", "")
+    return f"{words} --resume" if "--out" in words else f"{words} --out {out} --resume"
+
+
+def _write(result: Result, out: Path, progress: Progress) -> Result:
+    """Write ``result.json`` and the report. A failed report is only noted, because the training is done."""
+    result = msgspec.structs.replace(
+        result,
+        out=out,
+        report=out / REPORT,
+        versions=versions(),
+        created=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        checkpoints=[int(path.name.removeprefix("step-")) for path in list_checkpoints(out / CHECKPOINTS)],
+    )
+    _write_json(result, out)
+    # Only here: matplotlib takes half a second to import.
+    from autobatch.report.page import write_report
+
+    try:
+        write_report(out / REPORT, load_run(out))
+    except (OSError, InputError) as error:
+        progress.note(f"the report could not be written: {error}")
+        result = msgspec.structs.replace(result, report=None)
+        _write_json(result, out)
+    return result
+
+
+def _write_json(result: Result, out: Path) -> None:
+    content = msgspec.json.format(msgspec.json.encode(result.to_json()))
+    write_atomic(out / RESULT, content + b"\n")
