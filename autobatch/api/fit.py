@@ -19,6 +19,7 @@ from autobatch.api.pipeline import (
     open_setup_process,
     open_tuner,
     probe_and_plan,
+    refuse_split,
     uninterrupted,
 )
 from autobatch.core.errors import InputError
@@ -108,10 +109,14 @@ def _prepare(
         sampler = build_sampler(process.info.samples, settings)
         out = _claim(folder_of(options.out, process.info.name, resume=False), context, held)
         result = uninterrupted(probe_and_plan(process, options, context))
+        assert result.plan is not None
         earlier = move_earlier_run(out)
         if earlier is not None:
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
+        is_tuned = tune_settings.trials or options.tune_lr
+        if is_tuned and options.split_check == "error" and result.plan.accumulation_steps > 1:
+            refuse_split(process, result.plan.micro_batch)
         tuner = open_tuner(process, tune_settings, context, options.timeout)
         if tune_settings.trials:
             result = add_tuning(tuner, result)

@@ -116,6 +116,11 @@ class WorstCaseSampler:
         """Remarks on the scan, one per line."""
         return self._notes if self._costs else []
 
+    @property
+    def known_costs(self) -> dict[int, float]:
+        """Cost of each sample that was read, by its index; empty before the scan."""
+        return dict(vars(self).get("_costs", {}))
+
     def check_collate(self) -> None:
         """Collate the most expensive sample with the cheapest, as training will.
 
@@ -173,15 +178,24 @@ class WorstCaseSampler:
     def _cost(self, index: int) -> float:
         with user_code("data"):
             sample = self._workload.train_data[index]
-        if self._workload.size_of is None:
-            return float(elements(sample))
-        with user_code("size_of"):
-            size = float(self._workload.size_of(sample))
-        if not math.isfinite(size):
-            raise InputError(
-                f"Workload(size_of=…) returned {size} for sample {index}: it must return a finite number"
-            )
-        return size
+        return cost_of(self._workload, sample, index)
+
+
+def cost_of(workload: Workload, sample: Any, index: int) -> float:
+    """Return the cost of a sample: its ``size_of``, or else the count of numbers in it.
+
+    Raises:
+        InputError: ``size_of`` returned no finite number.
+    """
+    if workload.size_of is None:
+        return float(elements(sample))
+    with user_code("size_of"):
+        size = float(workload.size_of(sample))
+    if not math.isfinite(size):
+        raise InputError(
+            f"Workload(size_of=…) returned {size} for sample {index}: it must return a finite number"
+        )
+    return size
 
 
 def elements(sample: Any) -> int:

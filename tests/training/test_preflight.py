@@ -122,7 +122,7 @@ def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples(bu
         ({"loss": lambda m, b: Loss(mean_loss(m, b), len(b[0]))}, "must be the sum over the items"),
         (
             {"loss": lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1)},
-            "count of the workload's Loss is 1 for 6",
+            "count of the workload's Loss is 1 for 8",
         ),
     ],
 )
