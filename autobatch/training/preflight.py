@@ -132,12 +132,10 @@ def examine_loss(setup: TrainSetup, micro_batch: int) -> Finding:
         with setup.device.training() as meter:
             finding, kind = _examine_kinds(setup, meter, choice.ids(few), _kinds(setup))
         expected = (setup.clock() - start) * many / few
-        setup.device.release()
         if finding.fault is not None or kind is None or many <= few or expected > SECONDS:
             return finding
         with setup.device.enforced() as meter:
             more, _ = _examine_kinds(setup, meter, choice.ids(many), [kind])
-        setup.device.release()
     # The few samples tell already that the loss can be split, if memory is too small for many.
     return finding if more.fault is None and finding.unchecked is None else more
 

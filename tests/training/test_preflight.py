@@ -8,9 +8,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.core.errors import InputError
+from autobatch.training import preflight
 from autobatch.training.preflight import check_loss_splits
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
+from tests.support.split_losses import PAIRS
 from tests.support.training import (
     IGNORED,
     INFO_NCE,
@@ -131,6 +133,16 @@ def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, mes
     with pytest.raises(InputError, match=message) as caught:
         check(make_workload(**changes), budget=budget)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("share", [preflight.FLOAT64_BUDGET_SHARE, 0.0], ids=["float64", "float32"])
+def test_wrong_losses_are_found_beside_random_draws_and_right_ones_pass(kind, share, monkeypatch) -> None:
+    monkeypatch.setattr(preflight, "FLOAT64_BUDGET_SHARE", share)
+    fields, wrong, right, cause = PAIRS[kind]
+    with pytest.raises(InputError, match=cause):
+        check(make_workload(**fields, loss=wrong))
+    assert check(make_workload(**fields, loss=right)) == []
 
 
 def test_if_no_batch_is_split_the_fault_is_a_note() -> None:
