@@ -22,9 +22,7 @@ class UncheckedError(Exception):
     """The reason why whole and parts cannot be compared; its text follows "could not be checked: "."""
 
 
-def find_fault(
-    runner: GradientRunner, loss: object, samples: SplitSamples, tolerance: float, *, train_mode: bool = False
-) -> str | None:
+def find_fault(runner: GradientRunner, loss: object, samples: SplitSamples, tolerance: float) -> str | None:
     """Return the fault of a loss that makes its parts differ from the whole; None if it has none.
 
     Args:
@@ -32,7 +30,6 @@ def find_fault(
         loss: the workload's loss.
         samples: the whole batch and its parts.
         tolerance: relative error below which gradients agree.
-        train_mode: whether the model runs in train mode.
 
     Raises:
         UncheckedError: the two cannot be compared.
@@ -43,15 +40,15 @@ def find_fault(
         )
     with ExitStack() as held:
         whole, draws = _whole_gradient(runner, samples, tolerance, held)
-        comparison = _Comparison(runner, loss, samples.whole, whole, draws, tolerance)
-        fault = comparison.fault_of(samples.parts)
-        if fault is not None and samples.collated is not None and samples.cut is not None:
-            by_cut = comparison.fault_of(samples.cut)
-            fault = fault if by_cut is not None else comparison.padding_fault(fault)
+        fault = _Comparison(runner, loss, whole, draws, tolerance).fault_in(samples)
+        if fault is not None and draws is not None and draws.is_flat:
+            draws.is_interleaved = True
+            draws.start(0, samples.samples)
+            whole = runner.run(samples.whole, samples.samples)
+            fault = _Comparison(runner, loss, whole, draws, tolerance).fault_in(samples) and fault
         if fault is not None and draws is not None and draws.doubts:
             raise UncheckedError(
                 f"the forward pass draws at random over the micro-batch ({', '.join(sorted(draws.doubts))})"
-                + (" in train mode" if train_mode else "")
             )
     return fault
 
@@ -114,22 +111,24 @@ class _Comparison:
 
     runner: GradientRunner
     loss: object
-    collated: Collated
     whole: SampleGradient
     draws: SampleDraws | None
     tolerance: float
 
-    def fault_of(self, parts: Parts) -> str | None:
+    def fault_in(self, samples: SplitSamples) -> str | None:
         """Return the fault that the parts show; None if they agree with the whole."""
-        return self._cached_fault(parts) if isinstance(self.loss, WholeBatchLoss) else self._fault(parts)
-
-    def padding_fault(self, fault: str) -> str:
-        """Return the fault of parts that agree with the whole when they are cut from it."""
+        assert samples.parts is not None
+        fault = self._fault_of(samples.parts)
+        if fault is None or samples.collated is None or samples.cut is None or self._fault_of(samples.cut):
+            return fault
         return (
             f"{fault.partition(': ')[0]}: a sample is collated differently beside other samples (padding, or "
             "a figure of the whole micro-batch), and the loss depends on that. Let the model ignore padding "
             "with a mask, and return Loss(total, count) if collate counts items"
         )
+
+    def _fault_of(self, parts: Parts) -> str | None:
+        return self._cached_fault(parts) if isinstance(self.loss, WholeBatchLoss) else self._fault(parts)
 
     def _cached_fault(self, parts: Parts) -> str | None:
         cached = self.runner.run_cached(_Placed(self.runner, parts, self.draws), self.whole.samples)

@@ -161,13 +161,7 @@ def _examine_kinds(
         try:
             with _converted(setup, meter, kind) as model:
                 runner = GradientRunner(setup, model, meter, kind.dtype)
-                fault = find_fault(
-                    runner,
-                    setup.workload.loss,
-                    samples,
-                    TOLERANCES[kind.dtype],
-                    train_mode=kind.train_mode,
-                )
+                fault = find_fault(runner, setup.workload.loss, samples, TOLERANCES[kind.dtype])
                 return Finding(fault), kind
         except UncheckedError as error:
             return Finding(unchecked=str(error)), kind

@@ -72,6 +72,10 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.doubts: set[str] = set()
         """Draws that could not be made the same for a sample, in words."""
+        self.is_flat = False
+        """True if a draw had several rows per sample: all of them in a block, or each a batch apart."""
+        self.is_interleaved = False
+        """Whether the rows of a sample are taken to be a batch apart (time before batch)."""
         self._first = 0
         self._samples = 1
         self._recorded: dict[int, Shape | None] | None = None
@@ -156,12 +160,20 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.doubts.add(name)
             _seed(key, 0, own)
             return func(*args, **kwargs)
-        each, drawn = shape[axis] // self._samples, []
+        each = shape[axis] // self._samples
+        self.is_flat |= each > 1
+        out = args[0] if name in FILLS else None
         for sample in range(self._samples):
             _seed(key, 1 + self._first + sample, own)
-            piece = _Piece(shape, axis, sample * each, each)
-            drawn.append(func(*map(piece.of, args), **{k: piece.of(one) for k, one in kwargs.items()}))
-        return args[0] if name in FILLS else torch.cat(drawn, dim=axis)
+            rows = slice(sample * each, (sample + 1) * each)
+            if self.is_interleaved:
+                rows = slice(sample, None, self._samples)
+            piece = _Piece(shape, axis, rows, each)
+            drawn = func(*map(piece.of, args), **{word: piece.of(one) for word, one in kwargs.items()})
+            if name not in FILLS:
+                out = drawn.new_empty(shape) if out is None else out
+                piece.of(out).copy_(drawn)
+        return out
 
 
 class _Piece(NamedTuple):
@@ -169,13 +181,13 @@ class _Piece(NamedTuple):
 
     shape: Shape
     axis: int
-    first: int
+    rows: slice
     size: int
 
     def of(self, argument: Any) -> Any:
         """Return the part of an argument that has the shape of the draw; return another one unchanged."""
         if isinstance(argument, Tensor) and tuple(argument.shape) == self.shape:
-            return argument.narrow(self.axis, self.first, self.size)
+            return argument[(slice(None),) * self.axis + (self.rows,)]
         if isinstance(argument, list | tuple) and tuple(argument) == self.shape:
             return [*self.shape[: self.axis], self.size, *self.shape[self.axis + 1 :]]
         return argument

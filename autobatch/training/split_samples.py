@@ -62,10 +62,12 @@ def collate_split(workload: Workload, ids: Sequence[int], sizes: Sequence[int]) 
         bounds.append((first, first + size))
         first += size
     parts = [(collate(first, stop, 1), stop - first) for first, stop in bounds]
-    pieces = [(cut(whole, slice(first, stop)), stop - first) for first, stop in bounds]
     can_cut = _has_samples_first(whole, len(ids)) and _has_samples_first(*parts[0])
     can_cut = can_cut and list(_plain_values(whole)) == list(_plain_values(parts[0][0]))
-    return SplitSamples(whole, len(ids), parts if is_same else None, pieces if can_cut else None)
+    pieces = None
+    if can_cut:
+        pieces = [(cut(whole, slice(first, stop)), stop - first) for first, stop in bounds]
+    return SplitSamples(whole, len(ids), parts if is_same else None, pieces)
 
 
 def _has_samples_first(batch: Collated, samples: int) -> bool:
