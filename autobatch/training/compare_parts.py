@@ -18,6 +18,9 @@ from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.rng import seed_everything
 
 
+MIXED = "the loss depends on several samples at once"
+
+
 class UncheckedError(Exception):
     """The reason why whole and parts cannot be compared; its text follows "could not be checked: "."""
 
@@ -45,7 +48,9 @@ def find_fault(runner: GradientRunner, loss: object, samples: SplitSamples, tole
             draws.is_interleaved = True
             draws.start(0, samples.samples)
             whole = runner.run(samples.whole, samples.samples)
-            fault = _Comparison(runner, loss, whole, draws, tolerance).fault_in(samples) and fault
+            other = _Comparison(runner, loss, whole, draws, tolerance).fault_in(samples)
+            # The wrong order of rows looks like a loss that mixes samples.
+            fault = other if other is None or MIXED in fault else fault
         if fault is not None and draws is not None and draws.doubts:
             raise UncheckedError(
                 f"the forward pass draws at random over the micro-batch ({', '.join(sorted(draws.doubts))})"
@@ -213,8 +218,7 @@ def _cause(whole: SampleGradient, weights: list[float], *, mixes_samples: bool) 
     """Name the likely cause of a fault, and its remedy."""
     if mixes_samples:
         return (
-            "the loss depends on several samples at once (a contrastive loss, batch statistics, a penalty on "
-            "the whole batch), so the batch cannot be split. Use WholeBatchLoss(represent=…, loss=…), which "
+            f"{MIXED} (a contrastive loss, batch statistics, a penalty on the whole batch), so the batch cannot be split. Use WholeBatchLoss(represent=…, loss=…), which "
             "is accumulated exactly, a target batch that fits in one micro-batch, or a loss that treats each "
             "sample alone"
         )

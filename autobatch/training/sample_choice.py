@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from autobatch.core.errors import InputError
 from autobatch.probing.attempt import TrainSetup
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, cost_of, fetch
@@ -95,7 +94,7 @@ def _integer_columns(workload: Workload, samples: list[object]) -> list[list[int
     """Return the integer tensors of the collated samples that have one value per sample."""
     try:
         batch: Collated = collate_samples(list(samples), workload.collate, option="Workload(collate=…)")
-    except InputError:
+    except Exception:  # the check itself collates too, and reports it
         return []
     return [
         tensor.tolist()
