@@ -70,19 +70,21 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
         device = process.info.device
         if options.micro_batch is not None:
             found = check_size(process, options.micro_batch, progress=progress)
-            note_split(process, found.micro_batch, progress)
-            return Result(device=device, probe=found, command=context.command)
+            result = Result(device=device, probe=found, command=context.command)
+            note_split(process, result, progress)
+            return result
         limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
         found = find_limits_by_size(process, limits, limit.probe, progress=progress)
-        note_split(process, found.micro_batch, progress)
-        return Result(device=device, probe=found, profile=limit.file, command=context.command)
+        result = Result(device=device, probe=found, profile=limit.file, command=context.command)
+        note_split(process, result, progress)
+        return result
 
 
 def run_plan(workload: Workload | str | None, options: PlanOptions, context: RunContext) -> Result:
     """Run ``autobatch plan``. An interrupted probe answers with the largest size so far."""
     with open_setup_process(workload, options, context) as process:
         result = probe_and_plan(process, options, context)
-        _note_planned_split(process, result, context.progress)
+        note_split(process, result, context.progress)
         return result
 
 
@@ -99,7 +101,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
     check_storage_option(options)
     with open_setup_process(workload, options, context) as process:
         result = uninterrupted(probe_and_plan(process, options, context))
-        _note_planned_split(process, result, context.progress)
+        note_split(process, result, context.progress, is_last=False)
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
         tuner = open_tuner(process, settings, context, options.timeout)
         if settings.trials or not options.tune_lr:
@@ -149,11 +151,21 @@ def probe_and_plan(process: SetupProcess, options: PlanOptions, context: RunCont
     )
 
 
-def note_split(process: SetupProcess, micro_batch: int, progress: Progress, *, is_split: bool = True) -> None:
-    """Examine whether the loss can be split into micro-batches, and note what is wrong with it.
+def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_last: bool = True) -> None:
+    """Note a loss that cannot be split into micro-batches exactly, unless the probe was interrupted.
 
     The check is an extra here: if it fails, that is a note too.
+
+    Args:
+        process: holds the setup.
+        result: the probe and, if there is one, the plan.
+        progress: receives the notes.
+        is_last: keep the result if the check is interrupted.
     """
+    probe, plan = result.probe, result.plan
+    if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt":
+        return
+    micro_batch = probe.micro_batch if plan is None else plan.micro_batch
     try:
         found = process.call("the check of the loss", examine, micro_batch)
     except ChildCrashed as crash:
@@ -161,16 +173,12 @@ def note_split(process: SetupProcess, micro_batch: int, progress: Progress, *, i
         found = Finding(unchecked=str(crash))
     except AutobatchError as error:
         found = Finding(unchecked=str(error))
-    for line in found.notes(is_split=is_split):
+    except KeyboardInterrupt:
+        if not is_last:
+            raise
+        found = Finding(unchecked="the check was interrupted")
+    for line in found.notes(is_split=plan is None or plan.accumulation_steps > 1):
         progress.note(line)
-
-
-def _note_planned_split(process: SetupProcess, result: Result, progress: Progress) -> None:
-    """Examine the loss for the micro-batches of a plan, unless its probe was interrupted."""
-    assert result.plan is not None
-    if result.probe is None or result.probe.stopped_by != "interrupt":
-        is_split = result.plan.accumulation_steps > 1
-        note_split(process, result.plan.micro_batch, progress, is_split=is_split)
 
 
 def refuse_split(process: SetupProcess, micro_batch: int) -> None:

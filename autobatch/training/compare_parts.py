@@ -17,7 +17,6 @@ from autobatch.training.split_samples import Parts, SplitSamples
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.rng import seed_everything
 
-
 MIXED = "the loss depends on several samples at once"
 
 
@@ -218,9 +217,9 @@ def _cause(whole: SampleGradient, weights: list[float], *, mixes_samples: bool) 
     """Name the likely cause of a fault, and its remedy."""
     if mixes_samples:
         return (
-            f"{MIXED} (a contrastive loss, batch statistics, a penalty on the whole batch), so the batch cannot be split. Use WholeBatchLoss(represent=…, loss=…), which "
-            "is accumulated exactly, a target batch that fits in one micro-batch, or a loss that treats each "
-            "sample alone"
+            f"{MIXED} (a contrastive loss, batch statistics, a penalty on the whole batch), so the batch "
+            "cannot be split. Use WholeBatchLoss(represent=…, loss=…), which is accumulated exactly, a "
+            "target batch that fits in one micro-batch, or a loss that treats each sample alone"
         )
     if whole.count is not None:
         return "the total of the workload's Loss must be the sum over the items that count counts"
