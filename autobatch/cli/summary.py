@@ -46,7 +46,7 @@ def describe_tuning(tuning: Tuning) -> str:
     if not tuning.best_samples_per_s:
         return "kept the default: it could not be measured"
     if tuning.best_samples_per_s <= tuning.baseline_samples_per_s or not tuning.baseline_samples_per_s:
-        return f"kept the default, {tuning.best_samples_per_s:,.0f} samples/s: nothing was faster"
+        return f"kept the default, {tuning.best_samples_per_s:,.0f} samples/s"
     gain = tuning.best_samples_per_s / tuning.baseline_samples_per_s
     return (
         f"{tuning.best_samples_per_s:,.0f} samples/s, {gain:.2f} × the default "

@@ -120,10 +120,11 @@ def tuning_in_words(tuning: Tuning) -> str:
         return f"{after}, the defaults were kept, because their throughput was not measured."
     before = tuning.baseline_samples_per_s
     gain = tuning.best_samples_per_s / before - 1 if before else 0
-    word = "no faster than" if gain <= 0 else f"{gain:.0%} faster than"
+    if gain <= 0:
+        return f"{after}, the defaults were kept. They run {decimal(tuning.best_samples_per_s)} samples/s."
     return (
-        f"{after}, the best configuration runs {decimal(tuning.best_samples_per_s)} samples/s, {word} the "
-        f"defaults at {decimal(before)}."
+        f"{after}, the best configuration runs {decimal(tuning.best_samples_per_s)} samples/s, {gain:.0%} "
+        f"faster than the defaults at {decimal(before)}."
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,18 +69,26 @@ class _Contender:
         return is_measured and self.interval()[2] < math.log1p(MINIMUM_GAIN)
 
 
-def compare(measure: Measure, default: Configuration, others: Sequence[Configuration]) -> Choice:
+def compare(
+    measure: Measure,
+    default: Configuration,
+    others: Sequence[Configuration],
+    is_expired: Callable[[], bool] = lambda: False,
+) -> Choice:
     """Measure configurations and the default in turn, until it is clear which ones are faster.
 
     Args:
         measure: runs a configuration.
         default: kept unless another is faster.
         others: the candidates.
+        is_expired: asked before every round; the default is kept unless enough rounds were run.
     """
     contenders = [_Contender(values) for values in others]
     defaults: list[Measurement] = []
     rounds = 0
-    while rounds < MOST_ROUNDS and not all(one.is_slower() or one.is_better() for one in contenders):
+    while rounds < MOST_ROUNDS and not is_expired():
+        if all(one.is_slower() or one.is_better() for one in contenders):
+            break
         baseline = measure(default)
         rounds += 1
         if not baseline.feasible:

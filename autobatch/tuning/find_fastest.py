@@ -118,8 +118,10 @@ def find_fastest(
         on_trial=on_trial,
         clock=clock,
     )
-    finished = study.finished()
-    answer = _choose(measure, finished, base, confirm_fits) if pays_back() else _stop(finished, base, budget)
+    finished, is_stopped = study.finished(), not pays_back()
+    answer = _choose(measure, finished, base, confirm_fits, is_expired=lambda: not pays_back())
+    if is_stopped:
+        answer = answer._replace(notes=[*answer.notes, _explain_stop(finished, base, budget)])
     tuning = _record(study, answer, finished, len(axes))
     return TuningResult(
         msgspec.structs.replace(tuning, seconds=clock() - start, sampler_seconds=sampler_seconds),
@@ -198,12 +200,18 @@ def _choose(
     finished: Sequence[FinishedTrial[Measurement]],
     base: dict[str, Value],
     confirm_fits: ConfirmFits,
+    *,
+    is_expired: Callable[[], bool],
 ) -> _Answer:
     """Compare the best trials with the default, and return the fastest that fits."""
     known = _find(finished, base)
     baseline = known if known is not None and known.feasible else None
     others = _candidates(finished, base, baseline)
-    choice = compare(measure, base, others) if others else Choice([], baseline, [], 0)
+    choice = (
+        compare(measure, base, others, is_expired)
+        if others and not is_expired()
+        else Choice([], baseline, [], 0)
+    )
     notes = []
     best = 0
     for number in choice.ranking:
@@ -262,15 +270,14 @@ def _worth_seconds(budget: Budget, default: Measurement | None) -> float:
     return PAYBACK_SHARE * budget.run_samples / default.samples_per_s
 
 
-def _stop(finished: Sequence[FinishedTrial[Measurement]], base: dict[str, Value], budget: Budget) -> _Answer:
-    """Keep the default, because more tuning cannot pay back."""
-    default = _find(finished, base)
-    seconds = _worth_seconds(budget, default) / PAYBACK_SHARE
-    note = (
-        f"kept the plan after {len(finished)} of {budget.trials} trials: the run takes about {seconds:.3g} "
+def _explain_stop(
+    finished: Sequence[FinishedTrial[Measurement]], base: dict[str, Value], budget: Budget
+) -> str:
+    seconds = _worth_seconds(budget, _find(finished, base)) / PAYBACK_SHARE
+    return (
+        f"stopped tuning after {len(finished)} of {budget.trials} trials: the run takes about {seconds:.3g} "
         f"s, and more tuning cannot pay back. --trials {budget.trials} runs all of them"
     )
-    return _Answer(base, default, default, [note])
 
 
 def _find(finished: Sequence[FinishedTrial[Measurement]], values: Configuration) -> Measurement | None:

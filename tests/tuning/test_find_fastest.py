@@ -162,4 +162,4 @@ def test_the_search_takes_at_most_half_of_the_time_that_the_run_takes(run_sample
     assert found.tuning.trials == trials
     assert (found.tuning.best["a"] == 0) == (trials < 4)
     stopped = [note for note in found.tuning.notes if "cannot pay back" in note]
-    assert [f"kept the plan after {trials} of 4 trials" in note for note in stopped] == [True] * (trials < 4)
+    assert [f"stopped tuning after {trials} of 4 trials" in note for note in stopped] == [True] * (trials < 4)
