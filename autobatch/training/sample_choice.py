@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from autobatch.probing.attempt import TrainSetup
 from autobatch.workload.contract import Collated, Workload
-from autobatch.workload.data import collate_samples, cost_of, fetch
+from autobatch.workload.data import collate_samples, elements, fetch
 from autobatch.workload.nested import tensors_of
 
 CANDIDATES = 256
@@ -75,7 +75,8 @@ class SampleChoice:
         samples = fetch(self._workload.train_data, ids)
         for index, sample in zip(ids, samples, strict=True):
             known = self._known.get(index)
-            self._costs[index] = cost_of(self._workload, sample, index) if known is None else known
+            # Without size_of, which may be slow and has been asked in the process of the probe.
+            self._costs[index] = float(elements(sample)) if known is None else known
         columns = _integer_columns(self._workload, samples)
         self._labels |= dict(zip(ids, zip(*columns, strict=True), strict=False))
 

@@ -178,24 +178,15 @@ class WorstCaseSampler:
     def _cost(self, index: int) -> float:
         with user_code("data"):
             sample = self._workload.train_data[index]
-        return cost_of(self._workload, sample, index)
-
-
-def cost_of(workload: Workload, sample: Any, index: int) -> float:
-    """Return the cost of a sample: its ``size_of``, or else the count of numbers in it.
-
-    Raises:
-        InputError: ``size_of`` returned no finite number.
-    """
-    if workload.size_of is None:
-        return float(elements(sample))
-    with user_code("size_of"):
-        size = float(workload.size_of(sample))
-    if not math.isfinite(size):
-        raise InputError(
-            f"Workload(size_of=…) returned {size} for sample {index}: it must return a finite number"
-        )
-    return size
+        if self._workload.size_of is None:
+            return float(elements(sample))
+        with user_code("size_of"):
+            size = float(self._workload.size_of(sample))
+        if not math.isfinite(size):
+            raise InputError(
+                f"Workload(size_of=…) returned {size} for sample {index}: it must return a finite number"
+            )
+        return size
 
 
 def elements(sample: Any) -> int:
