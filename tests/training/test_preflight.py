@@ -18,6 +18,7 @@ from autobatch.training import preflight
 from autobatch.training.preflight import check_loss_splits
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
+from benchmarks.workloads import WORKLOADS
 from tests.support.kinds import RUNS
 from tests.support.split_losses import PAIRS
 from tests.support.training import (
@@ -204,6 +205,12 @@ def test_means_over_samples_pass_beside_random_draws(kind: str) -> None:
 def test_runs_of_many_kinds_give_no_fault(name: str) -> None:
     workload, _ = RUNS[name]()
     assert preflight.examine_loss(make_setup(workload), 8).fault is None
+
+
+@pytest.mark.parametrize("name", sorted({*WORKLOADS} - {"contrastive"}))
+def test_models_of_many_kinds_pass(name: str) -> None:
+    found = preflight.examine_loss(make_setup(WORKLOADS[name]()), 16)
+    assert found == preflight.Finding()
 
 
 class Counting(nn.Module):
