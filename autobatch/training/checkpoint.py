@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch.core.errors import CheckpointError
+from autobatch.core.errors import CheckpointError, InputError
 from autobatch.training.manifest import (
     MANIFEST,
     STATE,
@@ -110,7 +110,7 @@ def load_newest(folder: Path) -> Loaded | None:
         The checkpoint; ``None`` if the folder has none at all.
 
     Raises:
-        CheckpointError: every checkpoint is damaged.
+        InputError: every checkpoint is damaged.
     """
     passed_over: list[str] = []
     for path in reversed(list_checkpoints(folder)):
@@ -125,8 +125,9 @@ def load_newest(folder: Path) -> Loaded | None:
             continue
         return Loaded(path, state, manifest["facts"], passed_over)
     if passed_over:
-        raise CheckpointError(
-            f"no checkpoint in {folder} is valid ({', '.join(passed_over)}): start without --resume"
+        raise InputError(
+            f"no checkpoint in {folder} is valid ({', '.join(passed_over)}): start without --resume, or "
+            "restore one of them from a copy"
         )
     return None
 

@@ -29,8 +29,7 @@ def load_run_state(out: Path) -> Loaded:
     """Load the newest valid checkpoint of a run.
 
     Raises:
-        InputError: the run has no checkpoint.
-        CheckpointError: every checkpoint is damaged.
+        InputError: the run has no checkpoint, or every one is damaged.
     """
     clean_leftovers(out / CHECKPOINTS)
     loaded = load_newest(out / CHECKPOINTS)

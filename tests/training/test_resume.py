@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.errors import InputError
 from autobatch.planning import make_plan
 from autobatch.training.build import LoopSettings
 from autobatch.training.checkpoint import Loaded
@@ -50,7 +50,7 @@ def test_the_newest_checkpoint_is_loaded_after_leftovers_are_cleaned(tmp_path: P
     assert not (folder / "step-00000003.tmp-1").exists()
     for path in folder.iterdir():
         (path / STATE).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid .*start without --resume"):
+    with pytest.raises(InputError, match=r"no checkpoint in .* is valid .*start without --resume"):
         load_run_state(tmp_path)
 
 
