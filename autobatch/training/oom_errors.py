@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, RestartSmallerError
+from autobatch.core.units import format_bytes
+from autobatch.device.host import host_memory
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import WholeBatchLoss
 
@@ -65,3 +67,11 @@ def error_in_step(train_state: TrainState, step: int, micro_batch: int, message:
         f"{where}: {message}; what would help: a larger --memory-budget, a fused optimizer (fused=True), an "
         f"optimizer with less state{average}"
     )
+
+
+def available_host_memory() -> str:
+    """Return the host memory that is available, in words; ``unknown`` if it cannot be read now."""
+    try:
+        return format_bytes(host_memory().available_bytes)
+    except MemoryError:
+        return format_bytes(None)

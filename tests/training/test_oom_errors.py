@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch.training.oom_errors import OutOfMemory, error_before_step, error_in_step
+from autobatch.training.oom_errors import OutOfMemory, available_host_memory, error_before_step, error_in_step
 from tests.support.training import INFO_NCE, make_loop, make_workload
 
 PLAIN = make_loop(make_workload()).train_state
@@ -47,3 +47,13 @@ def test_a_failure_inside_the_optimizer_step_is_restarted_smaller_down_to_1(micr
     assert error.exit_code == code
     assert f"step 5 at a micro-batch of {micro_batch}, inside the optimizer step" in str(error)
     assert ("what would help: a larger --memory-budget, a fused optimizer" in str(error)) == (code == 3)
+
+
+def test_the_available_memory_is_unknown_if_it_cannot_be_read_for_lack_of_memory(monkeypatch) -> None:
+    assert available_host_memory().endswith("iB")
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("autobatch.training.oom_errors.host_memory", fail)
+    assert available_host_memory() == "unknown"
