@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.errors import AutobatchError, InputError, UserCodeError
-from autobatch.probing.child import ChildProcess, Session, count_oom_kills, open_process
+from autobatch.probing.child import ChildProcess, Session, open_process
 from autobatch.probing.questions import remedies, run_attempt
 from autobatch.probing.setup import SetupSettings
 from autobatch.workload.user_code import to_picklable
@@ -174,15 +174,6 @@ def test_errors_of_the_users_own_classes_travel_as_ours() -> None:
         carried = to_picklable(error)
         assert type(carried) is UserCodeError
     assert type(to_picklable(InputError("c"))) is InputError
-
-
-def test_kills_are_counted_where_the_system_counts_them(tmp_path: Path) -> None:
-    group, machine, odd = tmp_path / "memory.events", tmp_path / "vmstat", tmp_path / "odd"
-    group.write_text("low 0\noom 3\noom_kill 2\n")
-    machine.write_text("nr_free_pages 7\noom_kill 5\n")
-    odd.write_text("oom_kill many\n")
-    assert count_oom_kills([group, machine, odd, tmp_path / "absent"]) == 7
-    assert count_oom_kills([]) == 0
 
 
 def test_a_child_that_raised_serves_on(train: Path) -> None:
