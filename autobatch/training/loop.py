@@ -195,7 +195,7 @@ class Loop:
         assert oom is not None
         raise RestartSmallerError(
             f"out of memory in step {batch.index + 1} {MAX_REPLAYS + 1} times in a row, last at a "
-            f"micro-batch of {sizes[0]}: {oom.message}. Something else is taking the memory"
+            f"micro-batch of {sizes[0]}: {oom.message.rstrip('.')}. Something else is taking the memory"
         )
 
     def _attempt(

@@ -143,7 +143,7 @@ def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -
     size = sum(tensor.nbytes for tensor in tensors_of(dict(state)))
     return (
         f"not enough memory to resume: the state of the checkpoint takes {format_bytes(size)}, and the "
-        f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error)}. The "
+        f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error).rstrip('.')}. The "
         "checkpoint is intact: free memory, or give a larger --memory-budget, then resume again"
     )
 
@@ -165,7 +165,8 @@ def check_checkpoint_state(state: Mapping[str, Any]) -> None:
             if is_oom(error):
                 raise DoesNotFitError(
                     f"not enough host memory to keep the state of the workload's {part} in a checkpoint, "
-                    f"found {available_host_memory()} available: {first_line(error)}. Free host memory"
+                    f"found {available_host_memory()} available: {first_line(error).rstrip('.')}. "
+                    "Free host memory"
                 ) from error
             lines = [
                 line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line

@@ -38,7 +38,7 @@ def error_before_step(
         if train_state.precision == "fp32":
             remedies.append("--precision bf16")
         return DoesNotFitError(
-            f"out of memory in training at a micro-batch of 1: {oom.message}; what would help: "
+            f"out of memory in training at a micro-batch of 1: {oom.message.rstrip('.')}; what would help: "
             f"{', '.join(remedies)}, activation checkpointing"
         )
     where = f"out of memory in step {step} at a micro-batch of {micro_batch}"
@@ -48,8 +48,8 @@ def error_before_step(
         )
     if not is_intact:
         return RestartSmallerError(
-            f"{where}: {oom.message}. The batch cannot run again, because the forward pass changed a large "
-            "buffer of the model"
+            f"{where}: {oom.message.rstrip('.')}. The batch cannot run again, because the forward "
+            "pass changed a large buffer of the model"
         )
     return None
 
@@ -64,8 +64,8 @@ def error_in_step(train_state: TrainState, step: int, micro_batch: int, message:
         return RestartSmallerError(f"{where}, which may have moved part of the weights: {message}")
     average = "" if train_state.average is None else ", no --ema"
     return DoesNotFitError(
-        f"{where}: {message}; what would help: a larger --memory-budget, a fused optimizer (fused=True), an "
-        f"optimizer with less state{average}"
+        f"{where}: {message.rstrip('.')}; what would help: a larger --memory-budget, a fused optimizer "
+        f"(fused=True), an optimizer with less state{average}"
     )
 
 

@@ -137,7 +137,7 @@ def _not_enough_memory(folder: Path, error: Exception) -> str:
     return (
         f"not enough memory to resume from {path}: its state takes "
         f"{format_bytes((path / STATE).stat().st_size)} of host memory, found "
-        f"{available_host_memory()} available: {first_line(error)}. "
+        f"{available_host_memory()} available: {first_line(error).rstrip('.')}. "
         "Free host memory, then resume again"
     )
 

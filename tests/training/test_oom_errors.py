@@ -8,7 +8,7 @@ from autobatch.training.oom_errors import OutOfMemory, available_host_memory, er
 from tests.support.training import INFO_NCE, make_loop, make_workload
 
 PLAIN = make_loop(make_workload()).train_state
-FULL = OutOfMemory("full", is_fatal=False)
+FULL = OutOfMemory("full.", is_fatal=False)
 BROKEN = OutOfMemory("broken", is_fatal=True)
 
 
@@ -38,12 +38,12 @@ def test_only_remedies_that_apply_are_named() -> None:
     for train_state, expected in ((PLAIN, False), (whole, True)):
         before = str(error_before_step(train_state, 1, 1, FULL, is_intact=True))
         assert ("a smaller --target-batch" in before) == expected
-        assert ("no --ema" in str(error_in_step(train_state, 1, 1, "full"))) == expected
+        assert ("no --ema" in str(error_in_step(train_state, 1, 1, "full."))) == expected
 
 
 @pytest.mark.parametrize(("micro_batch", "code"), [(4, 77), (2, 77), (1, 3)])
 def test_a_failure_inside_the_optimizer_step_is_restarted_smaller_down_to_1(micro_batch, code) -> None:
-    error = error_in_step(PLAIN, 5, micro_batch, "full")
+    error = error_in_step(PLAIN, 5, micro_batch, "full.")
     assert error.exit_code == code
     assert f"step 5 at a micro-batch of {micro_batch}, inside the optimizer step" in str(error)
     assert ("what would help: a larger --memory-budget, a fused optimizer" in str(error)) == (code == 3)
