@@ -94,18 +94,18 @@ def nothing_fits(
     last = attempts[-1]
     parts = [
         f"a micro-batch of {last.micro_batch} does not fit in the budget of "
-        f"{format_bytes(process.info.device.budget_bytes)}: {last.reason}"
+        f"{format_bytes(process.info.device.budget_bytes)}: {str(last.reason).removesuffix('.')}"
         + (f" (in the {last.phase})" if last.phase else "")
     ]
     if step is not None:
         with suppress(Untraceable):
             parts.append(f"It takes {explain(step, last.micro_batch).text()}")
     if single_error:
-        parts.append(f"A micro-batch of 1 cannot run: {single_error}")
+        parts.append(f"A micro-batch of 1 cannot run: {single_error.removesuffix('.')}")
     # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
     smaller = ", a smaller target batch" if last.phase == "loss" else ""
     parts.append(f"What helps: a larger --memory-budget{smaller}{in_words(remedies(process))}")
-    return DoesNotFitError(". ".join(part.removesuffix(".") for part in parts))
+    return DoesNotFitError(". ".join(parts))
 
 
 def _ask_or_none(

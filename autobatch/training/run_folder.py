@@ -145,6 +145,7 @@ def _locked(folder: Path) -> Iterator[None]:
     import fcntl
 
     descriptor = os.open(folder, os.O_RDONLY)
+    _LOCKS.add(descriptor)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,4 +157,21 @@ def _locked(folder: Path) -> Iterator[None]:
             pass
         yield
     finally:
-        os.close(descriptor)
+        # A forked child has closed its copy already; the number may now be another file's.
+        if descriptor in _LOCKS:
+            _LOCKS.remove(descriptor)
+            os.close(descriptor)
+
+
+_LOCKS: set[int] = set()
+"""Descriptors of the folders that this process holds."""
+
+
+def _close_inherited_locks() -> None:
+    """Close the locks of the parent in a forked child, which would hold them after the parent was killed."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_close_inherited_locks)
