@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from autobatch.core.text import LONGEST_VALUE, printable
+
 AtLeastZero = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -67,7 +69,7 @@ def unknown_option(asked: str, names: Iterable[str]) -> str:
     names = sorted(names)
     near = difflib.get_close_matches(asked, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
-    return f"there is no option {asked}; {hint}"
+    return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hint}"
 
 
 def _limited(kind: type, meta: Meta) -> str:

@@ -29,6 +29,7 @@ from autobatch.core.option_types import (
     unknown_option,
 )
 from autobatch.core.records import LearningRateRule
+from autobatch.core.text import quoted
 from autobatch.core.units import TiB, parse_budget
 
 
@@ -307,6 +308,8 @@ COMMANDS: dict[str, type[Options]] = {
     "estimate": EstimateOptions,
 }
 _Kind = TypeVar("_Kind", bound=Options)
+UNCONVERTIBLE = (msgspec.ValidationError, ValueError, OverflowError, RecursionError)
+"""Failures of a conversion: also integers of 5,000 digits and deep nesting."""
 _DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?|sim:.+")
 
 
@@ -334,9 +337,9 @@ def options_from(
         try:
             is_single = isinstance(value, str) and get_origin(plain_type(annotation)) is list
             checked[name] = msgspec.convert([value] if is_single else _plain(value), annotation, strict=False)
-        except msgspec.ValidationError:
+        except UNCONVERTIBLE:
             raise InputError(
-                f"{names.get(name, name)} must be {expected(annotation)}, found {value!r}"
+                f"{names.get(name, name)} must be {expected(annotation)}, found {quoted(value)}"
             ) from None
     for name, field in fields.items():
         if field.required and name not in checked:
@@ -358,7 +361,8 @@ def _check(values: Mapping[str, Any], names: Mapping[str, str]) -> None:
     device = values.get("device")
     if device is not None and not _DEVICES.fullmatch(device):
         raise InputError(
-            f"{called['device']} {device!r} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE"
+            f"{called['device']} {quoted(device)} names no device: "
+            "write auto, cuda, cuda:N, cpu or sim:PROFILE"
         )
     for name, parse in (
         ("memory_budget", lambda budget: parse_budget(budget, whole_bytes=TiB)),

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.files import create_file
 from autobatch.step.train_state import TrainState
 
 RUNS = Path("runs")
@@ -42,8 +43,11 @@ def _export(model: nn.Module, path: Path) -> None:
 
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
+        temporary.unlink(missing_ok=True)
+        os.close(create_file(temporary))
+        mode = temporary.stat().st_mode & 0o777
         save_model(model, str(temporary))
-        temporary.chmod(0o644)  # safetensors makes it readable for its owner only
+        temporary.chmod(mode)  # safetensors makes it readable for its owner only
         temporary.replace(path)
     except Exception as error:
         temporary.unlink(missing_ok=True)
