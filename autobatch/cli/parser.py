@@ -20,7 +20,7 @@ from autobatch.cli.config_files import OptionValue, configured, layered
 from autobatch.core.errors import InputError
 from autobatch.core.option_types import Group, choices_of, expected, help_of, plain_type
 from autobatch.core.options import COMMANDS, Options, options_from
-from autobatch.core.text import LONGEST_VALUE, printable, quoted
+from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -67,7 +67,9 @@ def parse(
     given = layered(known, _read(name, arguments, known))
     options = {option: given[option] for option in kind.__struct_fields__ if option in given}
     workload = given.get("workload")
-    if workload is not None and not (isinstance(workload.value, str) and workload.value):
+    if workload is not None and not (
+        isinstance(workload.value, str) and workload.value and is_text(workload.value)
+    ):
         raise InputError(
             f"{workload.name} must be module:function or path/to/file.py:function, "
             f"found {quoted(workload.value)}"

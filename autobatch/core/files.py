@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import tomllib
 from collections.abc import Callable
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.text import one_line
+from autobatch.core.text import cut, one_line
 
-UNREADABLE = (OSError, ValueError, RecursionError, OverflowError, MemoryError)
-"""Failures of parsing a file: also its name, integers of 5,000 digits and deep nesting."""
+UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+"""Failures of decoding and converting: also integers of 5,000 digits, and deep nesting."""
+
+
+LONGEST_INTEGER = 20
+"""Characters of the longest integer of 64 bits, with its sign."""
 
 
 def read_json(path: Path) -> Any:
@@ -25,7 +32,7 @@ def read_json(path: Path) -> Any:
     Raises:
         InputError: the file cannot be read, or is no JSON; the message is one line with the path.
     """
-    return _read(path, json.loads, "JSON")
+    return _read(path, _decode_json, "JSON")
 
 
 def read_toml(path: Path | Traversable) -> dict[str, Any]:
@@ -47,6 +54,26 @@ def _read(path: Path | Traversable, parse: Callable[[bytes], Any], kind: str) ->
         return parse(content)
     except UNREADABLE as error:
         raise InputError(f"{path} is not {kind}: {_reason(error)}") from error
+
+
+def _decode_json(content: bytes) -> Any:
+    """Decode JSON whose numbers fit in 64 bits; Python would also take NaN and integers of any length."""
+    text = content.decode()
+    return json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_refuse)
+
+
+def _integer(text: str) -> int:
+    number = int(text) if len(text) <= LONGEST_INTEGER else None
+    return _refuse(text) if number is None or not -(2**63) <= number < 2**63 else number
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"the number {cut(text, LONGEST_INTEGER)} is out of range")
 
 
 def _reason(error: BaseException) -> str:

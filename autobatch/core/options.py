@@ -16,20 +16,24 @@ import msgspec
 from msgspec import Meta
 
 from autobatch.core.errors import InputError
+from autobatch.core.files import UNREADABLE
 from autobatch.core.knobs import parse_knobs
 from autobatch.core.option_types import (
+    LARGEST_INTEGER,
     AtLeastOne,
     AtLeastZero,
     Decay,
     OptionHelp,
     Positive,
+    Prefetch,
     Seed,
+    Workers,
     expected,
     plain_type,
     unknown_option,
 )
 from autobatch.core.records import LearningRateRule
-from autobatch.core.text import quoted
+from autobatch.core.text import is_text, quoted
 from autobatch.core.units import TiB, parse_budget
 
 
@@ -247,11 +251,11 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = "keep"
     keep_last: Annotated[int, Meta(ge=2), OptionHelp("Checkpoints to keep.", "run", "N")] = 3
     workers: Annotated[
-        AtLeastZero | None,
+        Workers | None,
         OptionHelp("Data loader processes. Without it: 0, or as tuned.", "run", "N", common=True),
     ] = None
     prefetch: Annotated[
-        AtLeastOne | None,
+        Prefetch | None,
         OptionHelp("Micro-batches that each worker loads ahead. Without it: 2, or as tuned.", "run", "N"),
     ] = None
     sample_seeds: Annotated[
@@ -308,8 +312,6 @@ COMMANDS: dict[str, type[Options]] = {
     "estimate": EstimateOptions,
 }
 _Kind = TypeVar("_Kind", bound=Options)
-UNCONVERTIBLE = (msgspec.ValidationError, ValueError, OverflowError, RecursionError)
-"""Failures of a conversion: also integers of 5,000 digits and deep nesting."""
 _DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?|sim:.+")
 
 
@@ -337,15 +339,30 @@ def options_from(
         try:
             is_single = isinstance(value, str) and get_origin(plain_type(annotation)) is list
             checked[name] = msgspec.convert([value] if is_single else _plain(value), annotation, strict=False)
-        except UNCONVERTIBLE:
+        except UNREADABLE:
             raise InputError(
                 f"{names.get(name, name)} must be {expected(annotation)}, found {quoted(value)}"
             ) from None
+    for name, value in checked.items():
+        _check_plain(names.get(name, name), value)
     for name, field in fields.items():
         if field.required and name not in checked:
             raise InputError(f"{names.get(name, name)} is missing: give {expected(field.type)}")
     _check(checked, names)
     return kind(**checked)
+
+
+def _check_plain(name: str, value: object) -> None:
+    """Check that a number fits the arithmetic, and that a text can be a file name and be printed as JSON.
+
+    Raises:
+        InputError: it is not.
+    """
+    if isinstance(value, int) and value > LARGEST_INTEGER:
+        raise InputError(f"{name} must be at most {LARGEST_INTEGER}, found {quoted(value)}")
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and not is_text(text):
+            raise InputError(f"{name} must be text in UTF-8 without NUL, found {quoted(text)}")
 
 
 def _plain(value: object) -> object:

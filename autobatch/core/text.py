@@ -60,6 +60,11 @@ def error_text(error: BaseException, *, first_line: bool = False) -> str:
     return one_line(text, limit=LONGEST_ERROR)
 
 
+def is_text(text: str) -> bool:
+    """Return whether a text is valid UTF-8 without NUL, so that files and JSON can hold it."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def cut(text: str, limit: int | None) -> str:
     """Leave out the middle of a text that is longer than ``limit``."""
     if limit is None or len(text) <= limit:

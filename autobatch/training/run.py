@@ -14,8 +14,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from autobatch.core.errors import AutobatchError, CheckpointError, Interrupted, RestartSmallerError
-from autobatch.core.files import write_atomic
+from autobatch.core.errors import (
+    AutobatchError,
+    CheckpointError,
+    InputError,
+    Interrupted,
+    RestartSmallerError,
+)
+from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import Training
 from autobatch.core.signals import StopRequest, stop_on_signals
@@ -252,8 +258,8 @@ def _apply_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) ->
         path.unlink(missing_ok=True)
         return
     try:
-        micro_batch = json.loads(path.read_bytes())["micro_batch"]
-    except (OSError, ValueError, KeyError, TypeError):
+        micro_batch = read_json(path)["micro_batch"]
+    except (InputError, KeyError, TypeError):
         return
     if isinstance(micro_batch, int) and micro_batch >= 1:
         loop.micro_batch = min(loop.micro_batch, micro_batch)

@@ -69,7 +69,19 @@ def test_a_replaced_file_keeps_its_mode_under_another_umask(tmp_path, umask):
 
 
 DEEP = 100_000
-NOT_JSON = ["[" * DEEP, '{"a":' * DEEP, "9" * 5000, "{", "", "\udcff", "nul\0"]
+NOT_JSON = [
+    "[" * DEEP,
+    "NaN",
+    "1e999",
+    "9" * 20,
+    "[-9223372036854775809]",
+    '{"a":' * DEEP,
+    "9" * 5000,
+    "{",
+    "",
+    "\udcff",
+    "nul\0",
+]
 NOT_TOML = ["a = " + "[" * DEEP, "a = " + "{a = " * DEEP, "a = " + "9" * 5000, "a = ", "\udcff", "a\0 = 1"]
 
 
