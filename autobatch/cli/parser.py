@@ -183,11 +183,15 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 def _hint(given: OptionValue | None, default: object, *, required: bool = False) -> str:
     """Return the end of an option's help: its value if none is given on the command line."""
     if given is not None:
-        return f"(default: {printable(given.value, limit=LONGEST_VALUE)}, from {printable(given.name)})"
+        return f"(default: {_shown(given.value)}, from {printable(given.name)})"
     if required:
         return "(required)"
     is_shown = isinstance(default, str | int | float) and default is not False
     return f"(default: {default})" if is_shown else ""
+
+
+def _shown(value: object) -> str:
+    return printable(value, limit=LONGEST_VALUE) if isinstance(value, str) else quoted(value)
 
 
 def _unknown(name: str, option: str, known: Iterable[str]) -> str:

@@ -82,6 +82,14 @@ def _reason(error: BaseException) -> str:
     return one_line(getattr(error, "strerror", None) or error, limit=200)
 
 
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file; False for a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or with NUL
+        return False
+
+
 def write_atomic(path: Path, content: bytes) -> Path:
     """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
 

@@ -339,10 +339,11 @@ def options_from(
         try:
             is_single = isinstance(value, str) and get_origin(plain_type(annotation)) is list
             checked[name] = msgspec.convert([value] if is_single else _plain(value), annotation, strict=False)
+            is_valid = value is None or checked[name] is not None  # msgspec reads the text null as None
         except UNREADABLE:
-            raise InputError(
-                f"{names.get(name, name)} must be {expected(annotation)}, found {quoted(value)}"
-            ) from None
+            is_valid = False
+        if not is_valid:
+            raise InputError(f"{names.get(name, name)} must be {expected(annotation)}, found {quoted(value)}")
     for name, value in checked.items():
         _check_plain(names.get(name, name), value)
     for name, field in fields.items():

@@ -82,7 +82,7 @@ def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
     stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
     out = runs / stamp
     number = 1
-    while out.exists():
+    while os.path.lexists(out):
         number += 1
         out = runs / f"{stamp}-{number}"
     return out
@@ -97,7 +97,7 @@ def claim_folder(out: Path) -> Iterator[None]:
     Raises:
         InputError: it is not writable, or another run holds it.
     """
-    made = [path for path in (out, *out.absolute().parents) if not path.exists()]
+    made = [path for path in (out, *out.absolute().parents) if not os.path.lexists(path)]
     _make(out)
     try:
         with _locked(out):
@@ -115,7 +115,7 @@ def move_earlier_run(out: Path) -> Path | None:
         Its new folder; ``None`` if there was no earlier run.
     """
     names = (CHECKPOINTS, METRICS, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
-    old = [path for path in (out / name for name in names) if path.exists()]
+    old = [path for path in (out / name for name in names) if os.path.lexists(path)]
     if not old:
         return None
     number = 1
