@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import get_origin
 from unittest import mock
 
 import msgspec
 
 from autobatch.api import pipeline
 from autobatch.cli import main as cli
-from autobatch.core.option_types import choices_of, plain_type
+from autobatch.core.option_types import choices_of, expected, plain_type
 from autobatch.core.options import COMMANDS
 from benchmarks.wrong_files import PROFILES, RUNS, TABLES, WORKLOADS
 
@@ -93,7 +93,7 @@ def _wrong_value(name: str, annotation: object, dice: random.Random) -> str:
         return dice.choice(["", "maybe", "\x1b[31m", "x" * 100_000, "None", "nul\0", "\udcff", "fp8"])
     if get_origin(plain_type(annotation)) is list or plain_type(annotation) == (str | None):
         return dice.choice(TEXTS)
-    numbers = NUMBERS if float in get_args(plain_type(annotation)) else (*NUMBERS, *WHOLE)
+    numbers = NUMBERS if "a number" in expected(annotation) else (*NUMBERS, *WHOLE)
     return dice.choice(numbers)
 
 
