@@ -18,10 +18,11 @@ from autobatch.core.errors import (
     AutobatchError,
     CheckpointError,
     DoesNotFitError,
+    InputError,
     Interrupted,
     RestartSmallerError,
 )
-from autobatch.core.files import write_atomic
+from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import Training
 from autobatch.core.signals import StopRequest, stop_on_signals
@@ -273,8 +274,8 @@ def _apply_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) ->
         path.unlink(missing_ok=True)
         return
     try:
-        micro_batch = json.loads(path.read_bytes())["micro_batch"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        micro_batch = read_json(path)["micro_batch"]
+    except (InputError, KeyError, TypeError):
         return
     if isinstance(micro_batch, int) and micro_batch >= 1:
         loop.micro_batch = min(loop.micro_batch, micro_batch)

@@ -146,7 +146,16 @@ def test_exported_weights_load_into_the_model_and_tied_ones_are_stored_once(tmp_
     load_model(other, str(tmp_path / "model.safetensors"))
     assert torch.equal(other.output.weight, train_state.model.output.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
+def test_exported_weights_honour_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        export_weights(make_loop(make_workload()).train_state, tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
 
 
 def test_weights_that_cannot_be_written_are_named_and_leave_nothing_behind(tmp_path: Path) -> None:
