@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -189,7 +190,7 @@ def _resume_hint(command: str, out: Path) -> str:
     if not command:
         return f"autobatch.fit(…, out={str(out)!r}, resume=True)"
     words = command.replace(" --resume", "")
-    return f"{words} --resume" if "--out" in words else f"{words} --out {out} --resume"
+    return f"{words} --resume" if "--out" in words else f"{words} --out {shlex.quote(str(out))} --resume"
 
 
 def _write(result: Result, out: Path, progress: Progress) -> Result:
