@@ -1,139 +1,169 @@
-"""``fit`` hands its options to what they are for."""
+"""The stages of each command: their order, their early errors and their interrupts."""
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-import autobatch
-from autobatch.core.errors import InputError, NonFiniteError
-from tests.support.training import apart, make_workload, points, weights
-
-OPTIONS: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 512, "trials": 0}
-
-
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(5, momentum=0.3), nn.Linear(5, 3)).double()
-
-
-def fit(workload, out: Path, **options: Any):
-    return autobatch.fit(workload, **{**OPTIONS, "steps": 4, "out": str(out), **options})
+from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
+from autobatch.core.errors import InputError
+from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, TuneOptions, options_from
+from autobatch.core.records import Attempt
+from autobatch.core.units import MiB
+from autobatch.probing import child
+from autobatch.tuning.tune_plan import PlanTuner
+from tests.support.commandline import SMALL
+from tests.support.probes import Listener, mlp, work
+from tests.support.step_workloads import deep_transformer
 
 
-def test_batch_norm_follows_the_batch_where_it_is_asked_to(tmp_path: Path) -> None:
-    data = points(1024)
-    data.columns[0].add_(3.0)
-    workload = make_workload(model=normalised, train_data=data, learning_rate=1e-6)
-    split = {"max_micro_batch": 128}
-    runs = {
-        "whole": fit(workload, tmp_path / "whole"),
-        "auto": fit(workload, tmp_path / "auto", bn_momentum="auto", **split),
-        "keep": fit(workload, tmp_path / "keep", **split),
-    }
-    assert [run.model[0].momentum for run in runs.values()] == [0.3] * 3
-    means = {name: load_file(tmp_path / name / "model.safetensors")["0.running_mean"] for name in runs}
-    assert apart(means["auto"], means["whole"]) < 0.02
-    assert apart(means["keep"], means["whole"]) > 0.1
+def context_in(home: Path, **fields: Any) -> RunContext:
+    return RunContext(environ={"AUTOBATCH_HOME": str(home)}, **fields)
 
 
-def test_the_average_is_planned_for_trained_exported_and_asked_for_again(tmp_path: Path) -> None:
-    workload = make_workload(train_data=points(600))
-    done = fit(workload, tmp_path, ema=0.5, checkpoint_every=2)
-    assert done.training.ema == 0.5
-    averaged = load_file(tmp_path / "model-ema.safetensors")
-    assert all(not torch.equal(averaged[name], value) for name, value in done.model.named_parameters())
-    with pytest.raises(InputError, match="no --ema does not match the resumed run"):
-        fit(workload, tmp_path, resume=True)
-    fit(workload, tmp_path)
-    assert not (tmp_path / "model-ema.safetensors").exists(), "an earlier run is set aside as a whole"
-    assert (tmp_path / "previous-1" / "model-ema.safetensors").exists()
+def plan_options(**values: Any) -> PlanOptions:
+    return options_from(PlanOptions, {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB", **values})
 
 
-def test_windows_that_are_not_finite_are_skipped_where_they_may_be(tmp_path: Path) -> None:
-    data = points(600)
-    data.columns[0][300] = math.nan
-    # The probe runs the worst_case samples, which are the others.
-    workload = make_workload(train_data=data, size_of=lambda sample: float(sample[0].isfinite().all()))
-    options = {"target_batch": 200, "steps": None, "epochs": 1, "split_check": "off"}
-    with pytest.raises(NonFiniteError, match="sample 300 alone gives a non-finite loss"):
-        fit(workload, tmp_path / "raised", **options)
-    done = fit(workload, tmp_path / "skipped", on_nonfinite="skip", **options)
-    assert (done.training.skipped_steps, done.training.optimizer_steps) == (1, 2)
-    rows = [json.loads(line) for line in (tmp_path / "skipped" / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(row["applied"] for row in rows) == [False, True, True]
-    assert torch.isfinite(weights(done.model)).all()
+def test_a_plan_shows_where_the_memory_goes(tmp_path: Path) -> None:
+    found = run_plan(deep_transformer(), plan_options(), context_in(tmp_path))
+    assert found.title == deep_transformer().name
+    ran = {one.micro_batch: one.peak_allocated_bytes for one in found.probe.attempts if one.fits}
+    predicted = {point.micro_batch: point.peak_reserved_bytes for point in found.predicted}
+    answer = found.probe.micro_batch
+    assert predicted[answer] == ran[answer]
+    assert predicted[answer + 1] > 2 * MiB
+    totals = [sum(sizes) for sizes in zip(*found.memory_curve.categories.values(), strict=True)]
+    assert max(totals) == ran[answer]
+    # A confirmed limit needs no prediction, and spends no time on one.
+    again = run_plan(deep_transformer(), plan_options(), context_in(tmp_path))
+    assert again.probe.source != "search"
+    assert (again.predicted, again.memory_curve) == ([], None)
 
 
-def test_several_ranks_are_refused_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(InputError, match=r"WORLD_SIZE is 8.*without torchrun"):
-        autobatch.fit(make_workload(), target_batch=8, out=tmp_path / "run", device="cpu")
-    assert not (tmp_path / "run").exists()
+def test_a_plan_whose_rule_lacks_a_base_batch_fails_before_the_probe(tmp_path: Path) -> None:
+    listener = Listener()
+    with pytest.raises(InputError, match="base_batch"):
+        run_plan(work(), plan_options(lr_rule="linear"), context_in(tmp_path, progress=listener))
+    assert listener.sizes == []
 
 
-SHORT: dict[str, Any] = {"target_batch": 32, "max_micro_batch": 16}
+def test_a_probe_limits_smaller_samples_too_but_not_if_one_size_is_checked(tmp_path: Path) -> None:
+    probe = {"device": "cpu", "memory_budget": "2MiB"}
+    found = run_probe(work(), options_from(ProbeOptions, probe), context_in(tmp_path, command="again"))
+    assert found.probe.source == "search"
+    assert found.profile is not None
+    assert found.command == "again"
+    options = options_from(ProbeOptions, {**probe, "micro_batch": 3})
+    checked = run_probe(work(), options, context_in(tmp_path))
+    assert (checked.probe.micro_batch, checked.probe.source, checked.profile) == (3, "asked", None)
+
+
+class Interrupting(Listener):
+    """Progress that interrupts the search after its second attempt."""
+
+    def attempted(self, attempt: Attempt) -> None:
+        super().attempted(attempt)
+        if len(self.sizes) == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_probe_ends_a_plan_with_its_answer_and_a_tuning_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autobatch.probing.limits.trace_footprint", lambda *_: None)
+    found = run_plan(work(), plan_options(), context_in(tmp_path, progress=Interrupting()))
+    assert (found.probe.stopped_by, found.probe.micro_batch) == ("interrupt", 2)
+    assert sum(found.plan.micro_batches) == 64
+    options = options_from(TuneOptions, {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB"})
+    with pytest.raises(KeyboardInterrupt):
+        run_tune(work(), options, context_in(tmp_path, progress=Interrupting()))
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("values", "stages"),
     [
-        ({"steps": None}, r"this run has 3 optimizer steps, but the checkpoint .* has taken 4 already"),
-        ({"last_batch": "flush"}, r"--last-batch flush does not match .* which has carry"),
-        ({"train_data": points(80)}, r"training data have 80 samples, but had 96"),
-        ({"target_batch": 16}, r"--target-batch 16 does not match .* which has 32"),
+        ({}, ["configurations"]),
+        ({"trials": 0}, []),
+        ({"tune_lr": True}, ["configurations", "learning rates"]),
+        ({"trials": 0, "tune_lr": True}, ["learning rates"]),
     ],
 )
-def test_a_resume_that_would_take_other_windows_is_refused(
-    tmp_path: Path, changed: dict[str, Any], said: str
+def test_a_tuning_runs_the_stages_that_are_requested(
+    values: dict[str, Any], stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit(make_workload(train_data=points(96)), tmp_path, **SHORT)
-    data = changed.pop("train_data", points(96))
-    with pytest.raises(InputError, match=said):
-        fit(make_workload(train_data=data), tmp_path, **{**SHORT, **changed}, resume=True)
+    ran: list[str] = []
+    real = {"tune": PlanTuner.tune, "tune_learning_rate": PlanTuner.tune_learning_rate}
+
+    def noted(name: str, stage: str) -> Any:
+        def run(tuner: PlanTuner, *given: Any) -> Any:
+            if name == "tune_learning_rate" or tuner.settings.trials:
+                ran.append(stage)
+            return real[name](tuner, *given)
+
+        return run
+
+    monkeypatch.setattr(PlanTuner, "tune", noted("tune", "configurations"))
+    monkeypatch.setattr(PlanTuner, "tune_learning_rate", noted("tune_learning_rate", "learning rates"))
+    monkeypatch.setattr("autobatch.tuning.tune_plan.TRIAL_SECONDS", 0.001)
+    short = {"trials": 1, "knobs": "micro_batch_shift", "lr_trials": 1, "lr_steps": 4}
+    options = {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB", **short, **values}
+    found = run_tune(work(), options_from(TuneOptions, options), context_in(tmp_path))
+    assert ran == stages
+    assert found.tuning is not None
+    assert found.tuning.trials == ("configurations" in stages)
+    assert (found.tuning.learning_rate is not None) == ("learning rates" in stages)
+    assert sum(found.plan.micro_batches) == 64
 
 
-def test_a_run_that_ended_with_a_short_window_cannot_run_on(tmp_path: Path) -> None:
-    workload = make_workload(train_data=points(80))
-    epochs: dict[str, Any] = {**SHORT, "steps": None, "epochs": 1}
-    assert fit(workload, tmp_path, **epochs).training.samples == 80
-    assert fit(workload, tmp_path, **epochs, resume=True).training.samples == 80
-    with pytest.raises(InputError, match="whose last batch was smaller than 32"):
-        fit(workload, tmp_path, **{**epochs, "epochs": 2}, resume=True)
-
-
-def test_a_resume_may_run_longer_and_smaller_and_says_what_differs(tmp_path: Path) -> None:
-    workload = make_workload(train_data=points(96))
-    whole = fit(workload, tmp_path / "whole", **SHORT, steps=7)
-    fit(workload, tmp_path / "two", **SHORT)
-    finished = fit(workload, tmp_path / "two", **SHORT, resume=True)
-    assert finished.training.samples == 4 * 32
-    assert finished.training.samples_per_s is None
-    longer = {**SHORT, "max_micro_batch": 5, "steps": 7}
-    done = fit(workload, tmp_path / "two", **longer, resume=True)
-    assert (done.plan.micro_batch, done.training.samples) == (5, 7 * 32)
-    assert apart(weights(done.model), weights(whole.model)) < 1e-12
-
-
-def test_a_schedule_that_follows_a_figure_is_refused_before_training(tmp_path: Path) -> None:
-    workload = make_workload(
-        schedule=lambda optimizer, _: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    )
-    with pytest.raises(InputError, match="ReduceLROnPlateau, which needs a metric"):
-        fit(workload, tmp_path / "run", **SHORT)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_without_a_window_is_refused_before_it_is_probed(tmp_path: Path) -> None:
-    def loss(model: nn.Module, batch: object) -> Tensor:
+def test_a_storage_is_checked_before_the_model_is_built_if_it_is_used(tmp_path: Path) -> None:
+    def model() -> nn.Module:
         raise AssertionError
 
-    workload = make_workload(loss=loss)
-    with pytest.raises(InputError, match="--last-batch drop leaves no batch"):
-        fit(workload, tmp_path, target_batch=512, steps=None, last_batch="drop")
+    def tune(**values: Any) -> None:
+        options = {"target_batch": 8, "device": "cpu", "storage": "nothing://there", **values}
+        run_tune(work(model), options_from(TuneOptions, options), context_in(tmp_path))
+
+    for values in ({}, {"trials": 0, "tune_lr": True}):
+        with pytest.raises(InputError, match="the storage nothing://there"):
+            tune(**values)
+    with pytest.raises(AssertionError):
+        tune(trials=0)
+
+
+def test_a_timer_starts_when_it_is_made_and_expires_after_its_seconds() -> None:
+    now = [5.0]
+    context = RunContext(clock=lambda: now[0])
+    expired, never = context.expiry(3.0), context.expiry(None)
+    now[0] = 8.0
+    assert not expired()
+    now[0] = 8.1
+    assert expired()
+    now[0] = 1e9
+    assert not never()
+
+
+def test_an_isolated_context_opens_a_reference_in_a_child_and_a_workload_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+    real = child.open_setup
+    monkeypatch.setattr(
+        child, "open_setup", lambda given, *rest, **more: opened.append(given) or real(given, *rest, **more)
+    )
+    (tmp_path / "train.py").write_text(SMALL)
+    options = options_from(ProbeOptions, {"device": "cpu", "memory_budget": "2MiB", "micro_batch": 2})
+    here = work()
+    for workload in (here, f"{tmp_path / 'train.py'}:workload"):
+        found = run_probe(workload, options, context_in(tmp_path, isolated=True))
+        assert found.probe.micro_batch == 2
+    assert opened == [here]
+
+
+def test_an_estimate_reads_the_data_directory_of_its_environment(tmp_path: Path) -> None:
+    options = options_from(EstimateOptions, {"profile": ["t4"], "max_micro_batch": 2})
+    found = run_estimate(work(lambda: mlp(8)), options, {"AUTOBATCH_HOME": str(tmp_path)})
+    assert [one.micro_batch for one in found.estimates] == [2]

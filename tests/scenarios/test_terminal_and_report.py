@@ -10,8 +10,10 @@ import pytest
 from autobatch.cli.summary import describe_probe, describe_training
 from autobatch.cli.terminal import Terminal
 from autobatch.core.records import RunRecord
+from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from autobatch.report.sentences import headline, training_in_words
 from tests.support.sample_run import a_device, a_probe, a_run
+from tests.support.step_workloads import WORKLOADS
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,14 @@ def test_averaged_weights_and_failed_checkpoints_are_reported():
         training_in_words(plain) + " 2 periodic checkpoints could not be written."
         " The validation figures are those of the averaged weights (decay 0.999)."
     )
+
+
+def test_no_figure_is_cut_off_on_a_narrow_terminal(tmp_path):
+    options = EstimateSettings(profiles=["rtx-3060-12gb", "t4"], max_micro_batch=4)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=tmp_path)
+    wide = {"micro_batch": 12_345_678, "micro_batch_low": 11_345_678, "micro_batch_high": 13_345_678}
+    rows = [msgspec.structs.replace(one, **wide) for one in found.estimates]
+    text = io.StringIO()
+    Terminal(text).estimated(msgspec.structs.replace(found, estimates=rows))
+    assert "…" not in text.getvalue()
+    assert text.getvalue().count("12,345,678  11,345,678 to 13,345,678") == 2

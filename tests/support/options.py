@@ -1,0 +1,63 @@
+"""A value for every option that is not its default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autobatch.core.options import COMMANDS
+
+CHANGED: dict[str, Any] = {
+    "base_batch": 24,
+    "bn_momentum": "auto",
+    "checkpoint_every": 5,
+    "checkpoint_minutes": 2.5,
+    "device": "sim:t4",
+    "ema": 0.9,
+    "epochs": 3,
+    "json": True,
+    "keep_last": 4,
+    "knobs": "precision",
+    "last_batch": "drop",
+    "lr_rule": "sqrt",
+    "lr_steps": 12,
+    "lr_trials": 6,
+    "max_grad_norm": 0.5,
+    "max_micro_batch": 3,
+    "memory_budget": "123MiB",
+    "micro_batch": 2,
+    "on_failed_save": "continue",
+    "on_nonfinite": "skip",
+    "out": "elsewhere",
+    "precision": "bf16",
+    "prefetch": 5,
+    "profile": ["l4"],
+    "quiet": True,
+    "resume": True,
+    "sample_seeds": True,
+    "seed": 7,
+    "split_check": "note",
+    "steps": 9,
+    "storage": "journal.log",
+    "study": "mine",
+    "target_batch": 48,
+    "time_limit": 9.5,
+    "timeout": 8.5,
+    "trials": 4,
+    "tune_lr": True,
+    "validate_every": 6,
+    "validation_micro_batch": 11,
+    "verbose": True,
+    "warmup_samples": 100,
+    "workers": 2,
+}
+
+
+def required(command: str) -> dict[str, Any]:
+    """Return the options that a command needs."""
+    return {"target_batch": 32} if command in ("plan", "tune", "fit") else {}
+
+
+def all_changed(command: str, *, length: str = "steps") -> dict[str, Any]:
+    """Return a changed value for each option of a command, with one of ``steps`` and ``epochs``."""
+    left_out = {"steps", "epochs"} - {length}
+    return {name: CHANGED[name] for name in COMMANDS[command].__struct_fields__ if name not in left_out}
