@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -55,3 +55,27 @@ def stop_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[Sto
         for number, handler in before.items():
             # None: not installed from Python, so it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def hold_back_signals(numbers: Iterable[int], *, with_tracker: bool = True) -> Iterator[None]:
+    """Hold back signals within the block. A process that starts there gets none.
+
+    Args:
+        numbers: the signals.
+        with_tracker: start Python's resource tracker first. It unblocks signals when it starts, which it does
+            with the first process that is not forked.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    if with_tracker:
+        # Only here: the import takes 10 ms.
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -54,6 +54,16 @@ def host_memory(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgr
     return best
 
 
+def count_oom_kills(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Count the processes that Linux killed because memory ran out: in the control group and on the machine.
+
+    Args:
+        proc: Mount point of procfs.
+        cgroups: Mount point of the control groups (version 2).
+    """
+    return _field(cgroups / "memory.events", "oom_kill") + _field(proc / "vmstat", "oom_kill")
+
+
 def cpu_name(*, proc: Path = Path("/proc")) -> str:
     """Return the model of the processor."""
     for line in _lines(proc / "cpuinfo"):

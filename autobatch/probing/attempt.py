@@ -105,7 +105,7 @@ def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Out
 
         try:
             mark("setup")
-            step_seconds = train_on_copies(setup, micro_batch, meter, mark, steps)
+            step_seconds = _train_on_copies(setup, micro_batch, meter, mark, steps)
         except Exception as error:
             verdict = classify(error)
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and micro_batch == 1):
@@ -139,7 +139,7 @@ def attempt_at(setup: TrainSetup, micro_batch: int, max_size: float | None) -> O
     return attempt(replace(setup, worst_case=setup.worst_case.limited_to(max_size)), micro_batch)
 
 
-def train_on_copies(
+def _train_on_copies(
     setup: TrainSetup, micro_batch: int, meter: Meter, mark: Callable[[str], None], steps: Sequence[int]
 ) -> float:
     """Run the steps of an attempt on copies of the model's tensors, and return the seconds of the last.

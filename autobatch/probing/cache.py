@@ -24,6 +24,13 @@ KeyValue = str | int | None
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 DIGEST = re.compile("[0-9a-f]{16}")
 """Form of a value of the key that is too long to keep."""
+ASKED_FOR = {
+    "budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm", "ema",
+    "whole_batch",
+}  # fmt: skip
+"""Fields of the key that options change: an answer to another question is not stale."""
+CLOSE_BUDGETS = 0.05
+"""Share within which two budgets that follow free memory count as the same."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,6 +74,19 @@ class StaleEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     limit: CachedLimit
     changed: tuple[Change, ...]
+
+    @property
+    def is_other_question(self) -> bool:
+        """True if options alone explain every change."""
+        return {one.field for one in self.changed} <= ASKED_FOR
+
+    @property
+    def has_close_budget(self) -> bool:
+        """True if only the budget changed, by at most `CLOSE_BUDGETS`."""
+        if [one.field for one in self.changed] != ["budget_bytes"]:
+            return False
+        old, new = self.changed[0].old, self.changed[0].new
+        return isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new
 
     def __str__(self) -> str:
         """Return for example ``the limit saved on 2026-11-20 is stale: torch 2.12.0 → 2.13.0``."""

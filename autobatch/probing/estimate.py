@@ -239,6 +239,6 @@ def _nothing_fits(estimates: list[Estimate], settings: EstimateSettings) -> str:
     where_not = f"not to fit on {names}" if len(estimates) == 1 else f"to fit on none of {names}"
     return (
         f"a micro-batch of {asked} is predicted {where_not}: it takes "
-        f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has "
-        f"{format_bytes(most.budget_bytes)} to spend; what would help: a larger GPU{in_words(most.remedies)}"
+        f"{format_bytes(most.peak_reserved_bytes)} ({where}), and {most.profile} has a budget of "
+        f"{format_bytes(most.budget_bytes)}. What helps: a larger GPU{in_words(most.remedies)}"
     )

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: confirm a cached limit with one run, else search, then save."""
+"""The largest micro-batch that fits: one run confirms a cached limit, else a search finds it and saves it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import datetime
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +16,7 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, LengthLimit, LimitedBy, Probe
 from autobatch.core.units import MiB, format_bytes
-from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Untraceable
-from autobatch.footprint.remedies import in_words
 from autobatch.planning import rank_share
 from autobatch.probing import questions
 from autobatch.probing.attempt import Outcome
@@ -32,15 +28,8 @@ from autobatch.probing.setup import SetupInfo, new_allocator
 from autobatch.probing.spill import SpillGuard
 from autobatch.workload.user_code import describe
 
-ASKED_FOR = {
-    "budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm", "ema",
-    "whole_batch",
-}  # fmt: skip
-"""Fields of the key that a user changes by asking: an answer to another question is not stale."""
 NOTABLE_GROWTH = 64 * MiB
-"""Growth of what other processes hold during a probe that is worth a note: less is noise of drivers."""
-CLOSE_BUDGETS = 0.05
-"""Share within which two budgets that follow free memory count as the same."""
+"""Growth of other processes' memory during a probe that is worth a note: less is noise of drivers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +41,15 @@ class ProbeLimits:
     max_micro_batch: int | None = None
     time_limit_s: float = math.inf
     has_own_budget: bool = False
-    """The budget was asked for, and does not follow free memory."""
+    """True if the budget was given, and does not follow free memory."""
 
 
 class Limit(NamedTuple):
-    """The answer of a probe, and what later stages use of it."""
+    """The answer of a probe, with its file and footprint for later stages."""
 
     probe: Probe
     file: Path | None = None
-    """File that keeps the answer; None if nothing was kept."""
+    """File that keeps the answer; None if it was not saved."""
     footprint: Footprint | None = None
     """The traced step; None if nothing was traced."""
 
@@ -73,6 +62,15 @@ class _Probing(NamedTuple):
     caps: dict[LimitedBy, int]
     guard: SpillGuard
     progress: Progress
+
+    @property
+    def cap(self) -> int:
+        """The largest micro-batch to try."""
+        return min(self.caps.values())
+
+    def limited_by(self, micro_batch: int) -> LimitedBy:
+        """Return what limits an answer: the first cap that it reaches, else memory."""
+        return next((name for name, cap in self.caps.items() if cap == micro_batch == self.cap), "memory")
 
     def run(self, size: int) -> Outcome:
         """Make one attempt and report it."""
@@ -102,27 +100,22 @@ def find_limit(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     probing = _open(process, limits, progress)
-    info, cap = process.info, min(probing.caps.values())
-    cached = _cached(info, limits, home, progress)
+    cached = _look_up(probing, home)
     confirmed = _confirm(probing, cached) if cached else None
-    if cached is not None and confirmed is not None:
-        found, footprint, file = confirmed, None, entry_path(cached.key, home)
-    else:
-        found, footprint = _search(probing, limits.time_limit_s, clock)
-        file = None
+    found, footprint = (confirmed, None) if confirmed else _search(probing, clock)
     found = _with_others(found, process, progress)
     progress.probed(found)
-    return Limit(found, file or _store(found, process, cap, home, progress), footprint)
+    file = entry_path(cached.key, home) if cached and confirmed else _store(probing, found, home)
+    return Limit(found, file, footprint)
 
 
 def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -> Probe:
-    """Answer whether one micro-batch fits. What is cached stays as it is.
+    """Run one micro-batch, and leave the cached limit unchanged.
 
     Raises:
-        DoesNotFitError: it does not.
+        DoesNotFitError: it does not fit.
     """
-    probing = _open(process, ProbeLimits(), progress)
-    attempted = probing.run(micro_batch).attempt
+    attempted = _open(process, ProbeLimits(), progress).run(micro_batch).attempt
     if not attempted.fits:
         raise DoesNotFitError(
             f"a micro-batch of {micro_batch} does not fit in "
@@ -144,9 +137,9 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
 def find_limits_by_size(
     process: SetupProcess, limits: ProbeLimits, found: Probe, *, progress: Progress
 ) -> Probe:
-    """Find also the largest micro-batch of shorter samples, if sizes differ: one per quartile of the sizes.
+    """Add the largest micro-batch of smaller samples for each quartile of the sizes, if sizes differ.
 
-    The limit on the tokens of a micro-batch follows from it: size times micro-batch, where that is flat.
+    A limit on the tokens of a micro-batch follows from them: size times micro-batch, if that product is flat.
     """
     quartiles = process.info.size_quartiles
     if not quartiles or found.stopped_by is not None:
@@ -160,9 +153,12 @@ def find_limits_by_size(
             cap=cap,
             predictor=ReplayPredictor(lambda: new_allocator(process.info)),
         )
+        if one.stopped_by is not None:
+            progress.note("interrupted: left out the micro-batches of smaller samples")
+            return found
         limit = LengthLimit(size=size, micro_batch=one.micro_batch, upper_bound_by=one.upper_bound_by)
         lengths.append(limit)
-        progress.note(f"a micro-batch of {one.micro_batch:,} fits of samples up to a size of {size:g}")
+        progress.note(f"a micro-batch of {one.micro_batch:,} fits for samples up to a size of {size:g}")
     return msgspec.structs.replace(found, lengths=lengths[::-1])
 
 
@@ -178,19 +174,17 @@ def caps_of(info: SetupInfo, limits: ProbeLimits) -> dict[LimitedBy, int]:
 
 
 def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> _Probing:
+    """Report the device, and gather the surroundings of a probe."""
     info = process.info
     progress.opened(info.device)
     for line in info.notes:
         progress.note(line)
-    guard = SpillGuard(active=info.may_spill)
-    return _Probing(process, limits, caps_of(info, limits), guard, progress)
+    return _Probing(process, limits, caps_of(info, limits), SpillGuard(active=info.may_spill), progress)
 
 
-def _search(
-    probing: _Probing, time_limit_s: float, clock: Callable[[], float]
-) -> tuple[Probe, Footprint | None]:
-    process, caps = probing.process, probing.caps
-    start = clock()
+def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footprint | None]:
+    """Search from the trace of the step, which is None if it cannot be traced."""
+    process, start = probing.process, clock()
     step = questions.trace(process)
     predictor = ReplayPredictor(
         lambda: new_allocator(process.info),
@@ -203,23 +197,22 @@ def _search(
         try:
             outcome = probing.run(size)
         except Exception as error:
-            # A batch of one is a special case to some operators (batch statistics), and the last resort.
+            # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
             if size == 1 and tried and not any(one.fits for one in tried):
-                raise nothing_fits(tried, process, step, cannot=describe(error)) from error
+                raise questions.nothing_fits(tried, process, step, single_error=describe(error)) from error
             raise
         tried.append(outcome.attempt)
         return outcome
 
-    found = search(
-        run, cap=min(caps.values()), predictor=predictor, expired=lambda: clock() - start > time_limit_s
-    )
+    limit_s = probing.limits.time_limit_s
+    found = search(run, cap=probing.cap, predictor=predictor, expired=lambda: clock() - start > limit_s)
     if not found.micro_batch:
         if found.stopped_by == "interrupt":
             raise KeyboardInterrupt
-        raise nothing_fits(found.attempts, process, step)
+        raise questions.nothing_fits(found.attempts, process, step)
     probe = Probe(
         micro_batch=found.micro_batch,
-        limited_by=_limited_by(found.micro_batch, caps),
+        limited_by=probing.limited_by(found.micro_batch),
         upper_bound_by=found.upper_bound_by,
         predicted_micro_batch=found.predicted,
         oom_count=sum(not attempt.fits for attempt in found.attempts),
@@ -229,21 +222,15 @@ def _search(
     return probe, step
 
 
-def _limited_by(micro_batch: int, caps: dict[LimitedBy, int]) -> LimitedBy:
-    return next((name for name, cap in caps.items() if cap == micro_batch == min(caps.values())), "memory")
-
-
-def _cached(info: SetupInfo, limits: ProbeLimits, home: Path, progress: Progress) -> CachedLimit | None:
-    """Return the cached limit of this very key; name the changed fields if there is only a stale one."""
-    cached = lookup(info.key, home)
+def _look_up(probing: _Probing, home: Path) -> CachedLimit | None:
+    """Return the cached limit of this key; note the changed fields if there is only a stale one."""
+    cached = lookup(probing.process.info.key, home)
     if not isinstance(cached, StaleEntry):
         return cached
-    if not limits.has_own_budget and [one.field for one in cached.changed] == ["budget_bytes"]:
-        old, new = cached.changed[0].old, cached.changed[0].new
-        if isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new:
-            return cached.limit
-    if {one.field for one in cached.changed} - ASKED_FOR:
-        progress.note(f"{cached}: probing again")
+    if cached.has_close_budget and not probing.limits.has_own_budget:
+        return cached.limit
+    if not cached.is_other_question:
+        probing.progress.note(f"{cached}: probing again")
     return None
 
 
@@ -252,22 +239,21 @@ def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
 
     Too small means that more fits, which a run of the limit alone does not show.
     """
-    cap = min(probing.caps.values())
-    if cached.limited_by != "memory" and cached.micro_batch < cap:
+    size = min(cached.micro_batch, probing.cap)
+    if cached.limited_by != "memory" and size < probing.cap:
         return None
-    size = min(cached.micro_batch, cap)
     outcome = probing.run(size)
     attempted = outcome.attempt
     if not attempted.fits:
         probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
         return None
-    if size < cap and _is_too_small(probing.process, cached, outcome):
+    if size < probing.cap and _is_too_small(probing.process, cached, outcome):
         probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
         return None
     return Probe(
         micro_batch=size,
-        limited_by=_limited_by(size, probing.caps),
-        upper_bound_by="cap" if size == cap else cached.upper_bound_by,
+        limited_by=probing.limited_by(size),
+        upper_bound_by="cap" if size == probing.cap else cached.upper_bound_by,
         predicted_micro_batch=cached.micro_batch,
         oom_count=0,
         attempts=[attempted],
@@ -293,67 +279,35 @@ def _is_too_small(process: SetupProcess, cached: CachedLimit, outcome: Outcome) 
     return has_ample_room(outcome.attempt, budget) if next_fits is None else next_fits
 
 
-def _store(found: Probe, process: SetupProcess, cap: int, home: Path, progress: Progress) -> Path | None:
-    """Keep the answer of a search that ran to its end, and return its file."""
+def _store(probing: _Probing, found: Probe, home: Path) -> Path | None:
+    """Save the answer of a search that ran to its end, and return its file; None if it is not saved."""
     if found.upper_bound_by is None:
         return None
-    traced_bytes = questions.traced_peak(process, found.micro_batch)
+    traced_bytes = questions.traced_peak(probing.process, found.micro_batch)
+    of_answer = [one for one in found.attempts if one.fits and one.micro_batch == found.micro_batch]
     limit = CachedLimit(
-        key=process.info.key,
+        key=probing.process.info.key,
         micro_batch=found.micro_batch,
         limited_by=found.limited_by,
         upper_bound_by=found.upper_bound_by,
-        cap=cap,
+        cap=probing.cap,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         traced_bytes=traced_bytes,
-        measured_bytes=None if traced_bytes is None else _peak_of(found),
+        measured_bytes=of_answer[0].peak_reserved_bytes if traced_bytes and of_answer else None,
     )
     try:
         return store(limit, home)
     except InputError as error:
-        progress.note(f"the limit was not saved: {error}")
+        probing.progress.note(f"the limit was not saved: {error}")
         return None
 
 
 def _with_others(found: Probe, process: SetupProcess, progress: Progress) -> Probe:
-    """Add what other processes hold after the probe, with a note if that grew."""
+    """Add the memory that other processes hold after the probe, with a note if that grew."""
     before, after = process.info.device.other_processes_bytes, questions.others_bytes(process)
     if before is not None and after is not None and after - before >= NOTABLE_GROWTH:
         progress.note(
             f"other processes held {format_bytes(before)} of the GPU before the probe and hold "
-            f"{format_bytes(after)} now: what fitted may no longer fit beside them; probe again, or give "
-            "--memory-budget"
+            f"{format_bytes(after)} now. The answer may no longer fit: probe again, or give --memory-budget"
         )
     return msgspec.structs.replace(found, other_processes_bytes=after)
-
-
-def _peak_of(found: Probe) -> int | None:
-    """Return the peak reserved bytes of the attempt that is the answer."""
-    of_answer = (one for one in found.attempts if one.fits and one.micro_batch == found.micro_batch)
-    return next((one.peak_reserved_bytes for one in of_answer), None)
-
-
-def nothing_fits(
-    attempts: list[Attempt], process: SetupProcess, step: Footprint | None, *, cannot: str | None = None
-) -> DoesNotFitError:
-    """Build the error that says where the memory of the smallest micro-batch goes, and what would help.
-
-    Args:
-        attempts: what ran.
-        process: knows the device and its budget.
-        step: the traced step; None if it could not be traced.
-        cannot: the error of a micro-batch of 1 if that was not about memory.
-    """
-    last = attempts[-1]
-    where = f" (in the {last.phase})" if last.phase else ""
-    if step is not None:
-        with suppress(Untraceable):
-            where += f"; it takes {explain(step, last.micro_batch).text()}"
-    # The memory of a loss over the whole batch follows the target batch, whatever the micro-batch.
-    smaller = ", a smaller target batch" if last.phase == "loss" else ""
-    one = f"; and one of 1 cannot run: {cannot}" if cannot else ""
-    return DoesNotFitError(
-        f"a micro-batch of {last.micro_batch} does not fit in the budget of "
-        f"{format_bytes(process.info.device.budget_bytes)}: {last.reason}{where}{one}; what would help: a "
-        f"larger --memory-budget{smaller}{in_words(questions.remedies(process))}"
-    )

@@ -233,28 +233,31 @@ def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
     """Predict the peak reserved bytes of a micro-batch on a GPU from a trace alone, to compare with a run.
 
     Returns:
-        None on other devices, or if the step cannot be traced.
+        None on other devices.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
     """
     capability = setup.device.compute_capability
     if capability is None:
         return None
     device = setup.device.describe()
     gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
-    try:
-        with preserved_random_state():
-            program = with_workspaces(footprint(_setting(setup)), None if gpu is None else gpu.workspaces)
-        unlimited = new_allocator(describe_setup(setup), capped=False)
-        return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
-    except AutobatchError:
-        return None
+    with preserved_random_state():
+        program = with_workspaces(footprint(_setting(setup)), None if gpu is None else gpu.workspaces)
+    unlimited = new_allocator(describe_setup(setup), capped=False)
+    return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
 
 
 def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
-    """Return the changes that let a larger micro-batch fit; none if the step cannot be traced.
+    """Return the changes that let a larger micro-batch fit.
 
     Args:
         setup: the model and the data that were probed.
         step: its footprint; None to trace it now.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
     """
     info = describe_setup(setup)
 
@@ -270,11 +273,8 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
         expandable=info.allocator is not None and info.allocator.expandable_segments,
     )
     setting = _setting(setup)
-    try:
-        with preserved_random_state():
-            return find_remedies(setting, step or footprint(setting), spending)
-    except AutobatchError:
-        return []
+    with preserved_random_state():
+        return find_remedies(setting, step or footprint(setting), spending)
 
 
 def predicted_memory(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
-from autobatch.core.errors import AutobatchError
+from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records import Attempt, Remedy
+from autobatch.core.units import format_bytes
+from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Program
+from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.remedies import in_words
 from autobatch.probing import limits
 from autobatch.probing.attempt import Outcome, attempt_at
 from autobatch.probing.child import ChildCrashed, Session, SetupProcess
@@ -73,7 +77,35 @@ def others_bytes(process: SetupProcess) -> int | None:
 
 def remedies(process: SetupProcess) -> list[Remedy]:
     """Return the changes that let a micro-batch fit that does not, as predicted."""
-    return _ask_or_none(process, "looking for what would help", _remedies) or []
+    return _ask_or_none(process, "looking for remedies", _remedies) or []
+
+
+def nothing_fits(
+    attempts: list[Attempt], process: SetupProcess, step: Footprint | None, *, single_error: str | None = None
+) -> DoesNotFitError:
+    """Build the error that explains the memory of the smallest attempt and lists remedies.
+
+    Args:
+        attempts: every attempt.
+        process: holds the setup.
+        step: the traced step; None if it could not be traced.
+        single_error: the error of a micro-batch of 1; None if that was out of memory too.
+    """
+    last = attempts[-1]
+    parts = [
+        f"a micro-batch of {last.micro_batch} does not fit in the budget of "
+        f"{format_bytes(process.info.device.budget_bytes)}: {str(last.reason).removesuffix('.')}"
+        + (f" (in the {last.phase})" if last.phase else "")
+    ]
+    if step is not None:
+        with suppress(Untraceable):
+            parts.append(f"It takes {explain(step, last.micro_batch).text()}")
+    if single_error:
+        parts.append(f"A micro-batch of 1 cannot run: {single_error.removesuffix('.')}")
+    # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
+    smaller = ", a smaller target batch" if last.phase == "loss" else ""
+    parts.append(f"What helps: a larger --memory-budget{smaller}{in_words(remedies(process))}")
+    return DoesNotFitError(". ".join(parts))
 
 
 def _ask_or_none(

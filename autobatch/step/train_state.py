@@ -106,13 +106,6 @@ def build_train_state(
     )
 
 
-def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    """Return autocast for the forward pass of a micro-batch, or an empty context for fp32."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[precision])
-
-
 def _build_optimizers(workload: Workload, model: nn.Module, learning_rate: float) -> Optimizers:
     with user_code("optimizer"):
         made = workload.optimizer(model.parameters(), learning_rate)
@@ -124,3 +117,10 @@ def _build_optimizers(workload: Workload, model: nn.Module, learning_rate: float
                 f"{kind_of(one)}"
             )
     return optimizers
+
+
+def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
+    """Return autocast for the forward pass of a micro-batch, or an empty context for fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=_DTYPES[precision])

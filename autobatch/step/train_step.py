@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,15 +54,6 @@ class StepTotals:
     requested."""
     first_count: Tensor | float = 0.0
     """Count of the first micro-batch."""
-
-
-class Share(NamedTuple):
-    """The share of a micro-batch in the loss of its batch: ``value · weight``."""
-
-    value: Tensor
-    """0-d, in float32 at least; the tensor to run the backward pass from."""
-    weight: float
-    """1 ÷ D, or size ÷ D for a mean over samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +107,6 @@ def accumulate(
             the whole batch.
     """
     totals = StepTotals(samples=samples)
-    context = precision_context(train_state.device, train_state.precision)
     train_state.buffers.take()
     part = "data"
     try:
@@ -128,7 +117,7 @@ def accumulate(
             for batch, size in micro_batches:
                 part = "loss"
                 mark("forward")
-                with context:
+                with precision_context(train_state.device, train_state.precision):
                     share = normalize_loss(
                         train_state, totals, train_state.loss(train_state.model, batch), size
                     )
@@ -148,8 +137,8 @@ def accumulate(
     return totals
 
 
-def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int) -> Share:
-    """Return the share of a micro-batch in the loss of its batch: ``total ÷ D``.
+def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int) -> Tensor:
+    """Return the share of a micro-batch in the loss of its batch: ``total ÷ D``, a 0-d tensor.
 
     Args:
         train_state: the model and its optimizer.
@@ -178,12 +167,12 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
             totals.count = 0.0
             totals.divisor = _power_of_two(_items_per_sample(train_state, count, size) * totals.samples)
         totals.count = totals.count + (count.detach().double() if isinstance(count, Tensor) else count)
-        return Share(_at_least_32_bits(total), 1.0 / totals.divisor)
+        return _at_least_32_bits(total) / totals.divisor
     if isinstance(loss, Tensor) and loss.dim() == 0:
         if not totals.sizes:
             low = loss.dtype in LOW_PRECISION
             totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
-        return Share(_at_least_32_bits(loss), size / totals.divisor)
+        return _at_least_32_bits(loss) * (size / totals.divisor)
     raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
 
 
@@ -194,16 +183,12 @@ def _invalid_count(count: float, of: str) -> InputError:
     )
 
 
-def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size: int) -> None:
+def run_backward(train_state: TrainState, totals: StepTotals, share: Tensor, size: int) -> None:
     """Run the backward pass of a share of the loss, within `Gradients.summed_in_float32`."""
     # A loss may return a constant if its micro-batch counts nothing.
-    if share.value.requires_grad:
-        # As the first gradient, the weight saves a multiplication forward and one backward.
-        gradient = torch.full_like(share.value, share.weight)
-        if train_state.scaler is not None:
-            gradient = train_state.scaler.scale(gradient)
-        share.value.backward(gradient)  # type: ignore[no-untyped-call]
-    totals.loss = totals.loss + share.value.detach() * share.weight
+    if share.requires_grad:
+        (share if train_state.scaler is None else train_state.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+    totals.loss = totals.loss + share.detach()
     totals.sizes.append(size)
 
 

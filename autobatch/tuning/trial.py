@@ -8,6 +8,7 @@ limit is run once within the enforced budget.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from autobatch.core.knobs import (
@@ -160,12 +161,10 @@ class TrialRunner:
         step = self._footprint(values)
         if step is not None:
             device = with_knobs(self.setup, values).device
-            try:
-                found = largest(step.program, device.new_allocator, self.task.cap) or 0
-            except Untraceable:
-                return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
             budget = format_bytes(self.setup.device.budget_bytes)
-            return found or f"not even a micro-batch of 1 is predicted to fit in {budget}"
+            with suppress(Untraceable):
+                found = largest(step.program, device.new_allocator, self.task.cap)
+                return found or f"not even a micro-batch of 1 is predicted to fit in {budget}"
         return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
 
     def _search(self, values: Configuration, *, cap: int) -> int:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
-import multiprocessing.resource_tracker
 import pickle
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.signals import STOPPING
+from autobatch.core.signals import STOPPING, hold_back_signals
 from autobatch.planning import micro_batches
 from autobatch.workload.contract import Collated
 from autobatch.workload.feed import MicroBatchIds, SeededCollate, micro_batch_ids
@@ -117,7 +115,8 @@ class WorkerFeed:
         # The thread that pins memory uses the current GPU.
         on_gpu = nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
         try:
-            with self._exits.starting(), _stop_signals_blocked(), _worker_warnings_ignored(), on_gpu:
+            blocked = hold_back_signals(STOPPING, with_tracker=start_method() != "fork")
+            with self._exits.starting(), blocked, _worker_warnings_ignored(), on_gpu:
                 self._stream = iter(self._loader(index, micro_batch))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise InputError(
@@ -190,22 +189,6 @@ class _MicroBatchSampler:
 def _unchanged(batch: Collated) -> Collated:
     """Return a micro-batch unchanged; torch's default would turn its arrays into tensors."""
     return batch
-
-
-@contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """Hold back the signals that ask the run to stop within the block, so that a new worker gets none."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    if start_method() != "fork":
-        # The resource tracker unblocks signals when it starts, so it must start before.
-        multiprocessing.resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

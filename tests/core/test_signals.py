@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autobatch.core.signals import STOPPING, stop_on_signals
+from autobatch.core.signals import STOPPING, hold_back_signals, stop_on_signals
 
 
 def ending_of(body: Callable[[], None]) -> int:
@@ -69,3 +69,18 @@ def test_another_thread_catches_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [(None, before)]
+
+
+@pytest.mark.parametrize("with_tracker", [False, True])
+def test_a_signal_within_the_block_comes_when_the_block_ends(with_tracker: bool) -> None:
+    read, write = os.pipe()
+
+    def body() -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(write, b"signal "))
+        with hold_back_signals([signal.SIGUSR1], with_tracker=with_tracker):
+            signal.raise_signal(signal.SIGUSR1)
+            os.write(write, b"block ")
+        os.write(write, b"end")
+
+    assert ending_of(body) == 0
+    assert os.read(read, 100) == b"block signal end"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autobatch.core.units import GiB, MiB
-from autobatch.device.host import cpu_name, host_memory
+from autobatch.device.host import count_oom_kills, cpu_name, host_memory
 
 
 @pytest.fixture
@@ -105,3 +105,16 @@ def test_cpu_name(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Made-up 9000 @ 3: GHz\n")
     assert cpu_name(proc=tmp_path) == "Made-up 9000 @ 3: GHz"
     assert cpu_name(proc=tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({}, 0),
+        ({"cg/memory.events": "low 0\noom 3\noom_kill 2\n", "proc/vmstat": "nr_free 7\noom_kill 5\n"}, 7),
+        ({"cg/memory.events": "oom_kill many\n", "proc/vmstat": "oom_kill 5\n"}, 5),
+    ],
+)
+def test_killed_processes_are_counted_in_the_control_group_and_on_the_machine(tree, tmp_path, files, kills):
+    tree(files)
+    assert count_oom_kills(proc=tmp_path / "proc", cgroups=tmp_path / "cg") == kills

@@ -1,42 +1,21 @@
-"""An attempt: what it must leave alone, what it must not miss, and what it says when it fails."""
+"""Attempts: the state they leave unchanged, the memory they count, and the errors of failures."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import Dataset
 
 import autobatch
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.setup import SetupSettings, open_setup
+from tests.support.probes import RandomVectors, classify
 from tests.support.untouched import fingerprint, live_tensors, with_gradients
-
-
-class Vectors(Dataset):
-    """Samples that are augmented: reading one draws from every generator."""
-
-    def __init__(self, width: int = 16, count: int = 120) -> None:
-        self.width, self.count = width, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        shift = random.random() + float(np.random.rand())
-        return torch.randn(self.width) + shift, torch.tensor(index % 4)
-
-
-def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def adamw(parameters, learning_rate: float) -> torch.optim.Optimizer:
@@ -44,11 +23,11 @@ def adamw(parameters, learning_rate: float) -> torch.optim.Optimizer:
 
 
 def work(model: nn.Module, **fields) -> Workload:
-    defaults = {"train_data": Vectors(), "loss": classify, "optimizer": adamw, "learning_rate": 1e-3}
+    defaults = {"train_data": RandomVectors(), "loss": classify, "optimizer": adamw, "learning_rate": 1e-3}
     return Workload(model=lambda: model, **(defaults | fields))
 
 
-def bench_of(workload: Workload, budget: str = "1GiB", **options) -> TrainSetup:
+def setup_of(workload: Workload, budget: str = "1GiB", **options) -> TrainSetup:
     return open_setup(workload, SetupSettings(device="cpu", memory_budget=budget, **options))
 
 
@@ -111,7 +90,7 @@ def test_a_probe_changes_nothing(kind: str, device: str) -> None:
 @pytest.mark.parametrize("kind", ["batch norm", "tied"])
 def test_forty_out_of_memory_errors_leave_nothing_behind(kind: str) -> None:
     live = with_gradients(MODELS[kind]())
-    setup = bench_of(work(live), "20KiB")
+    setup = setup_of(work(live), "20KiB")
     attempt(setup, 100)
     before, count = fingerprint(live), live_tensors()
     outcomes = [attempt(setup, 80 + number) for number in range(40)]
@@ -156,7 +135,7 @@ def broken_collate(samples: list) -> Tensor:
     "fields", [{"loss": broken_forward}, {"loss": broken_backward}, {"collate": broken_collate}],
     ids=["forward", "backward", "collate"],
 )  # fmt: skip
-def test_nothing_changes_when_their_code_raises_and_the_error_is_theirs(fields: dict, request) -> None:
+def test_nothing_changes_if_the_users_code_raises_and_the_error_is_theirs(fields: dict, request) -> None:
     live = with_gradients(with_batch_norm())
     before = fingerprint(live)
     with pytest.raises(KeyError, match=request.node.callspec.id):
@@ -164,27 +143,27 @@ def test_nothing_changes_when_their_code_raises_and_the_error_is_theirs(fields: 
     assert fingerprint(live) == before
 
 
-# What an attempt must not miss.
+# Memory that an attempt must count.
 
 
-def test_state_that_appears_with_the_first_step_is_counted_though_a_loss_scale_overflows() -> None:
+def test_the_optimizer_state_is_counted_although_a_loss_scale_overflows() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
     peaks = []
     for factor in (1.0, 1e4):
         workload = work(model, loss=lambda m, b, factor=factor: classify(m, b) * factor)
-        peaks.append(attempt(bench_of(workload, precision="fp16"), 4).attempt.peak_allocated_bytes)
+        peaks.append(attempt(setup_of(workload, precision="fp16"), 4).attempt.peak_allocated_bytes)
     assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize("constant", [False, True])
-def test_state_is_counted_though_the_costliest_samples_count_nothing(constant: bool) -> None:
+def test_the_optimizer_state_is_counted_although_the_costliest_samples_count_nothing(constant: bool) -> None:
     def masked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         total = model(batch[0]).sum() * 0
         return Loss(torch.zeros(()) if constant else total, torch.zeros(()))
 
     model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    outcome = attempt(bench_of(work(model, loss=masked)), 1)
+    outcome = attempt(setup_of(work(model, loss=masked)), 1)
     # The weights, two states of AdamW and the gradients.
     assert outcome.attempt.peak_allocated_bytes >= 4 * weights
 
@@ -202,8 +181,8 @@ def test_state_is_counted_though_the_costliest_samples_count_nothing(constant: b
     ids=["nan", "inf", "gradient", "vector", "number", "detached"],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_loss_that_cannot_be_is_their_input(loss, message: str, precision: str) -> None:
-    setup = bench_of(work(with_batch_norm(), loss=loss), precision=precision)
+def test_an_invalid_loss_is_an_input_error(loss, message: str, precision: str) -> None:
+    setup = setup_of(work(with_batch_norm(), loss=loss), precision=precision)
     with pytest.raises(InputError, match=message):
         attempt(setup, 2)
 
@@ -214,20 +193,30 @@ def test_a_loss_that_cannot_be_is_their_input(loss, message: str, precision: str
 def test_a_failure_names_its_phase(budget: int, phase: str | None) -> None:
     # Weights of 21 kB, activations of 65 kB each; gradients and two states of 21 kB each.
     model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
-    failed = attempt(bench_of(work(model), str(budget)), 64).attempt
+    failed = attempt(setup_of(work(model), str(budget)), 64).attempt
     assert (failed.phase, failed.fits) == (phase, phase is None)
 
 
-def test_a_failure_of_the_optimizer_names_it() -> None:
+def test_a_failure_of_the_optimizer_names_its_phase() -> None:
     model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 4))
-    failed = attempt(bench_of(work(model), "400KiB"), 2).attempt
+    failed = attempt(setup_of(work(model), "400KiB"), 2).attempt
     assert (failed.phase, failed.fits) == ("optimizer", False)
 
 
-def test_a_size_runs_alike_every_time() -> None:
-    """Dropout, augmentation and batch statistics are the same in every attempt, so the figures are too."""
-    setup = bench_of(work(with_batch_norm()))
+def test_a_size_has_the_same_figures_every_time() -> None:
+    """Dropout, augmentation and batch statistics are the same in every attempt."""
+    setup = setup_of(work(with_batch_norm()))
     first, second = attempt(setup, 7), attempt(replace(setup, clock=lambda: 0.0), 7)
     assert first.trace == second.trace
     assert second.attempt.seconds == 0.0
     assert first.attempt.peak_allocated_bytes == second.attempt.peak_allocated_bytes
+
+
+def test_an_attempt_on_a_simulated_gpu_fails_in_the_words_of_cuda() -> None:
+    model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 4))
+    made = open_setup(work(model), SetupSettings(device="sim:t4", memory_budget="4MiB"))
+    failed = attempt(made, 600).attempt
+    assert not failed.fits
+    assert failed.reason is not None
+    assert failed.reason.startswith("CUDA out of memory. Tried to allocate ")
+    assert "GPU 0 has a total capacity of 14.55 GiB" in failed.reason

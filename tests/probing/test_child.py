@@ -1,4 +1,4 @@
-"""What a probe breaks, it breaks in a child: killed, crashed, hung, noisy, or never up."""
+"""The child process: killed, crashed, hung, noisy, or never started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.errors import AutobatchError, InputError, UserCodeError
-from autobatch.probing.child import ChildProcess, Session, count_oom_kills, open_process
+from autobatch.probing.child import ChildProcess, Session, open_process
 from autobatch.probing.questions import remedies, run_attempt
 from autobatch.probing.setup import SetupSettings
 from autobatch.workload.user_code import to_picklable
@@ -55,7 +55,7 @@ def exits():
 
 
 @SLOW
-def test_a_child_that_is_lost_over_what_can_be_done_without_is_replaced(train: Path) -> None:
+def test_a_child_that_is_killed_over_an_optional_question_is_replaced(train: Path) -> None:
     with child(train, "workload", "") as process:
         os.kill(process._process.pid, signal.SIGKILL)
         assert remedies(process) == []
@@ -63,7 +63,7 @@ def test_a_child_that_is_lost_over_what_can_be_done_without_is_replaced(train: P
 
 
 @SLOW
-def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_serves_on(train: Path) -> None:
+def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_continues(train: Path) -> None:
     kills = itertools.count()
     with child(train, "killed", DIES, oom_kills=lambda: next(kills)) as process:
         refused = run_attempt(process, 3).attempt
@@ -73,7 +73,7 @@ def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_s
 
 
 @SLOW
-def test_a_child_that_somebody_killed_is_an_error(train: Path) -> None:
+def test_a_child_that_was_killed_for_another_reason_is_an_error(train: Path) -> None:
     with (
         child(train, "killed", DIES, oom_kills=lambda: 5) as process,
         pytest.raises(
@@ -118,7 +118,7 @@ def workload():
         assert process._process.exitcode == -signal.SIGKILL
 
 
-def test_what_a_child_writes_stays_out_of_the_way(train: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_child_stays_off_the_terminal(train: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
 import os, sys
 def noisy(model, batch):
@@ -136,7 +136,7 @@ def workload():
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_error_of_the_workload_comes_over_with_its_place_and_traceback(train: Path) -> None:
+def test_an_error_of_the_workload_keeps_its_place_and_traceback(train: Path) -> None:
     code = """
 class Odd(ValueError):
     def __init__(self, one, two):
@@ -161,12 +161,12 @@ def workload():
         pytest.param("def workload(): return 7", "returned an int, not an autobatch.Workload", marks=SLOW),
     ],
 )
-def test_a_child_that_never_comes_up_says_why(train: Path, code: str, said: str) -> None:
+def test_a_child_that_cannot_open_the_workload_raises_the_reason(train: Path, code: str, said: str) -> None:
     with pytest.raises(InputError, match=said), child(train, "workload", code):
         pass
 
 
-def test_errors_of_the_users_own_classes_travel_as_ours() -> None:
+def test_errors_of_the_users_own_classes_become_user_code_errors() -> None:
     class Theirs(InputError):
         pass
 
@@ -176,16 +176,7 @@ def test_errors_of_the_users_own_classes_travel_as_ours() -> None:
     assert type(to_picklable(InputError("c"))) is InputError
 
 
-def test_kills_are_counted_where_the_system_counts_them(tmp_path: Path) -> None:
-    group, machine, odd = tmp_path / "memory.events", tmp_path / "vmstat", tmp_path / "odd"
-    group.write_text("low 0\noom 3\noom_kill 2\n")
-    machine.write_text("nr_free_pages 7\noom_kill 5\n")
-    odd.write_text("oom_kill many\n")
-    assert count_oom_kills([group, machine, odd, tmp_path / "absent"]) == 7
-    assert count_oom_kills([]) == 0
-
-
-def test_a_child_that_raised_serves_on(train: Path) -> None:
+def test_a_child_that_raised_an_error_answers_the_next_call(train: Path) -> None:
     code = """
 def odd(model, batch):
     if len(batch[0]) == 3:
@@ -211,7 +202,7 @@ def quick_answer(session: Session) -> str:
     return "quick"
 
 
-def test_the_answer_of_an_interrupted_call_is_not_taken_for_the_next_one(
+def test_the_answer_to_an_interrupted_call_is_not_that_of_the_next_call(
     train: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with child(train, "workload", "") as process:
@@ -227,7 +218,7 @@ def interrupted(act: str) -> None:
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_a_session_keeps_one_object_of_a_kind(isolated: bool, train: Path) -> None:
+def test_a_session_keeps_one_value_of_a_type_until_a_restart(isolated: bool, train: Path) -> None:
     with open_process(f"{train}:workload", SETTINGS, isolated=isolated) as process:
         assert [process.call("counting", count) for _ in range(3)] == [1, 2, 3]
         process.restart()

@@ -99,5 +99,5 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal():
 def test_a_gpu_that_is_too_small_says_what_would_help():
     workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
     options = EstimateSettings(profiles=["t4"], memory_budget=f"{18 * MiB}", precision="fp32")
-    with pytest.raises(DoesNotFitError, match=r"optimizer state.*what would help: a larger GPU"):
+    with pytest.raises(DoesNotFitError, match=r"optimizer state.*What helps: a larger GPU"):
         estimate_limits(workload, options, home=NOWHERE)

@@ -1,12 +1,15 @@
-"""Probing from end to end: the answer against brute force, what must not fail later, and what is said."""
+"""The probe: caps, errors, cached limits, limits by size, and the memory of other processes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import Dataset
+from torch import nn
 
 import autobatch
 from autobatch import Workload
@@ -14,235 +17,45 @@ from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import PlanOptions
 from autobatch.core.progress import Progress
-from autobatch.probing import attempt as attempts
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.child import open_process
-from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.core.records import Probe
+from autobatch.core.units import GiB, KiB, MiB
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.host import HostMemory
+from autobatch.probing import questions
+from autobatch.probing.attempt import Outcome, TrainSetup, attempt, attempt_at
+from autobatch.probing.cache import CachedLimit
+from autobatch.probing.child import ThisProcess
+from autobatch.probing.find_limit import ProbeLimits, find_limit, find_limits_by_size
+from autobatch.probing.limits import traced_peak
 from autobatch.probing.setup import SetupSettings, open_setup
-from benchmarks.workloads import WORKLOADS
-from tests.support.probes import WIDTH, amsgrad, mlp, probed, vectors, work
-
-# The answer, against brute force.
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(6 * 4, 4),
-    )  # fmt: skip
-
-
-def on_squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0].view(-1, 1, 4, 4)), batch[1])
-
-
-def all_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    features = functional.normalize(model(batch[0]), dim=1)
-    return functional.cross_entropy(features @ features.T, torch.arange(len(features)))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.LSTM(4, 24, batch_first=True), nn.Linear(24, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x.view(len(x), 4, 4))[0][:, -1])
-
-
-def wide() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-
-
-CASES = {
-    "mlp": (work(lambda: mlp(256)), "150KiB"),
-    "convolutions": (work(convolutions, loss=on_squares), "30KiB"),
-    "pairs": (work(loss=all_pairs), "48KiB"),
-    "lstm": (work(Recurrent), "100KiB"),
-    "deep": (work(wide), "28KiB"),
-}
-# Under CUDA's allocator the smallest budget is a segment of 2 MiB.
-WIDE = 256
-SIMULATED = {
-    "mlp": (work(lambda: mlp(4096)), "4MiB"),
-    "pairs": (work(lambda: mlp(2048), loss=all_pairs), "2MiB"),
-    "convolutions": (
-        work(
-            lambda: nn.Sequential(nn.Conv2d(1, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 3), nn.Flatten(),
-                                  nn.Linear(32 * 144, 4)),
-            train_data=vectors(200, WIDE),
-            loss=lambda m, b: functional.cross_entropy(m(b[0].view(-1, 1, 16, 16)), b[1]),
-        ),
-        "6MiB",
-    ),
-}  # fmt: skip
-
-
-def check_against_every_size(workload: Workload, device: str, budget: str) -> None:
-    setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
-    found = autobatch.probe(workload, device=device, memory_budget=budget)
-    cap = min(found.micro_batch + 8, len(workload.train_data))
-    fits = {size: attempt(setup, size).attempt.fits for size in range(1, cap + 1)}
-    assert fits[found.micro_batch]
-    assert found.limited_by == "memory"
-    assert not any(fits[size] for size in range(found.micro_batch + 1, cap + 1))
-    ran = {one.micro_batch: one.fits for one in found.attempts}
-    assert ran[found.micro_batch], "the answer itself ran"
-    assert all(fits.get(size, False) == fit for size, fit in ran.items() if size in fits)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_size_up_to_the_limit_agrees_with_the_probe_on_the_host(case: str) -> None:
-    check_against_every_size(CASES[case][0], "cpu", CASES[case][1])
-
-
-@pytest.mark.parametrize("case", SIMULATED)
-def test_every_size_up_to_the_limit_agrees_with_the_probe_on_a_simulated_gpu(case: str) -> None:
-    check_against_every_size(SIMULATED[case][0], "sim:t4", SIMULATED[case][1])
-
-
-def test_the_words_of_a_simulated_gpu_are_those_of_cuda() -> None:
-    setup = open_setup(work(lambda: mlp(2048)), SetupSettings(device="sim:t4", memory_budget="4MiB"))
-    failed = attempt(setup, 600).attempt
-    assert not failed.fits
-    assert failed.reason is not None
-    assert failed.reason.startswith("CUDA out of memory. Tried to allocate ")
-    assert "GPU 0 has a total capacity of 14.55 GiB" in failed.reason
-
-
-# What must not run out of memory afterwards.
-
-
-def survives(setup: TrainSetup, size: int, steps: int, seed: int = 0) -> bool:
-    """Train on samples drawn at random, through another path than an attempt: torch's own loop, by hand."""
-    generator = torch.Generator().manual_seed(seed)
-    data, workload = setup.workload.train_data, setup.workload
-    join = workload.collate or torch.utils.data.default_collate
-    with setup.device.enforced() as meter:
-        model = workload.model()
-        optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
-        try:
-            for _ in range(steps):
-                for _ in range(2):
-                    with meter.uncounted():
-                        ids = torch.randint(len(data), (size,), generator=generator).tolist()
-                        batch = join([data[index] for index in ids])
-                    meter.count(batch)
-                    # As many operators as a window has: the loss is divided, as it is in one.
-                    (workload.loss(model, batch) / 2).backward()
-                    del batch
-                optimizer.step()
-                optimizer.zero_grad()
-        except torch.OutOfMemoryError:
-            return False
-    return True
-
-
-def deep() -> nn.Module:
-    """Many blocks of up to 1 MiB: CUDA's allocator takes those in segments of 2 MiB, larger ones of 20."""
-    layers = [layer for _ in range(7) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    return nn.Sequential(nn.Linear(WIDTH, 256), *layers, nn.Linear(256, 4))
-
-
-@pytest.mark.parametrize(
-    ("device", "model", "budget", "windows"),
-    [("cpu", lambda: mlp(2048), "1300KiB", 200), ("sim:t4", deep, "12MiB", 12)],
-    ids=["cpu", "sim"],
+from tests.support.hardware import CpuAsGpu
+from tests.support.probes import (
+    WIDTH,
+    Listener,
+    Sequences,
+    limit_of,
+    mlp,
+    pad,
+    probed,
+    vectors,
+    work,
 )
-def test_large_state_that_comes_with_the_first_step_is_seen(
-    device, model, budget, windows, monkeypatch
-) -> None:
-    """Tiny activations, AdamW with three states: one window alone accepts what training cannot run."""
-    workload = work(model, optimizer=amsgrad, train_data=vectors(3000))
-    setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
-    found = autobatch.probe(workload, device=device, memory_budget=budget).micro_batch
-    assert survives(setup, found, windows)
-    # The mutant: activations are gone when the first step makes the state, so they are never seen together.
-    monkeypatch.setattr(attempts, "ATTEMPT_STEPS", (1,))
-    monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
-    too_large = found + max(1, found // 4)
-    assert attempt(setup, too_large).attempt.fits
-    assert not survives(setup, too_large, steps=3)
+from tests.support.step_workloads import WORKLOADS, setup
 
-
-def test_a_size_that_runs_in_one_order_of_windows_only_does_not_fit(monkeypatch) -> None:
-    """A first window of two micro-batches leaves a cache in other pieces than one of one."""
-    workload = WORKLOADS["resnet-bn"]()
-    options = {"device": "sim:t4", "memory_budget": "2MiB"}
-    setup = open_setup(workload, SetupSettings(**options))
-    found = autobatch.probe(workload, **options).micro_batch
-    assert survives(setup, found, steps=6)
-    monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
-    refused = [size for size in range(found + 1, found + 8) if attempt(setup, size).attempt.fits]
-    assert refused
-    assert not survives(setup, refused[-1], steps=3)
-
-
-@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_other_order_is_predicted_once_it_made_a_difference(isolated, tmp_path) -> None:
-    """Then the second prediction is right: one error, two runs, and every size above it fails."""
-    options = SetupSettings(device="sim:t4", memory_budget="2MiB")
-    here = open_setup(WORKLOADS["resnet-bn"](), options)
-    file = tmp_path / "train.py"
-    file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['resnet-bn']\n")
-    with open_process(f"{file}:train", options, isolated=isolated) as process:
-        found = find_limit(process, ProbeLimits(), home=tmp_path, progress=Progress()).probe
-    assert [one.fits for one in found.attempts] == [False, True]
-    assert found.upper_bound_by == "replay"
-    above = range(found.micro_batch + 1, found.attempts[0].micro_batch + 1)
-    assert not any(attempt(here, size).attempt.fits for size in above)
-
-
-class Sequences(Dataset):
-    """Few are as long as the longest, and those do not come first."""
-
-    def __init__(self, count: int = 240) -> None:
-        self.lengths = [2 + (index * 37 % 29) + (30 if index % 60 == 41 else 0) for index in range(count)]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.ones(self.lengths[index], 8), torch.tensor(index % 4)
-
-
-def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    inputs, labels = zip(*samples, strict=True)
-    return nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), torch.stack(labels)
-
-
-def over_time(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0]).mean(dim=1), batch[1])
-
-
-@pytest.mark.parametrize(
-    ("size_of", "windows"), [(None, 300), (lambda sample: len(sample[0]), 50)], ids=["scan", "size_of"]
-)
-def test_samples_of_different_lengths_never_run_out_at_the_answer(size_of, windows: int) -> None:
-    workload = work(
-        lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)),
-        train_data=Sequences(), collate=pad, loss=over_time, size_of=size_of,
-    )  # fmt: skip
-    found = autobatch.probe(workload, device="cpu", memory_budget="150KiB")
-    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="150KiB"))
-    assert 2 <= found.micro_batch < 60
-    assert survives(setup, found.micro_batch, windows)
-
-
-# Batches of one, caps, and what does not fit.
+# Caps, and sizes that do not fit.
 
 
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
 
 
-def test_batch_statistics_of_one_sample_are_not_needed() -> None:
+def test_a_model_with_batch_statistics_is_never_probed_with_one_sample() -> None:
     found = autobatch.probe(work(normalised), device="cpu", memory_budget="60KiB")
     assert found.micro_batch > 2
     assert 1 not in [one.micro_batch for one in found.attempts]
 
 
-def test_a_budget_that_holds_only_a_sample_that_cannot_run_alone_says_so() -> None:
+def test_the_error_names_the_reason_if_a_single_sample_cannot_run() -> None:
     probe = SetupSettings(device="cpu", memory_budget="1GiB")
     least = attempt(open_setup(work(normalised), probe), 2).attempt.peak_allocated_bytes
     with pytest.raises(DoesNotFitError, match=r"micro-batch of 2 does not fit.*1 cannot run.*Expected more"):
@@ -250,27 +63,27 @@ def test_a_budget_that_holds_only_a_sample_that_cannot_run_alone_says_so() -> No
     assert autobatch.probe(work(normalised), device="cpu", memory_budget=str(least)).micro_batch >= 2
 
 
-def test_the_data_set_caps() -> None:
+def test_the_data_set_caps_the_micro_batch() -> None:
     found = autobatch.probe(work(train_data=vectors(5)), device="cpu", memory_budget="1GiB")
     assert (found.micro_batch, found.limited_by, found.upper_bound_by) == (5, "dataset", "cap")
     assert autobatch.probe(work(train_data=vectors(1)), device="cpu").micro_batch == 1
 
 
 @pytest.mark.parametrize("cap", [1, 2, 7])
-def test_a_cap_is_reached_and_not_passed(cap: int) -> None:
+def test_a_cap_is_reached_and_not_exceeded(cap: int) -> None:
     result, listener = probed(work(), max_micro_batch=cap)
     assert (result.probe.micro_batch, result.probe.limited_by) == (cap, "max_micro_batch")
     assert max(listener.sizes) == cap
 
 
-def test_the_target_batch_caps() -> None:
+def test_the_target_batch_caps_the_micro_batch() -> None:
     options = PlanOptions(device="cpu", memory_budget="1GiB", target_batch=3)
     result = run_plan(work(), options, RunContext())
     assert (result.probe.micro_batch, result.probe.limited_by) == (3, "target_batch")
 
 
 @pytest.mark.parametrize(("device", "budget"), [("cpu", "9KiB"), ("sim:t4", "2MiB")])
-def test_what_does_not_fit_names_phase_bytes_and_budget(device: str, budget: str) -> None:
+def test_the_error_names_phase_bytes_and_budget_if_nothing_fits(device: str, budget: str) -> None:
     workload = work(mlp if device == "cpu" else lambda: mlp(6000))
     with pytest.raises(DoesNotFitError) as caught:
         autobatch.probe(workload, device=device, memory_budget=budget)
@@ -287,7 +100,7 @@ def test_what_does_not_fit_names_phase_bytes_and_budget(device: str, budget: str
         assert "2.00 MiB allowed" in text
 
 
-def test_one_size_is_answered_alone() -> None:
+def test_a_check_of_one_size_runs_only_that_size() -> None:
     result, listener = probed(work(), micro_batch=5)
     assert (result.probe.micro_batch, listener.sizes, result.profile) == (5, [5], None)
     assert result.probe.source == "asked"
@@ -295,6 +108,122 @@ def test_one_size_is_answered_alone() -> None:
         probed(work(), micro_batch=500)
 
 
-def test_samples_that_cannot_be_joined_name_their_shapes() -> None:
+def test_samples_that_cannot_be_collated_name_their_shapes() -> None:
     with pytest.raises(InputError, match=r"cannot be collated.*found shapes.*collate"):
-        autobatch.probe(work(train_data=Sequences()), device="cpu")
+        autobatch.probe(work(train_data=Sequences([2, 3])), device="cpu")
+
+
+def test_the_time_limit_ends_the_search_with_a_size_that_fits(tmp_path: Path) -> None:
+    """Without a trace the search takes several runs. Each reading of the clock takes a second."""
+    made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
+    clock = map(float, count()).__next__
+    found = find_limit(
+        ThisProcess(made), ProbeLimits(time_limit_s=1.5), home=tmp_path, progress=Progress(), clock=clock
+    )
+    assert (found.probe.stopped_by, found.probe.upper_bound_by, found.file) == ("time limit", None, None)
+    assert found.probe.micro_batch == max(one.micro_batch for one in found.probe.attempts if one.fits)
+
+
+# Saved limits.
+
+
+@pytest.mark.parametrize(("free", "source"), [(102, "saved"), (110, "search")])
+def test_a_budget_that_follows_free_memory_may_vary_by_a_few_percent(
+    free: int, source: str, tmp_path: Path
+) -> None:
+    def probe(kib: int, **limits: bool) -> Probe:
+        device = CpuDevice(memory_budget=kib * KiB, memory=HostMemory(GiB, GiB, "made up"))
+        made = replace(setup(WORKLOADS["perceptron"]()), device=device)
+        return limit_of(made, tmp_path, **limits).probe
+
+    probe(1000)
+    assert probe(10 * free).source.startswith(source)
+    assert probe(10 * free + 10, has_own_budget=True).source == "search"
+
+
+def test_the_limit_on_a_gpu_is_saved_with_its_traced_and_its_measured_peak(tmp_path: Path) -> None:
+    here = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
+    found, path, _ = limit_of(here, tmp_path, max_micro_batch=3)
+    saved = msgspec.json.decode(path.read_bytes(), type=CachedLimit)
+    assert saved.traced_bytes == traced_peak(here, found.micro_batch)
+    assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes
+
+
+# Limits by size.
+
+LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
+
+
+def of_lengths(lengths: list[int]) -> Workload:
+    return work(
+        lambda: nn.Linear(4, 16),
+        train_data=Sequences(lengths, width=4),
+        collate=pad,
+        size_of=lambda sample: sample[0].numel(),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate),
+    )
+
+
+def probe_by_size(lengths: list[int], home: Path) -> tuple[TrainSetup, Probe]:
+    options = SetupSettings(device="cpu", memory_budget="100KiB")
+    setup = open_setup(of_lengths(lengths * 30), options)
+    process, limits = ThisProcess(setup), ProbeLimits()
+    found = find_limit(process, limits, home=home, progress=Progress()).probe
+    return setup, find_limits_by_size(process, limits, found, progress=Progress())
+
+
+def test_each_quartile_of_the_sizes_has_its_own_limit(tmp_path: Path) -> None:
+    """The oracle is attempts on samples of those lengths alone."""
+    setup, found = probe_by_size(LENGTHS, tmp_path)
+    assert [limit.size for limit in found.lengths] == [32, 64, 128, 256]
+    sizes = [limit.micro_batch for limit in found.lengths]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == found.micro_batch
+    for limit in found.lengths:
+        assert attempt_at(setup, limit.micro_batch, limit.size).attempt.fits
+        assert not attempt_at(setup, limit.micro_batch + 1, limit.size).attempt.fits
+
+
+def test_samples_of_one_size_have_no_limits_by_size(tmp_path: Path) -> None:
+    setup, found = probe_by_size([16], tmp_path)
+    assert setup.worst_case.size_quartiles() == []
+    assert found.lengths == []
+
+
+def test_an_interrupt_leaves_out_the_limits_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = open_setup(of_lengths(LENGTHS * 30), SetupSettings(device="cpu", memory_budget="100KiB"))
+    process, limits, listener = ThisProcess(made), ProbeLimits(), Listener()
+    found = find_limit(process, limits, home=tmp_path, progress=listener).probe
+    sizes: list[float] = []
+
+    def interrupted(_: object, __: int, size: float) -> Outcome:
+        sizes.append(size)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(questions, "run_attempt", interrupted)
+    assert find_limits_by_size(process, limits, found, progress=listener) is found
+    assert sizes == [128]
+    assert listener.notes[-1] == "interrupted: left out the micro-batches of smaller samples"
+
+
+# Other processes.
+
+
+class Shared(CpuDevice):
+    """Memory that others use as well."""
+
+    others = 100 * MiB
+
+    def describe(self):
+        return msgspec.structs.replace(super().describe(), other_processes_bytes=self.others)
+
+
+@pytest.mark.parametrize(("grown", "is_noted"), [(63 * MiB, False), (64 * MiB, True)])
+def test_a_growth_of_other_processes_is_noted(grown: int, is_noted: bool, tmp_path: Path) -> None:
+    here = replace(setup(WORKLOADS["perceptron"]()), device=Shared(memory_budget=64 * MiB))
+    process, notes = ThisProcess(here), Listener()
+    here.device.others += grown
+    found = find_limit(process, ProbeLimits(max_micro_batch=3), home=tmp_path, progress=notes).probe
+    assert found.other_processes_bytes == 100 * MiB + grown
+    assert any("held 100 MiB of the GPU before" in line for line in notes.notes) == is_noted

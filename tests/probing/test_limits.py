@@ -1,56 +1,46 @@
-"""Predictions from what ran: lines, parabolas, sizes that are rounded, steps that change, and nothing."""
+"""Predictions from runs (lines, parabolas, rounded sizes, changing steps) and from traces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
-import msgspec
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autobatch.core.records import Attempt
+from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Program
-from autobatch.probing.attempt import Outcome
-from autobatch.probing.limits import ReplayPredictor, has_ample_room, peak_bytes
+from autobatch.probing.attempt import attempt
+from autobatch.probing.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.limits import (
+    ReplayPredictor,
+    has_ample_room,
+    other_order,
+    peak_bytes,
+    predicted_memory,
+    remedies_of,
+    trace_footprint,
+    traced_peak,
+)
 from autobatch.probing.search import search
-from tests.probing.test_search import BUDGET, Machine, outcome_of
-
-Rule = Callable[[int], int]
-
-
-def trace_of(*rules: Rule) -> Callable[[int], Trace]:
-    """Blocks that are taken one after the other, and of which two live at a time."""
-
-    def trace(size: int) -> Trace:
-        events: list[tuple[int, int]] = []
-        for block, rule in enumerate(rules):
-            events.append((block, rule(size)))
-            if block:
-                events.append((block - 1, FREE))
-        return Trace(tuple(events), ((0, "forward"),))
-
-    return trace
-
-
-def memory_of(*rules: Rule) -> Rule:
-    return lambda size: max(
-        a + b for a, b in zip([r(size) for r in rules], [*(r(size) for r in rules[1:]), 0], strict=True)
-    )
-
-
-def machine_of(*rules: Rule) -> Machine:
-    return Machine(memory_of(*rules), trace_of(*rules))
-
-
-def limit_of(machine: Machine, cap: int) -> int:
-    return max((size for size in range(1, cap + 1) if machine.fits(size)), default=0)
-
-
-def forecast_of(trace_footprint: Program | None = None) -> ReplayPredictor:
-    return ReplayPredictor(lambda: CountingAllocator(BUDGET), trace_footprint)
+from autobatch.probing.setup import SetupSettings, describe_setup, open_setup, with_knobs
+from tests.support.hardware import CpuAsGpu
+from tests.support.probes import RandomVectors, mlp, work
+from tests.support.sizes import (
+    BUDGET,
+    Machine,
+    Rule,
+    machine_of,
+    memory_of,
+    outcome_of,
+    predictor_of,
+    program_of,
+    trace_of,
+)
+from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
+from tests.support.untouched import fingerprint, with_gradients
 
 
 @given(
@@ -58,16 +48,16 @@ def forecast_of(trace_footprint: Program | None = None) -> ReplayPredictor:
     flat=st.integers(1, 4000), cap=st.integers(4, 400),
 )  # fmt: skip
 @settings(max_examples=300, deadline=None)
-def test_memory_that_grows_with_the_square_is_told_from_three_runs(square, slope, fixed, flat, cap) -> None:
+def test_three_runs_find_memory_that_grows_with_the_square(square, slope, fixed, flat, cap) -> None:
     machine = machine_of(lambda m: square * m * m + fixed, lambda m: slope * m + flat, lambda m: 8 * m + 8)
-    limit = limit_of(machine, cap)
+    limit = machine.limit(cap)
     assume(limit >= 8)
-    found = search(machine.run, cap=cap, predictor=forecast_of())
+    found = search(machine.run, cap=cap, predictor=predictor_of())
     assert found.micro_batch == limit
     if found.upper_bound_by == "cap":
         assert limit == cap
     assert len(machine.asked) <= 7
-    # Memory may outgrow the proportion by which the second size is chosen; what is predicted after it fits.
+    # The second size assumes that memory grows at most proportionally. Predicted sizes after it fit.
     assert machine.ooms <= 2
 
 
@@ -81,10 +71,10 @@ def rounded(to: int, each: int) -> Rule:
 )  # fmt: skip
 @example(to=2, each=24, slope=13, fixed=1837, cap=220)
 @settings(max_examples=300, deadline=None)
-def test_sizes_that_a_library_rounds_up_are_shown_by_runs(to, each, slope, fixed, cap) -> None:
+def test_runs_prove_the_limit_if_a_library_rounds_sizes_up(to, each, slope, fixed, cap) -> None:
     machine = machine_of(lambda m: slope * m + fixed, rounded(to, each), lambda _: 16)
-    found = search(machine.run, cap=cap, predictor=forecast_of())
-    assert found.micro_batch == limit_of(machine, cap)
+    found = search(machine.run, cap=cap, predictor=predictor_of())
+    assert found.micro_batch == machine.limit(cap)
     if found.upper_bound_by == "run":
         assert found.micro_batch + 1 in machine.asked
     elif found.upper_bound_by == "replay":
@@ -93,15 +83,15 @@ def test_sizes_that_a_library_rounds_up_are_shown_by_runs(to, each, slope, fixed
 
 @given(kink=st.integers(1, 300), slope=st.integers(1, 40), extra=st.integers(1, 60), cap=st.integers(1, 600))
 @settings(max_examples=300, deadline=None)
-def test_a_step_whose_events_change_with_the_size(kink, slope, extra, cap) -> None:
-    """From some size on an operator takes a workspace: what smaller runs say does not hold there."""
+def test_a_step_whose_events_change_with_the_size_is_searched_by_runs(kink, slope, extra, cap) -> None:
+    """Above some size an operator takes a workspace, which smaller runs do not show."""
     small = (lambda m: slope * m + 50, lambda m: 4 * m + 4)
     large = (*small, lambda m: extra * m + 1000)
     machine = Machine(
         lambda m: memory_of(*(large if m >= kink else small))(m),
         lambda m: trace_of(*(large if m >= kink else small))(m),
     )
-    found = search(machine.run, cap=cap, predictor=forecast_of())
+    found = search(machine.run, cap=cap, predictor=predictor_of())
     answer = found.micro_batch
     assert answer == 0 or (answer in machine.asked and machine.fits(answer))
     assert answer or not machine.fits(1)
@@ -111,33 +101,21 @@ def test_a_step_whose_events_change_with_the_size(kink, slope, extra, cap) -> No
 
 @given(slope=st.integers(1, 400), fixed=st.integers(0, BUDGET), cap=st.integers(1, 2000))
 @settings(max_examples=200, deadline=None)
-def test_peaks_alone_find_a_line_in_few_runs(slope, fixed, cap) -> None:
+def test_peaks_without_events_find_a_line_in_few_runs(slope, fixed, cap) -> None:
     machine = Machine(lambda m: slope * m + fixed)
-    found = search(machine.run, cap=cap, predictor=forecast_of())
-    assert found.micro_batch == limit_of(machine, cap)
+    found = search(machine.run, cap=cap, predictor=predictor_of())
+    assert found.micro_batch == machine.limit(cap)
     assert found.upper_bound_by in ("run", "cap", None)
     assert len(machine.asked) <= 8
 
 
-def test_no_figures_at_all_is_plain_bisection() -> None:
-    asked: list[int] = []
-
-    def run(size: int):
-        asked.append(size)
-        return outcome_of(size, size <= 777, None)
-
-    found = search(run, cap=100_000, predictor=forecast_of())
-    assert (found.micro_batch, found.upper_bound_by) == (777, "run")
-    assert len(asked) <= 24
+# When a replay may prove that the next size does not fit.
 
 
-# When a replay may say that the next size does not fit.
-
-
-def test_two_runs_make_a_line_and_the_third_makes_it_count() -> None:
+def test_two_runs_fit_a_line_and_a_third_confirms_it() -> None:
     machine = machine_of(lambda m: 90 * m + 100, lambda m: 5 * m + 5)
-    predictor = forecast_of()
-    limit = limit_of(machine, 10_000)
+    predictor = predictor_of()
+    limit = machine.limit(10_000)
     for size in (2, 31):
         predictor.learn(machine.run(size))
         assert not predictor.proves_next_fails(limit)
@@ -150,9 +128,8 @@ def test_two_runs_make_a_line_and_the_third_makes_it_count() -> None:
 def test_one_sample_more_is_judged_by_both_orders_of_an_attempt() -> None:
     rules = (lambda m: 90 * m + 100, lambda m: 5 * m + 5)
     machine = machine_of(*rules)
-    limit = limit_of(machine, 10_000)
-    program = Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
-    larger = Program.fit([(size, trace_of(lambda m: 100 * m, rules[1])(size)) for size in (2, 3)])
+    limit = machine.limit(10_000)
+    program, larger = program_of(*rules), program_of(lambda m: 100 * m, rules[1])
 
     def next_fits(size: int, program: Program | None, other: Program | None = None) -> bool | None:
         outcome = machine.run(size)
@@ -179,38 +156,36 @@ def test_ample_room_is_far_more_than_one_sample_more(micro_batch: int, peak: int
     assert not has_ample_room(outcome_of(micro_batch, True, None).attempt, 1000)
 
 
-def test_a_prior_that_is_right_needs_one_run() -> None:
+def test_a_right_trace_needs_one_run() -> None:
     rules = (lambda m: 90 * m + 100, lambda m: 5 * m + 5)
     machine = machine_of(*rules)
-    trace_footprint = Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
-    found = search(machine.run, cap=10_000, predictor=forecast_of(trace_footprint))
-    assert (found.micro_batch, found.upper_bound_by) == (limit_of(machine, 10_000), "replay")
+    program = program_of(*rules)
+    found = search(machine.run, cap=10_000, predictor=predictor_of(program))
+    assert (found.micro_batch, found.upper_bound_by) == (machine.limit(10_000), "replay")
     assert machine.asked == [found.micro_batch]
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.9, 1.1, 4.0])
-def test_a_prior_that_is_wrong_is_left_behind(factor: float) -> None:
+def test_a_wrong_trace_is_replaced_by_runs(factor: float) -> None:
     machine = machine_of(lambda m: 90 * m + 100, lambda m: 5 * m + 5)
-    wrong = trace_of(lambda m: round(90 * factor) * m + 100, lambda m: 5 * m + 5)
-    trace_footprint = Program.fit([(size, wrong(size)) for size in (2, 3)])
-    found = search(machine.run, cap=10_000, predictor=forecast_of(trace_footprint))
-    assert found.micro_batch == limit_of(machine, 10_000)
+    program = program_of(lambda m: round(90 * factor) * m + 100, lambda m: 5 * m + 5)
+    found = search(machine.run, cap=10_000, predictor=predictor_of(program))
+    assert found.micro_batch == machine.limit(10_000)
     assert len(machine.asked) <= 5
 
 
-def test_a_prior_that_says_nothing_fits_is_put_to_the_test_by_two_samples_first() -> None:
+def test_two_samples_run_first_if_the_trace_predicts_that_nothing_fits() -> None:
     machine = machine_of(lambda m: 90 * m + 100, lambda m: 5 * m + 5)
-    wrong = trace_of(lambda m: 90 * m + 10 * BUDGET)
-    trace_footprint = Program.fit([(size, wrong(size)) for size in (2, 3)])
-    found = search(machine.run, cap=10_000, predictor=forecast_of(trace_footprint))
+    program = program_of(lambda m: 90 * m + 10 * BUDGET)
+    found = search(machine.run, cap=10_000, predictor=predictor_of(program))
     assert machine.asked[0] == 2
-    assert found.micro_batch == limit_of(machine, 10_000)
+    assert found.micro_batch == machine.limit(10_000)
     nothing = machine_of(lambda m: 90 * m + BUDGET)
-    assert search(nothing.run, cap=50, predictor=forecast_of(trace_footprint)).micro_batch == 0
+    assert search(nothing.run, cap=50, predictor=predictor_of(program)).micro_batch == 0
     assert nothing.asked == [2, 1]
 
 
-def test_what_is_reserved_counts_where_something_is() -> None:
+def test_the_peak_is_reserved_memory_if_the_device_reserves_any() -> None:
     def attempt(allocated: int | None, reserved: int | None) -> Attempt:
         return Attempt(
             micro_batch=1,
@@ -223,19 +198,65 @@ def test_what_is_reserved_counts_where_something_is() -> None:
     assert [peak_bytes(attempt(*pair)) for pair in ((3, None), (3, 8), (None, None))] == [3, 8, None]
 
 
-def test_what_ran_and_was_refused_all_the_same_is_followed_by_its_near_neighbours() -> None:
-    """Events that are right, and an allocator in pieces: sizes close to the limit run in one order only."""
-    rules = (lambda m: 90 * m + 100, lambda m: 5 * m + 5)
-    trace_footprint = Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
-    machine = machine_of(*rules)
-    limit = limit_of(machine, 10_000)
+# Traces.
 
-    def run(size: int) -> Outcome:
-        outcome = machine.run(size)
-        if size <= limit - 6 or not outcome.attempt.fits:
-            return outcome
-        return Outcome(msgspec.structs.replace(outcome.attempt, fits=False), outcome.trace)
 
-    found = search(run, cap=10_000, predictor=forecast_of(trace_footprint))
-    assert (found.micro_batch, found.upper_bound_by) == (limit - 6, "run")
-    assert len(machine.asked) <= 7
+def test_the_traces_of_both_orders_are_the_events_of_an_attempt() -> None:
+    made = open_setup(work(lambda: mlp(4096)), SetupSettings(device="sim:t4", memory_budget="4MiB"))
+    first, second = trace_footprint(made), other_order(made)
+    size = next(size for size in range(40, 0, -1) if attempt(made, size).attempt.fits)
+    ran = attempt(made, size)
+    assert None not in (first, second, ran.trace, ran.other)
+    assert first.program.at(size) == ran.trace.canonical()
+    assert second.at(size) == ran.other.canonical()
+    assert ran.trace.canonical() != ran.other.canonical()
+
+
+def test_a_trace_draws_nothing_although_augmented_data_does() -> None:
+    live = with_gradients(mlp())
+    made = open_setup(work(lambda: live, train_data=RandomVectors()), SetupSettings(device="cpu"))
+    before = fingerprint(live)
+    assert trace_footprint(made) is not None
+    assert fingerprint(live) == before
+
+
+def test_a_gpu_is_not_traced_before_it_runs() -> None:
+    here = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
+    assert trace_footprint(here) is None
+    assert other_order(here) is None
+
+
+def test_the_traced_peak_of_a_gpu_is_that_of_an_estimate(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    workload, size = WORKLOADS["transformer"](), 7
+    options = EstimateSettings(profiles=["l4", "a10"], micro_batch=size, precision="fp32")
+    here = replace(setup(workload), device=CpuAsGpu(memory_budget=64 * MiB), max_grad_norm=None)
+    predicted = estimate_limits(workload, options, home=tmp_path).estimates[0].peak_reserved_bytes
+    assert traced_peak(here, size) == predicted
+    assert traced_peak(setup(workload), size) is None
+
+
+def test_remedies_are_true_of_the_setup_that_was_probed() -> None:
+    """The oracle is attempts with the change that a remedy names."""
+    one = setup(deep_transformer(), budget=MiB)
+    assert not attempt(one, 12).attempt.fits
+    found = {remedy.name: remedy.micro_batch for remedy in remedies_of(one, None)}
+    for name, knobs in {"checkpointing": {"checkpointing": "full"}, "bf16": {"precision": "bf16"}}.items():
+        changed = with_knobs(one, knobs)
+        assert found[name] >= 12
+        assert attempt(changed, found[name]).attempt.fits
+        assert not attempt(changed, found[name] + 1).attempt.fits
+    assert remedies_of(setup(WORKLOADS["perceptron"](), budget=10 * MiB), None) == []
+
+
+def test_the_predicted_memory_of_an_answer_has_the_peak_of_its_attempt() -> None:
+    made = setup(deep_transformer(), budget=2 * MiB)
+    size = max(size for size in range(1, 40) if attempt(made, size).attempt.fits)
+    points, curve = predicted_memory(trace_footprint(made), describe_setup(made), size)
+    predicted = {point.micro_batch: point.peak_reserved_bytes for point in points}
+    peak = attempt(made, size).attempt.peak_allocated_bytes
+    assert predicted[size] == peak
+    assert predicted[size + 1] > 2 * MiB
+    assert curve is not None
+    assert max(map(sum, zip(*curve.categories.values(), strict=True))) == peak
+    assert predicted_memory(None, describe_setup(made), size) == ([], None)

@@ -1,63 +1,22 @@
-"""The search against brute force, over many thousands of memory functions."""
+"""The search against brute force, over thousands of memory functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.cli.failures import Terminated
-from autobatch.core.records import Attempt
-from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.probing.attempt import Outcome
-from autobatch.probing.limits import ReplayPredictor
-from autobatch.probing.search import search
-
-BUDGET = 10_000
+from autobatch.probing.search import Found, search
+from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, predictor_of, program_of, trace_of
 
 
-def outcome_of(size: int, fits: bool, peak: int | None, trace: Trace | None = None) -> Outcome:
-    return Outcome(
-        Attempt(
-            micro_batch=size,
-            fits=fits,
-            peak_allocated_bytes=peak,
-            peak_reserved_bytes=None,
-            seconds=0.0,
-            reason=None if fits else "out of memory",
-        ),
-        trace if fits else None,
-    )
-
-
-class Machine:
-    """Runs micro-batches against a memory function, and keeps what was asked."""
-
-    def __init__(self, memory: Callable[[int], int], trace: Callable[[int], Trace] | None = None) -> None:
-        self.memory = memory
-        self.trace = trace
-        self.asked: list[int] = []
-
-    def run(self, size: int) -> Outcome:
-        self.asked.append(size)
-        peak = self.memory(size)
-        trace = self.trace(size) if self.trace else None
-        return outcome_of(size, peak <= BUDGET, min(peak, BUDGET), trace)
-
-    def fits(self, size: int) -> bool:
-        return self.memory(size) <= BUDGET
-
-    @property
-    def ooms(self) -> int:
-        return sum(not self.fits(size) for size in self.asked)
-
-
-def find(machine: Machine, cap: int):
-    return search(machine.run, cap=cap, predictor=ReplayPredictor(lambda: CountingAllocator(BUDGET)))
+def find(machine: Machine, cap: int) -> Found:
+    return search(machine.run, cap=cap, predictor=predictor_of())
 
 
 @given(
@@ -65,8 +24,8 @@ def find(machine: Machine, cap: int):
     cap=st.integers(1, 60),
 )
 @settings(max_examples=3000, deadline=None)
-def test_any_memory_function_gives_a_size_that_ran_with_a_neighbour_that_does_not_fit(values, cap) -> None:
-    """Noise, plateaus, cliffs and holes: whatever the function, the answer is certified by what ran."""
+def test_any_memory_function_gives_a_size_that_ran_below_one_that_does_not_fit(values, cap) -> None:
+    """Noise, plateaus, cliffs and holes: the runs prove the answer for any function."""
     machine = Machine(lambda size: values[min(size, len(values)) - 1])
     found = find(machine, cap)
     assert len(machine.asked) == len(set(machine.asked)), "no size is tried twice"
@@ -98,23 +57,8 @@ def test_monotone_memory_gives_exactly_the_limit_in_few_runs(fixed, slope, late,
 
     machine = Machine(memory)
     found = find(machine, cap)
-    limit = max((size for size in range(1, cap + 1) if memory(size) <= BUDGET), default=0)
-    assert found.micro_batch == limit
+    assert found.micro_batch == machine.limit(cap)
     assert len(machine.asked) <= 2 * math.log2(cap + 1) + 8
-
-
-def affine_trace(sizes: list[tuple[int, int]]) -> Callable[[int], Trace]:
-    """A program of blocks that live together two at a time, each affine in the micro-batch."""
-
-    def trace(micro_batch: int) -> Trace:
-        events: list[tuple[int, int]] = []
-        for block, (slope, constant) in enumerate(sizes):
-            events.append((block, slope * micro_batch + constant))
-            if block:
-                events.append((block - 1, FREE))
-        return Trace(tuple(events), ((0, "forward"),))
-
-    return trace
 
 
 @given(
@@ -122,37 +66,30 @@ def affine_trace(sizes: list[tuple[int, int]]) -> Callable[[int], Trace]:
     cap=st.integers(1, 4000),
 )
 @settings(max_examples=1000, deadline=None)
-def test_recorded_events_are_replayed_so_that_nothing_ever_runs_out_of_memory(sizes, cap) -> None:
-    trace = affine_trace(sizes)
-
-    def memory(micro_batch: int) -> int:
-        live = [slope * micro_batch + constant for slope, constant in sizes]
-        return max(a + b for a, b in zip(live, [*live[1:], 0], strict=True)) if live else 0
-
-    machine = Machine(memory, trace)
+def test_replayed_events_avoid_out_of_memory_errors(sizes, cap) -> None:
+    machine = machine_of(*(lambda m, a=slope, b=constant: a * m + b for slope, constant in sizes))
     found = find(machine, cap)
-    limit = max((size for size in range(1, cap + 1) if memory(size) <= BUDGET), default=0)
+    limit = machine.limit(cap)
     assert found.micro_batch == limit
     assert len(machine.asked) <= 4
-    # Only the first size can be too large, before anything is known: what is predicted fits.
+    # Only the first size may be too large, because predicted sizes fit.
     assert machine.ooms == (0 if limit >= min(2, cap) else len(machine.asked) - (limit > 0))
 
 
-def test_a_prediction_that_is_wrong_is_mended_by_running() -> None:
-    """Events that lie: they say that memory is half of what it is."""
-    lying = affine_trace([(5, 10)])
-    machine = Machine(lambda size: 10 * size + 20, lying)
+def test_runs_correct_a_wrong_prediction() -> None:
+    """The events have half of the size that the memory has."""
+    machine = Machine(lambda size: 10 * size + 20, trace_of(lambda size: 5 * size + 10))
     found = find(machine, 100_000)
     assert found.micro_batch == (BUDGET - 20) // 10
     assert found.upper_bound_by == "run"
 
 
-def test_the_time_limit_gives_the_best_size_so_far() -> None:
+def test_the_time_limit_gives_the_largest_size_so_far() -> None:
     machine = Machine(lambda size: size)
     found = search(
         machine.run,
         cap=10**6,
-        predictor=ReplayPredictor(lambda: CountingAllocator(BUDGET)),
+        predictor=predictor_of(),
         expired=lambda: len(machine.asked) >= 2,
     )
     assert found.micro_batch == max(machine.asked)
@@ -161,7 +98,7 @@ def test_the_time_limit_gives_the_best_size_so_far() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_an_interrupt_gives_the_best_size_so_far(after: int) -> None:
+def test_an_interrupt_gives_the_largest_size_so_far(after: int) -> None:
     machine = Machine(lambda size: size)
 
     def run(size: int) -> Outcome:
@@ -169,12 +106,12 @@ def test_an_interrupt_gives_the_best_size_so_far(after: int) -> None:
             raise KeyboardInterrupt
         return machine.run(size)
 
-    found = search(run, cap=10**6, predictor=ReplayPredictor(lambda: CountingAllocator(BUDGET)))
+    found = search(run, cap=10**6, predictor=predictor_of())
     assert found.stopped_by == "interrupt"
     assert found.micro_batch == max(machine.asked, default=0)
 
 
-def test_a_termination_is_not_answered_but_passed_on() -> None:
+def test_a_termination_is_raised() -> None:
     machine = Machine(lambda size: size)
 
     def run(size: int) -> Outcome:
@@ -183,4 +120,33 @@ def test_a_termination_is_not_answered_but_passed_on() -> None:
         return machine.run(size)
 
     with pytest.raises(Terminated):
-        search(run, cap=10**6, predictor=ReplayPredictor(lambda: CountingAllocator(BUDGET)))
+        search(run, cap=10**6, predictor=predictor_of())
+
+
+def test_attempts_without_figures_are_bisected() -> None:
+    asked: list[int] = []
+
+    def run(size: int) -> Outcome:
+        asked.append(size)
+        return outcome_of(size, size <= 777, None)
+
+    found = search(run, cap=100_000, predictor=predictor_of())
+    assert (found.micro_batch, found.upper_bound_by) == (777, "run")
+    assert len(asked) <= 24
+
+
+def test_sizes_just_below_one_that_failed_narrowly_are_tried_next() -> None:
+    """The events are right, but the allocator is fragmented: sizes near the limit run in one order only."""
+    rules = (lambda m: 90 * m + 100, lambda m: 5 * m + 5)
+    machine = machine_of(*rules)
+    limit = machine.limit(10_000)
+
+    def run(size: int) -> Outcome:
+        outcome = machine.run(size)
+        if size <= limit - 6 or not outcome.attempt.fits:
+            return outcome
+        return Outcome(msgspec.structs.replace(outcome.attempt, fits=False), outcome.trace)
+
+    found = search(run, cap=10_000, predictor=predictor_of(program_of(*rules)))
+    assert (found.micro_batch, found.upper_bound_by) == (limit - 6, "run")
+    assert len(machine.asked) <= 7

@@ -1,4 +1,4 @@
-"""Sizes that run in the host's memory are told by their time per sample."""
+"""Sizes that spill to the host, rejected by their time per sample."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def judged(guard: SpillGuard, size: int, seconds: float) -> Attempt:
 RAN = [(100, 1.0), (10, 0.9), (200, 2.0), (201, 7.0), (150, 5.0)]
 
 
-def test_a_smaller_size_that_is_slower_per_sample_does_not_spill() -> None:
-    """What comes once a step weighs more in a small size; a larger one has no such reason."""
+def test_a_smaller_size_that_is_slower_per_sample_is_not_rejected() -> None:
+    """Costs per step weigh more in a smaller size, but cannot slow a larger one."""
     guard = SpillGuard(active=True)
     assert [judged(guard, *one).fits for one in RAN] == [True, True, True, False, True]
 
 
-def test_the_reason_names_the_factor_and_a_device_that_cannot_spill_is_left_alone() -> None:
+def test_the_reason_names_the_factor_and_a_device_that_cannot_spill_rejects_nothing() -> None:
     guard = SpillGuard(active=True)
     judged(guard, 100, 1.0)
     assert "4.0 times" in str(judged(guard, 200, 8.0).reason)

@@ -69,25 +69,25 @@ def counted(seen: list[int]) -> WholeBatchLoss:
 
 
 @pytest.mark.parametrize(
-    ("window", "micro_batch", "expected"),
+    ("whole_batch", "micro_batch", "expected"),
     [(20, 3, [20] * 3), (20, 15, [20] * 3), (20, 20, [20] * 3), (None, 3, [3, 6, 6])],
 )
-def test_the_loss_of_an_attempt_sees_as_many_rows_as_that_of_the_training(window, micro_batch, expected):
+def test_the_loss_of_an_attempt_sees_as_many_rows_as_that_of_the_training(whole_batch, micro_batch, expected):
     seen: list[int] = []
-    made = replace(trial_setup(loss=counted(seen)), whole_batch=window)
+    made = replace(trial_setup(loss=counted(seen)), whole_batch=whole_batch)
     assert attempt(made, micro_batch).attempt.fits
     assert seen == expected
 
 
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("whole_batch", [None, 30])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_traced_is_what_an_attempt_allocates(window: int | None, precision: Any) -> None:
+def test_what_is_traced_is_what_an_attempt_allocates(whole_batch: int | None, precision: Any) -> None:
     found = WORKLOADS["perceptron"]()
-    made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=window)
-    traced = replace(setting(made, steps=ATTEMPT_STEPS), samples=window)
+    made = replace(setup(replace(found, loss=LOSS), precision=precision), whole_batch=whole_batch)
+    traced = replace(setting(made, steps=ATTEMPT_STEPS), samples=whole_batch)
     for size in (3, 11, 25, 30):
         assert record(traced, size).trace == attempt(made, size).trace.canonical()
-    # Affine, or quadratic where the window grows with the micro-batch.
+    # Affine, or quadratic if the batch grows with the micro-batch.
     assert footprint(traced).program.agrees_with(23, attempt(made, 23).trace)
 
 
@@ -157,7 +157,7 @@ def test_an_estimate_counts_the_whole_batch() -> None:
     assert large.estimates[0].phase == "loss"
 
 
-def test_a_loss_over_the_whole_batch_is_timed_once_a_window() -> None:
+def test_a_loss_over_the_whole_batch_is_timed_once_a_step() -> None:
     time = Time()
 
     class Slow(torch.optim.SGD):
@@ -181,7 +181,7 @@ def test_a_loss_over_the_whole_batch_is_timed_once_a_window() -> None:
     assert time_steps(made, [8] * 8, 0.0) == Timing(micro=16.0, step=37.0, setup=0.0)
 
 
-def test_losses_of_a_configuration_are_compared_over_whole_windows() -> None:
+def test_losses_of_a_configuration_are_compared_over_whole_batches() -> None:
     seen: list[int] = []
     made = trial_setup(loss=counted(seen))
     assert LossCheck(made, 64).over(replace(made, precision="bf16")) <= 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,6 +22,38 @@ from autobatch.probing.find_limit import Limit, ProbeLimits, find_limit
 from autobatch.report.result import Result
 
 WIDTH = 16
+
+
+class RandomVectors(Dataset):
+    """Samples that are augmented: reading one draws from every generator."""
+
+    def __init__(self, width: int = WIDTH, count: int = 120) -> None:
+        self.width, self.count = width, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        shift = random.random() + float(np.random.rand())
+        return torch.randn(self.width) + shift, torch.tensor(index % 4)
+
+
+class Sequences(Dataset):
+    """Sequences of these lengths, with labels."""
+
+    def __init__(self, lengths: list[int], width: int = 8) -> None:
+        self.lengths, self.width = lengths, width
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(self.lengths[index], self.width), torch.tensor(index % 4)
+
+
+def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    inputs, labels = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), torch.stack(labels)
 
 
 def vectors(count: int = 600, width: int = WIDTH) -> Dataset:

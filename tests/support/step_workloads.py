@@ -151,6 +151,11 @@ WORKLOADS = {
 }
 
 
+def deep_transformer() -> Workload:
+    """Return a workload whose activations take most of the memory."""
+    return make(lambda: Transformer(depth=4), data=Tokens(), loss=token_loss)
+
+
 def setup(
     workload: Workload,
     *,

@@ -1,0 +1,202 @@
+"""Probed limits against attempts at every size, and against training at the limit by another path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autobatch
+from autobatch import Workload
+from autobatch.core.progress import Progress
+from autobatch.probing import attempt as attempts
+from autobatch.probing.attempt import TrainSetup, attempt
+from autobatch.probing.child import open_process
+from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.setup import SetupSettings, open_setup
+from benchmarks.workloads import WORKLOADS
+from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
+
+# Brute force.
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(6 * 4, 4),
+    )  # fmt: skip
+
+
+def on_squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0].view(-1, 1, 4, 4)), batch[1])
+
+
+def all_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    features = functional.normalize(model(batch[0]), dim=1)
+    return functional.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(4, 24, batch_first=True), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.view(len(x), 4, 4))[0][:, -1])
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+CASES = {
+    "mlp": (work(lambda: mlp(256)), "150KiB"),
+    "convolutions": (work(convolutions, loss=on_squares), "30KiB"),
+    "pairs": (work(loss=all_pairs), "48KiB"),
+    "lstm": (work(Recurrent), "100KiB"),
+    "deep": (work(wide), "28KiB"),
+}
+# Under CUDA's allocator the smallest budget is a segment of 2 MiB.
+WIDE = 256
+SIMULATED = {
+    "mlp": (work(lambda: mlp(4096)), "4MiB"),
+    "pairs": (work(lambda: mlp(2048), loss=all_pairs), "2MiB"),
+    "convolutions": (
+        work(
+            lambda: nn.Sequential(nn.Conv2d(1, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 3), nn.Flatten(),
+                                  nn.Linear(32 * 144, 4)),
+            train_data=vectors(200, WIDE),
+            loss=lambda m, b: functional.cross_entropy(m(b[0].view(-1, 1, 16, 16)), b[1]),
+        ),
+        "6MiB",
+    ),
+}  # fmt: skip
+
+
+def check_every_size(workload: Workload, device: str, budget: str) -> None:
+    setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
+    found = autobatch.probe(workload, device=device, memory_budget=budget)
+    cap = min(found.micro_batch + 8, len(workload.train_data))
+    fits = {size: attempt(setup, size).attempt.fits for size in range(1, cap + 1)}
+    assert fits[found.micro_batch]
+    assert found.limited_by == "memory"
+    assert not any(fits[size] for size in range(found.micro_batch + 1, cap + 1))
+    ran = {one.micro_batch: one.fits for one in found.attempts}
+    assert ran[found.micro_batch], "the answer itself ran"
+    assert all(fits.get(size, False) == fit for size, fit in ran.items() if size in fits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attempts_at_every_size_agree_with_a_probe_of_the_host(case: str) -> None:
+    check_every_size(CASES[case][0], "cpu", CASES[case][1])
+
+
+@pytest.mark.parametrize("case", SIMULATED)
+def test_attempts_at_every_size_agree_with_a_probe_of_a_simulated_gpu(case: str) -> None:
+    check_every_size(SIMULATED[case][0], "sim:t4", SIMULATED[case][1])
+
+
+# Training at the limit.
+
+
+def survives(setup: TrainSetup, size: int, steps: int, seed: int = 0) -> bool:
+    """Train on random samples in a loop of plain torch, which shares no code with an attempt."""
+    generator = torch.Generator().manual_seed(seed)
+    data, workload = setup.workload.train_data, setup.workload
+    collate = workload.collate or torch.utils.data.default_collate
+    with setup.device.enforced() as meter:
+        model = workload.model()
+        optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
+        try:
+            for _ in range(steps):
+                for _ in range(2):
+                    with meter.uncounted():
+                        ids = torch.randint(len(data), (size,), generator=generator).tolist()
+                        batch = collate([data[index] for index in ids])
+                    meter.count(batch)
+                    # The loss is divided, so that there are as many operators as in a step.
+                    (workload.loss(model, batch) / 2).backward()
+                    del batch
+                optimizer.step()
+                optimizer.zero_grad()
+        except torch.OutOfMemoryError:
+            return False
+    return True
+
+
+def deep() -> nn.Module:
+    """Build many blocks of up to 1 MiB, for which CUDA's allocator takes segments of 2 MiB rather than 20."""
+    layers = [layer for _ in range(7) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    return nn.Sequential(nn.Linear(WIDTH, 256), *layers, nn.Linear(256, 4))
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "budget", "steps"),
+    [("cpu", lambda: mlp(2048), "1300KiB", 200), ("sim:t4", deep, "12MiB", 12)],
+    ids=["cpu", "sim"],
+)
+def test_a_limit_leaves_room_for_state_that_the_first_step_makes(
+    device, model, budget, steps, monkeypatch
+) -> None:
+    """Activations are tiny and AdamW has three states, so that a single step fits where training does not."""
+    workload = work(model, optimizer=amsgrad, train_data=vectors(3000))
+    setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
+    found = autobatch.probe(workload, device=device, memory_budget=budget).micro_batch
+    assert survives(setup, found, steps)
+    # The mutant: the activations are gone when the first step makes the state.
+    monkeypatch.setattr(attempts, "ATTEMPT_STEPS", (1,))
+    monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
+    too_large = found + max(1, found // 4)
+    assert attempt(setup, too_large).attempt.fits
+    assert not survives(setup, too_large, steps=3)
+
+
+def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -> None:
+    """A first step of two micro-batches fragments the cache in another way than a step of one."""
+    workload = WORKLOADS["resnet-bn"]()
+    options = {"device": "sim:t4", "memory_budget": "2MiB"}
+    setup = open_setup(workload, SetupSettings(**options))
+    found = autobatch.probe(workload, **options).micro_batch
+    assert survives(setup, found, steps=6)
+    monkeypatch.setattr(attempts, "OTHER_ATTEMPT_STEPS", (1,))
+    refused = [size for size in range(found + 1, found + 8) if attempt(setup, size).attempt.fits]
+    assert refused
+    assert not survives(setup, refused[-1], steps=3)
+
+
+@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_other_order_is_traced_once_it_makes_a_difference(isolated, tmp_path) -> None:
+    """The second prediction is right then: one error, two runs, and every larger size fails."""
+    options = SetupSettings(device="sim:t4", memory_budget="2MiB")
+    here = open_setup(WORKLOADS["resnet-bn"](), options)
+    file = tmp_path / "train.py"
+    file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['resnet-bn']\n")
+    with open_process(f"{file}:train", options, isolated=isolated) as process:
+        found = find_limit(process, ProbeLimits(), home=tmp_path, progress=Progress()).probe
+    assert [one.fits for one in found.attempts] == [False, True]
+    assert found.upper_bound_by == "replay"
+    above = range(found.micro_batch + 1, found.attempts[0].micro_batch + 1)
+    assert not any(attempt(here, size).attempt.fits for size in above)
+
+
+LENGTHS = [2 + (index * 37 % 29) + (30 if index % 60 == 41 else 0) for index in range(240)]
+"""Few samples are as long as the longest, and those do not come first."""
+
+
+def over_time(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]).mean(dim=1), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("size_of", "steps"), [(None, 300), (lambda sample: len(sample[0]), 50)], ids=["scan", "size_of"]
+)
+def test_random_samples_of_different_lengths_train_at_the_limit(size_of, steps: int) -> None:
+    workload = work(
+        lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)),
+        train_data=Sequences(LENGTHS), collate=pad, loss=over_time, size_of=size_of,
+    )  # fmt: skip
+    found = autobatch.probe(workload, device="cpu", memory_budget="150KiB")
+    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="150KiB"))
+    assert 2 <= found.micro_batch < 60
+    assert survives(setup, found.micro_batch, steps)

@@ -1,0 +1,156 @@
+"""Whole probes after one another: a saved limit is confirmed by one run, or probed again with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from autobatch.probing import questions
+from autobatch.probing.cache import CachedLimit
+from tests.support.probes import WIDTH, amsgrad, mlp, probed, work
+
+
+def saved_files(home: Path) -> list[Path]:
+    return sorted((home / "profiles").glob("*/limits/*.json"))
+
+
+def test_a_second_probe_confirms_the_saved_limit_with_one_run(own_home: Path) -> None:
+    first, _ = probed(work())
+    second, listener = probed(work())
+    assert (len(listener.sizes), second.probe.micro_batch) == (1, first.probe.micro_batch)
+    assert second.probe.source.startswith("saved 2")
+    assert first.profile == second.profile == saved_files(own_home)[0]
+    assert listener.notes == [line for line in listener.notes if "saved" not in line]
+
+
+def of_length(length: int) -> dict[str, object]:
+    return {
+        "train_data": TensorDataset(torch.ones(300, length, WIDTH), torch.zeros(300, dtype=torch.int64)),
+        "loss": lambda model, batch: functional.cross_entropy(model(batch[0]).mean(dim=1), batch[1]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "before", "after"),
+    [
+        ("model", {}, {"model": lambda: mlp(65)}),
+        ("optimizer", {}, {"optimizer": amsgrad}),
+        ("samples", of_length(5), of_length(7)),
+    ],
+    ids=["model", "optimizer", "length"],
+)
+def test_a_changed_workload_is_probed_again_with_a_note_of_the_field(field, before, after) -> None:
+    probed(work(**before))
+    result, listener = probed(work(**after))
+    assert result.probe.source == "search"
+    assert any(f"stale: {field} " in line and "probing again" in line for line in listener.notes)
+
+
+def test_another_version_of_torch_is_probed_again_with_a_note(monkeypatch) -> None:
+    probed(work())
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    result, listener = probed(work())
+    assert result.probe.source == "search"
+    assert any("torch " in line and "→ 9.9.9" in line for line in listener.notes)
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": "100KiB"}, {"precision": "bf16"}])
+def test_other_options_have_a_saved_limit_of_their_own(options: dict) -> None:
+    first, _ = probed(work())
+    second, _ = probed(work(), **options)
+    assert second.probe.source == "search"
+    again, listener = probed(work())
+    assert again.probe.micro_batch == first.probe.micro_batch
+    assert len(listener.sizes) == 1, "the first answer is kept beside the second"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\x00" * 40, b'{"schema": 99}', b"[1]", b'{"micro_batch": -1}']
+)
+def test_an_unreadable_file_is_probed_again(content: bytes, own_home: Path) -> None:
+    first, _ = probed(work())
+    (file,) = saved_files(own_home)
+    file.write_bytes(content)
+    second, _ = probed(work())
+    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
+
+
+def edited(file: Path, **fields) -> None:
+    content = json.loads(file.read_bytes()) | fields
+    file.write_text(json.dumps(content))
+    assert set(content) <= set(CachedLimit.__struct_fields__)
+
+
+def test_a_saved_limit_that_no_longer_fits_is_probed_again(own_home: Path) -> None:
+    first, _ = probed(work())
+    (file,) = saved_files(own_home)
+    edited(file, micro_batch=500)
+    second, listener = probed(work())
+    assert listener.sizes[0] == 500
+    assert any("500 no longer fits" in line for line in listener.notes)
+    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
+    assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
+def test_a_cached_limit_below_the_truth_is_searched_anew(device: str, own_home: Path) -> None:
+    """The run of the cached size fits, and says nothing about the next one."""
+    asked = {"device": device, "memory_budget": "80KiB" if device == "cpu" else "4MiB"}
+    workload = work() if device == "cpu" else work(lambda: mlp(4096))
+    first, _ = probed(workload, **asked)
+    (file,) = saved_files(own_home)
+    for wrong in (2, first.probe.micro_batch - 1):
+        edited(file, micro_batch=wrong)
+        second, listener = probed(workload, **asked)
+        assert listener.sizes[0] == wrong
+        assert any(f"more than the saved micro-batch of {wrong} seems" in line for line in listener.notes)
+        assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
+        assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
+    again, listener = probed(workload, **asked)
+    assert (again.probe.micro_batch, listener.sizes) == (first.probe.micro_batch, [first.probe.micro_batch])
+
+
+def test_without_a_trace_the_peak_decides_about_a_cached_limit(monkeypatch, own_home: Path) -> None:
+    """As on a GPU: 2 for a limit of many leaves most of the budget, and the limit itself does not."""
+    monkeypatch.setattr(questions, "trace", lambda process: None)
+    first, _ = probed(work())
+    again, listener = probed(work())
+    assert again.probe.source.startswith("saved 2")
+    assert listener.sizes == [first.probe.micro_batch]
+    (file,) = saved_files(own_home)
+    edited(file, micro_batch=2)
+    second, listener = probed(work())
+    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
+
+
+def test_a_larger_cap_than_the_saved_one_is_probed_again() -> None:
+    small, _ = probed(work(), max_micro_batch=3)
+    large, listener = probed(work(), max_micro_batch=5)
+    assert (small.probe.micro_batch, large.probe.micro_batch) == (3, 5)
+    assert large.probe.source == "search"
+    free, _ = probed(work())
+    assert free.probe.limited_by == "memory"
+    capped, listener = probed(work(), max_micro_batch=4)
+    assert (capped.probe.micro_batch, capped.probe.limited_by) == (4, "max_micro_batch")
+    assert listener.sizes == [4]
+
+
+def test_a_check_of_one_size_keeps_the_saved_limit() -> None:
+    first, _ = probed(work())
+    probed(work(), micro_batch=2)
+    again, listener = probed(work())
+    assert (again.probe.micro_batch, len(listener.sizes)) == (first.probe.micro_batch, 1)
+
+
+def test_a_limit_that_cannot_be_saved_is_noted(own_home: Path) -> None:
+    own_home.parent.mkdir(parents=True, exist_ok=True)
+    own_home.write_text("a file where the folder should be")
+    result, listener = probed(work())
+    assert result.probe.micro_batch > 1
+    assert result.profile is None
+    assert any("the limit was not saved" in line for line in listener.notes)
