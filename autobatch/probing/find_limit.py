@@ -22,7 +22,7 @@ from autobatch.probing import questions
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup, store
 from autobatch.probing.child import SetupProcess
-from autobatch.probing.limits import ReplayPredictor
+from autobatch.probing.limits import ReplayPredictor, has_ample_room
 from autobatch.probing.search import search
 from autobatch.probing.setup import SetupInfo, new_allocator
 from autobatch.probing.spill import SpillGuard
@@ -235,13 +235,20 @@ def _look_up(probing: _Probing, home: Path) -> CachedLimit | None:
 
 
 def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
-    """Run the cached limit once. Return None if it answers another question, or no longer fits."""
+    """Run the cached limit once. Return None if it answers another question, no longer fits, or is too small.
+
+    Too small means that more fits, which a run of the limit alone does not show.
+    """
     size = min(cached.micro_batch, probing.cap)
     if cached.limited_by != "memory" and size < probing.cap:
         return None
-    attempted = probing.run(size).attempt
+    outcome = probing.run(size)
+    attempted = outcome.attempt
     if not attempted.fits:
         probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
+        return None
+    if size < probing.cap and _is_too_small(probing.process, cached, outcome):
+        probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
         return None
     return Probe(
         micro_batch=size,
@@ -252,6 +259,24 @@ def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
         attempts=[attempted],
         source=f"saved {cached.date}",
     )
+
+
+def _is_too_small(process: SetupProcess, cached: CachedLimit, outcome: Outcome) -> bool:
+    """Return whether more than a cached limit fits, according to the replay or else to the peak of its run.
+
+    The budget is the smaller of now and then, because close budgets count as the same.
+    """
+    then, device = cached.key.get("budget_bytes"), process.info.device
+    budget = min(then, device.budget_bytes) if isinstance(then, int) else device.budget_bytes
+    info = msgspec.structs.replace(process.info, device=msgspec.structs.replace(device, budget_bytes=budget))
+    step = questions.trace(process)
+    predictor = ReplayPredictor(
+        lambda: new_allocator(info),
+        None if step is None else step.program,
+        lambda: questions.trace_other_order(process),
+    )
+    next_fits = predictor.says_next_fits(outcome)
+    return has_ample_room(outcome.attempt, budget) if next_fits is None else next_fits
 
 
 def _store(probing: _Probing, found: Probe, home: Path) -> Path | None:

@@ -33,6 +33,8 @@ FIRST_SIZE = 2
 DISTANCES = (29, 23, 19, 17, 13, 11, 7, 5, 3, 2, 1)
 """Distances from the first size to the second: far enough for exact slopes and small enough to be quick. They
 are prime, so that sizes that a library rounds rarely seem to grow by whole bytes per sample."""
+AMPLE_ROOM = 0.8
+"""Share of the budget below which a predicted peak leaves so much room that a cached limit is in doubt."""
 ENOUGH_POINTS = 3
 """Number of sizes that shows whether the events are lines, parabolas or neither."""
 
@@ -116,13 +118,30 @@ class ReplayPredictor:
 
     def proves_next_fails(self, micro_batch: int) -> bool:
         """Return whether ``micro_batch + 1`` does not fit according to a program that a run has confirmed."""
+        return self._next_fits(micro_batch) is False
+
+    def says_next_fits(self, outcome: Outcome) -> bool | None:
+        """Return whether one sample more than in an attempt fits; None if no program agrees with the attempt.
+
+        A size that fails in either order of an attempt does not fit.
+        """
+        self.learn(outcome)
+        size = outcome.attempt.micro_batch
+        if self._next_fits(size) and self._other is None:
+            other = self._predict_other()
+            if other and outcome.other and other.agrees_with(size, outcome.other):
+                self._other = other
+        return self._next_fits(size)
+
+    def _next_fits(self, micro_batch: int) -> bool | None:
+        """Return whether ``micro_batch + 1`` fits; None if no run has confirmed a program."""
         if self._program is None or not self._confirmed:
-            return False
+            return None
         orders = [self._program] if self._other is None else [self._program, self._other]
         try:
-            return not all(replay(order.at(micro_batch + 1), self._new_allocator()).fits for order in orders)
+            return all(replay(order.at(micro_batch + 1), self._new_allocator()).fits for order in orders)
         except Untraceable:
-            return False
+            return None
 
     def _agrees(self, size: int, trace: Trace) -> bool:
         return self._exact and self._program is not None and self._program.agrees_with(size, trace)
@@ -166,6 +185,16 @@ class ReplayPredictor:
         if high <= low:
             return None
         return min(cap, large + (budget - high) * (large - small) // (high - low))
+
+
+def has_ample_room(attempt: Attempt, budget_bytes: int) -> bool:
+    """Return whether the peak of a size that fits leaves room for far more than one sample more.
+
+    Memory has a fixed part, so one sample more takes at most ``peak ÷ micro_batch``. At a true limit the sum
+    therefore exceeds the budget, but for workspaces and fragments.
+    """
+    peak = peak_bytes(attempt)
+    return peak is not None and peak + peak / attempt.micro_batch < AMPLE_ROOM * budget_bytes
 
 
 def peak_bytes(attempt: Attempt) -> int | None:

@@ -147,7 +147,8 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
         size: samples of the micro-batch.
 
     Raises:
-        InputError: ``loss`` is no loss, or of another kind than that of the micro-batch before.
+        InputError: ``loss`` is no loss, or of another kind than that of the micro-batch before, or its count
+            is a number that is not finite or is negative.
     """
     if totals.sizes and isinstance(loss, Loss) != (totals.count is not None):
         raise InputError(
@@ -160,6 +161,8 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
             raise InputError(f"the total of a Loss must be a 0-d tensor, found {form_of(total)}")
         if isinstance(count, Tensor) and count.dim() != 0:
             raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {form_of(count)}")
+        if not isinstance(count, Tensor) and not 0 <= count < math.inf:
+            raise _invalid_count(count, "a micro-batch")
         if totals.count is None:
             totals.count = 0.0
             totals.divisor = _power_of_two(_items_per_sample(train_state, count, size) * totals.samples)
@@ -171,6 +174,13 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
             totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
         return _at_least_32_bits(loss) * (size / totals.divisor)
     raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
+
+
+def _invalid_count(count: float, of: str) -> InputError:
+    return InputError(
+        f"the count of the workload's Loss must be finite and at least 0, found {count:g} for {of}, so "
+        "no step was taken: return the number of items that its total sums over"
+    )
 
 
 def run_backward(train_state: TrainState, totals: StepTotals, share: Tensor, size: int) -> None:
@@ -201,7 +211,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
         finite. If none moved, the buffers can still be restored to the start of the batch.
 
     Raises:
-        InputError: the loss does not depend on the trained parameters.
+        InputError: the loss does not depend on the trained parameters, or the counts of its `Loss` do not sum
+            to a finite number of at least 0.
     """
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
@@ -209,6 +220,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     (loss, count, first_norm, first_count), values = _read(totals, norms)
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
+    if not 0 <= items < math.inf:
+        raise _invalid_count(items, "the batch")
     if items > 0 and not any(has_gradient):
         raise InputError(
             "the workload's loss has no gradient: compute it from the parameters that the optimizer trains, "

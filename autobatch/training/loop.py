@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.core.errors import NonFiniteError, RestartSmallerError
+from autobatch.core.errors import InputError, NonFiniteError, RestartSmallerError
 from autobatch.core.records import StepRecord
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
@@ -59,6 +60,28 @@ def scaled_learning_rate(optimizers: Optimizers, factor: float) -> Iterator[None
     finally:
         for group, rate in originals:
             group["lr"] = rate
+
+
+def check_learning_rates(optimizers: Optimizers, step: int) -> float:
+    """Return the learning rate of the first parameter group, 0 if it has none.
+
+    Raises:
+        NonFiniteError: a learning rate of step ``step`` is not finite.
+        InputError: a learning rate is negative.
+    """
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    away = [one for one in rates if isinstance(one, Tensor) and one.device.type != "cpu"]
+    # One transfer for all rates that are on the device.
+    values = iter(torch.stack([one.double() for one in away]).tolist() if away else [])
+    found = [next(values) if any(one is other for other in away) else one for one in rates]
+    for number, rate in enumerate(found, 1):
+        if rate is not None and not 0 <= rate < math.inf:
+            raise (InputError if math.isfinite(rate) else NonFiniteError)(
+                f"the learning rate of step {step} is {float(rate):g} (parameter group {number} of "
+                f"{len(found)}), so the step was not taken: it must be finite and at least 0; check "
+                "Workload(schedule=…) and Workload(optimizer=…)"
+            )
+    return float(found[0] or 0.0)
 
 
 MAX_REPLAYS = 2
@@ -107,8 +130,9 @@ class Loop:
         """Train the remaining batches, and yield one record per batch.
 
         Raises:
-            NonFiniteError: the loss or the gradient is not finite and the step may not be skipped; the
-                weights did not change.
+            NonFiniteError: the learning rate is not finite, or the loss or the gradient is not and the step
+                may not be skipped; the weights did not change.
+            InputError: a learning rate or the count of a `Loss` is invalid; the weights did not change.
             RestartSmallerError: out of memory where the loop cannot recover.
             DoesNotFitError: out of memory at a micro-batch of 1.
         """
@@ -125,7 +149,7 @@ class Loop:
                 return
             factor = warmup_factor(self.sampler.seen(batch.index + 1), self.warmup_samples)
             with scaled_learning_rate(self.train_state.optimizers, factor):
-                learning_rate = float(self.train_state.optimizers[0].param_groups[0]["lr"])
+                learning_rate = check_learning_rates(self.train_state.optimizers, batch.index + 1)
                 result, sizes, oom_message = self._train_batch(batch)
             self._check(batch, sizes, result)
             self._advance(batch, result)

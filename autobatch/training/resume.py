@@ -18,7 +18,7 @@ from autobatch.training.checkpoint_content import check_content
 from autobatch.training.manifest import STATE
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler
 
 _BIT_EXACT_KEYS = {
     "device": "device",
@@ -76,6 +76,7 @@ def load_plan(resumed: Loaded, options: LoopSettings) -> Plan:
 def data_order_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
     """Return the facts of the data order that a checkpoint keeps."""
     return {
+        "order": ORDER_VERSION,
         "total_steps": sampler.total,
         "samples": sampler.samples,
         "last_batch": sampler.last_batch,
@@ -95,6 +96,14 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
         InputError: they differ; names the difference.
     """
     facts, total = resumed.facts, resumed.facts["total_steps"]
+    # The first version of the order was kept without a number.
+    order = facts.get("order", 1)
+    if order != ORDER_VERSION:
+        raise InputError(
+            f"this autobatch draws the data in version {ORDER_VERSION} of the order, but the checkpoint "
+            f"{resumed.path} was begun with version {order}, so samples would repeat or be left out: resume "
+            "with the autobatch that began the run, or start without --resume"
+        )
     if facts["samples"] != sampler.samples:
         raise InputError(
             f"the training data have {sampler.samples:,} samples, but had {facts['samples']:,} at the "

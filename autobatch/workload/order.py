@@ -1,8 +1,9 @@
 """The samples of each optimizer step, and their order.
 
 Batches of exactly ``target_batch`` sample ids are drawn from a permutation of each epoch, which depends on
-the seed and the epoch alone. They are split into micro-batches afterwards. The order of the data therefore
-does not depend on the micro-batch, the number of workers, the ranks, or the step of a resume.
+the seed and the epoch alone. It is computed for any place at once, so no epoch is held in memory. Batches are
+split into micro-batches afterwards. The order of the data therefore does not depend on the micro-batch, the
+number of workers, the ranks, or the step of a resume.
 """
 
 from __future__ import annotations
@@ -13,8 +14,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 LastBatch = Literal["carry", "flush", "drop"]
+ORDER_VERSION = 2
+"""Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
+BLOCK = 4096
+"""Places of an epoch that are computed at once, because many small tensors cost more than a large one."""
+ROUNDS = 8
+"""Rounds of the Feistel network; four suffice in theory (Luby and Rackoff 1988)."""
+SMALL_BITS = 12
+"""Bits of a domain up to which halves are so small that more rounds are needed."""
+ROUNDS_IF_SMALL = 20
+_MASK32 = 2**32 - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+"""Increment of SplitMix64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +97,25 @@ class GlobalBatchSampler:
 
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on."""
-        order: list[int] = []
-        drawn = -1
+        block: list[int] = []
+        drawn: tuple[int, int] | None = None
         for index in range(start, self.total):
             first = self._position(index)
             ids: list[int] = []
             missing = self.size(index)
             while missing:
                 epoch, place = divmod(first + len(ids), self.samples)
-                if epoch != drawn:
-                    order, drawn = permutation(self.samples, seed=self.seed, epoch=epoch), epoch
-                ids += order[place : place + missing]
+                number, offset = divmod(place, BLOCK)
+                if (epoch, number) != drawn:
+                    block, drawn = self._block(epoch, number), (epoch, number)
+                ids += block[offset : offset + missing]
                 missing = self.size(index) - len(ids)
             yield GlobalBatch(index, first // self.samples, ids)
+
+    def _block(self, epoch: int, number: int) -> list[int]:
+        """Draw the samples of an epoch that have the places of a block."""
+        start = number * BLOCK
+        return permutation(self.samples, seed=self.seed, epoch=epoch, start=start, stop=start + BLOCK)
 
     def _position(self, index: int) -> int:
         """Return where a batch begins, counted in samples of all epochs in a row."""
@@ -105,12 +125,71 @@ class GlobalBatchSampler:
         return epoch * self.samples + place * self.target_batch
 
 
-def permutation(samples: int, *, seed: int, epoch: int) -> list[int]:
-    """Return the order of an epoch: a permutation of ``range(samples)``, set by seed and epoch alone."""
-    generator = torch.Generator()
-    # Epochs of neighbouring seeds must not coincide, so seed and epoch are each multiplied by an odd constant
-    # (Steele et al. 2014, SplitMix64).
-    mixed = (seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + 1) % 2**63
-    generator.manual_seed(mixed)
-    order: list[int] = torch.randperm(samples, generator=generator).tolist()
-    return order
+def permutation(samples: int, *, seed: int, epoch: int, start: int = 0, stop: int | None = None) -> list[int]:
+    """Return the order of an epoch, or the part of it from ``start`` to ``stop``.
+
+    The order is a permutation of ``range(samples)`` that is computed and never stored: a Feistel network
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains") on the next power of two. An image
+    outside of the range is permuted again until it lies within, which takes fewer than two passes on average.
+
+    Args:
+        samples: number of samples, below 2^62.
+        seed: any integer, taken modulo 2^64.
+        epoch: from 0.
+        start: first place.
+        stop: place after the last; None for the end.
+    """
+    bits = (samples - 1).bit_length()
+    keys = _round_keys(seed, epoch, ROUNDS_IF_SMALL if bits <= SMALL_BITS else ROUNDS)
+    # The device is named, because the user may have set another default.
+    ids = torch.arange(start, samples if stop is None else min(stop, samples), device="cpu")
+    ids = _feistel(ids, bits, keys)
+    outside = (ids >= samples).nonzero().squeeze(1)
+    while len(outside):
+        again = _feistel(ids[outside], bits, keys)
+        ids[outside] = again
+        outside = outside[again >= samples]
+    found: list[int] = ids.tolist()
+    return found
+
+
+def _feistel(values: Tensor, bits: int, keys: list[tuple[int, int]]) -> Tensor:
+    """Permute integers of ``bits`` bits: hash each half in turn into the other."""
+    low_bits = (bits + 1) // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << bits - low_bits) - 1
+    low, high = values & low_mask, values >> low_bits
+    for number, (first, second) in enumerate(keys):
+        if number % 2:
+            low = low ^ (_hash32(high, first, second) & low_mask)
+        else:
+            high = high ^ (_hash32(low, first, second) & high_mask)
+    return (high << low_bits) | low
+
+
+def _hash32(values: Tensor, first: int, second: int) -> Tensor:
+    """Hash integers below 2^32 to 32 bits under two keys of 32 bits.
+
+    The constants are those of lowbias32 (Wellons, hash-prospector). The second is written as a negative
+    number that is equal modulo 2^32, so that no product leaves 64 bits.
+    """
+    values = values ^ first
+    values = ((values ^ (values >> 16)) * 0x7FEB352D) & _MASK32
+    values = values ^ second
+    values = ((values ^ (values >> 15)) * (0x846CA68B - 2**32)) & _MASK32
+    return values ^ (values >> 16)
+
+
+def _round_keys(seed: int, epoch: int, rounds: int) -> list[tuple[int, int]]:
+    """Return two keys of 32 bits per round, from SplitMix64 (Steele et al. 2014)."""
+    # The seed is mixed before the epoch is added, so that epochs of neighbouring seeds do not coincide.
+    state = _mix64(_mix64(seed % 2**64) + epoch)
+    mixed = [_mix64(state + number * _GOLDEN_GAMMA) for number in range(1, rounds + 1)]
+    return [(key & _MASK32, key >> 32) for key in mixed]
+
+
+def _mix64(value: int) -> int:
+    """Return the output of SplitMix64 for a state, taken modulo 2^64."""
+    value = (value + _GOLDEN_GAMMA) % 2**64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)

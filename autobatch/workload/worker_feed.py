@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.signals import STOPPING, hold_back_signals
 from autobatch.planning import micro_batches
 from autobatch.workload.contract import Collated
@@ -32,6 +32,15 @@ from autobatch.workload.worker_exit import WorkerExits
 
 BatchesFrom: TypeAlias = Callable[[int], Iterator[GlobalBatch]]
 """Returns the batches of the run, from a number on."""
+TIME_LIMIT_S = 600.0
+"""Longest wait for a micro-batch, generous enough for slow storage."""
+POLL_S = 5.0
+"""Interval at which a wait checks for crashed workers and the time limit. Intervals are counted, so the time
+for which a machine is suspended does not."""
+
+
+class LoaderWorkerTimeout(AutobatchError, RuntimeError):  # noqa: N818 - an event, as LoaderWorkerCrashed
+    """A loader worker sent no micro-batch in time; the message names it, and says what to do."""
 
 
 class WorkerFeed:
@@ -43,6 +52,7 @@ class WorkerFeed:
         workers: number of processes.
         prefetch: micro-batches that each worker is ahead by.
         gpu: copy micro-batches to pinned memory for this GPU; None not to copy.
+        time_limit_s: longest wait for a micro-batch.
     """
 
     def __init__(
@@ -53,13 +63,16 @@ class WorkerFeed:
         workers: int,
         prefetch: int,
         gpu: torch.device | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
         self._collate = collate
+        self._time_limit_s = time_limit_s
         self._batches = batches
         self._settings: dict[str, Any] = {
             "num_workers": workers,
             "prefetch_factor": prefetch,
             "pin_memory": gpu is not None,
+            "timeout": min(POLL_S, time_limit_s),
         }
         self._gpu = gpu
         self._context = multiprocessing.get_context(start_method())
@@ -75,6 +88,7 @@ class WorkerFeed:
         Raises:
             InputError: the workload's data or collate function raised in a worker.
             LoaderWorkerCrashed: a worker was killed, or crashed.
+            LoaderWorkerTimeout: a worker sent nothing for the time limit.
         """
         count = len(micro_batches(len(batch.ids), micro_batch))
         if self._next != (batch.index, 0, micro_batch):
@@ -126,12 +140,37 @@ class WorkerFeed:
 
     def _take(self, following: tuple[int, int, int]) -> Collated:
         self._exits.check()
-        with self._exits.waiting():
-            found = next(self._stream)
+        found = self._wait()
         if isinstance(found, Failure):
             raise found.error
         self._next = following
         return found
+
+    def _wait(self) -> Any:
+        """Return the next item of the stream, and check the workers at each poll."""
+        interval_s = self._settings["timeout"]
+        waited_s = 0.0
+        while True:
+            try:
+                with self._exits.waiting():
+                    return next(self._stream)
+            except RuntimeError as error:
+                # torch raises this after each poll; the stream then continues where it was.
+                if not str(error).startswith("DataLoader timed out after"):
+                    raise
+            waited_s += interval_s
+            if waited_s >= self._time_limit_s:
+                raise LoaderWorkerTimeout(
+                    f"{self._awaited_worker()} sent no micro-batch within the limit of "
+                    f"{self._time_limit_s:g} s, so the data or the collate function of the workload hangs: "
+                    "fetch without workers (--workers 0) to see where"
+                )
+
+    def _awaited_worker(self) -> str:
+        """Name the worker that makes the next micro-batch."""
+        stream = self._stream
+        number = stream._task_info[stream._rcvd_idx][0]
+        return f"loader worker {stream._workers[number].pid} (number {number} of {len(stream._workers)})"
 
 
 class _MicroBatchSampler:

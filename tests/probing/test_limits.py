@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
+from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.footprint.program import Program
 from autobatch.probing.attempt import attempt
 from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from autobatch.probing.limits import (
+    ReplayPredictor,
+    has_ample_room,
     other_order,
     peak_bytes,
     predicted_memory,
@@ -30,6 +34,7 @@ from tests.support.sizes import (
     Rule,
     machine_of,
     memory_of,
+    outcome_of,
     predictor_of,
     program_of,
     trace_of,
@@ -118,6 +123,37 @@ def test_two_runs_fit_a_line_and_a_third_confirms_it() -> None:
     predictor.learn(machine.run(limit))
     assert predictor.proves_next_fails(limit)
     assert not predictor.proves_next_fails(limit - 1), "the limit itself fits"
+
+
+def test_one_sample_more_is_judged_by_both_orders_of_an_attempt() -> None:
+    rules = (lambda m: 90 * m + 100, lambda m: 5 * m + 5)
+    machine = machine_of(*rules)
+    limit = machine.limit(10_000)
+    program, larger = program_of(*rules), program_of(lambda m: 100 * m, rules[1])
+
+    def next_fits(size: int, program: Program | None, other: Program | None = None) -> bool | None:
+        outcome = machine.run(size)
+        if other is not None:
+            outcome = outcome._replace(other=other.at(size))
+        predictor = ReplayPredictor(lambda: CountingAllocator(BUDGET), program, lambda: other)
+        return predictor.says_next_fits(outcome)
+
+    assert next_fits(limit, program) is False
+    assert next_fits(limit - 1, program) is True
+    assert next_fits(limit - 1, program, larger) is False
+    assert next_fits(limit // 2, program, larger) is True
+    assert next_fits(limit, None) is None
+    assert next_fits(limit, larger) is None, "a program that the run contradicts says nothing"
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "peak", "ample"),
+    [(2, 100, True), (2, 500, True), (2, 540, False), (300, 790, True), (300, 990, False), (1, 450, False)],
+)
+def test_ample_room_is_far_more_than_one_sample_more(micro_batch: int, peak: int, ample: bool) -> None:
+    ran = outcome_of(micro_batch, True, peak).attempt
+    assert has_ample_room(ran, 1000) is ample
+    assert not has_ample_room(outcome_of(micro_batch, True, None).attempt, 1000)
 
 
 def test_a_right_trace_needs_one_run() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from autobatch.probing import questions
 from autobatch.probing.cache import CachedLimit
 from tests.support.probes import WIDTH, amsgrad, mlp, probed, work
 
@@ -94,6 +95,37 @@ def test_a_saved_limit_that_no_longer_fits_is_probed_again(own_home: Path) -> No
     assert any("500 no longer fits" in line for line in listener.notes)
     assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
     assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
+def test_a_cached_limit_below_the_truth_is_searched_anew(device: str, own_home: Path) -> None:
+    """The run of the cached size fits, and says nothing about the next one."""
+    asked = {"device": device, "memory_budget": "80KiB" if device == "cpu" else "4MiB"}
+    workload = work() if device == "cpu" else work(lambda: mlp(4096))
+    first, _ = probed(workload, **asked)
+    (file,) = saved_files(own_home)
+    for wrong in (2, first.probe.micro_batch - 1):
+        edited(file, micro_batch=wrong)
+        second, listener = probed(workload, **asked)
+        assert listener.sizes[0] == wrong
+        assert any(f"more than the saved micro-batch of {wrong} seems" in line for line in listener.notes)
+        assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
+        assert json.loads(file.read_bytes())["micro_batch"] == first.probe.micro_batch
+    again, listener = probed(workload, **asked)
+    assert (again.probe.micro_batch, listener.sizes) == (first.probe.micro_batch, [first.probe.micro_batch])
+
+
+def test_without_a_trace_the_peak_decides_about_a_cached_limit(monkeypatch, own_home: Path) -> None:
+    """As on a GPU: 2 for a limit of many leaves most of the budget, and the limit itself does not."""
+    monkeypatch.setattr(questions, "trace", lambda process: None)
+    first, _ = probed(work())
+    again, listener = probed(work())
+    assert again.probe.source.startswith("saved 2")
+    assert listener.sizes == [first.probe.micro_batch]
+    (file,) = saved_files(own_home)
+    edited(file, micro_batch=2)
+    second, listener = probed(work())
+    assert (second.probe.source, second.probe.micro_batch) == ("search", first.probe.micro_batch)
 
 
 def test_a_larger_cap_than_the_saved_one_is_probed_again() -> None:

@@ -177,6 +177,32 @@ def test_an_invalid_loss_is_refused(loss, said: str) -> None:
         train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 
+@pytest.mark.parametrize("count", [math.nan, math.inf, -1.0, -math.inf])
+@pytest.mark.parametrize("kind", [float, torch.as_tensor])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_invalid_count_is_named_and_moves_nothing(count: float, kind, precision) -> None:
+    workload = make_workload(
+        model=lambda: network(torch.float32),
+        train_data=points(dtype=torch.float32),
+        loss=lambda model, batch: Loss(mean_loss(model, batch), kind(count)),
+    )
+    train_state = train_state_of(workload, precision=precision)
+    before = weights(train_state.model)
+    with pytest.raises(
+        InputError, match=rf"count of the workload's Loss must .* found {count:g} for .* return"
+    ):
+        train_step(train_state, split(workload, [24]), SAMPLES)
+    assert torch.equal(weights(train_state.model), before)
+
+
+def test_an_invalid_number_as_count_is_found_in_its_micro_batch() -> None:
+    """The sum of the counts is valid, and one of them is not."""
+    counts = iter([-5, 30])
+    workload = make_workload(loss=lambda model, batch: Loss(mean_loss(model, batch), next(counts)))
+    with pytest.raises(InputError, match="found -5 for a micro-batch"):
+        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
+
+
 def test_a_loss_and_a_mean_cannot_be_mixed() -> None:
     kinds = iter([lambda t: t, lambda t: Loss(t, 12)])
     workload = make_workload(loss=lambda model, batch: next(kinds)(mean_loss(model, batch)))

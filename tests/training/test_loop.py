@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import count
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from autobatch.core.errors import NonFiniteError
+from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,
@@ -116,6 +117,42 @@ def test_the_schedule_ends_exactly_with_the_run() -> None:
     rates = [record.learning_rate for record in records]
     assert rates == pytest.approx([0.1 * (1 - k / 11) for k in range(11)])
     assert loop.train_state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "error"), [(math.nan, NonFiniteError), (math.inf, NonFiniteError), (-0.1, InputError)]
+)
+@pytest.mark.parametrize("kind", [float, torch.as_tensor])
+@pytest.mark.parametrize("warmup", [None, 60])
+def test_an_invalid_learning_rate_is_named_before_its_step(rate: float, error, kind, warmup) -> None:
+    """The schedule breaks after the second step: the third is not taken, and no sample is blamed."""
+
+    class Broken(LambdaLR):
+        def step(self) -> None:
+            super().step()
+            if self.last_epoch == 2:
+                self.optimizer.param_groups[1]["lr"] = kind(rate)
+
+    def optimizer(params, lr):
+        first, *rest = params
+        return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=lr)
+
+    workload = make_workload(
+        optimizer=optimizer, schedule=lambda optimizer, _: Broken(optimizer, lambda step: 1.0)
+    )
+    loop = make_loop(workload, target_batch=6, steps=4, warmup_samples=warmup)
+    run = loop.run()
+    next(run), next(run)
+    before = weights(loop.train_state.model)
+    with pytest.raises(error, match=r"the learning rate of step 3 is .* group 2 of 2.*schedule") as caught:
+        next(run)
+    assert "sample" not in str(caught.value)
+    assert torch.equal(weights(loop.train_state.model), before)
+
+
+def test_a_learning_rate_of_zero_is_valid() -> None:
+    loop = make_loop(make_workload(schedule=lambda o, _: LambdaLR(o, lambda step: 0.0)), steps=2)
+    assert [record.learning_rate for record in loop.run()] == [0.0, 0.0]
 
 
 def test_a_non_finite_gradient_of_a_finite_loss_stops_the_run_before_the_step() -> None:

@@ -148,6 +148,19 @@ def test_another_order_of_the_data_is_refused(now, done: int, message: str) -> N
         check_same_data_order(checkpoint(done=done), sampler(**now), scheduled=False)
 
 
+@pytest.mark.parametrize("version", [None, 1, 3])
+def test_another_version_of_the_order_is_refused(version: int | None) -> None:
+    """A checkpoint without a version has the first, in which an epoch was a list drawn by torch."""
+    stored = checkpoint()
+    assert stored.facts.pop("order") == 2
+    if version is not None:
+        stored.facts["order"] = version
+    with pytest.raises(
+        InputError, match=rf"version 2 .* step-2 was begun with version {version or 1}, .*start"
+    ):
+        check_same_data_order(stored, sampler(), scheduled=False)
+
+
 def test_a_schedule_fixes_the_number_of_steps() -> None:
     check_same_data_order(checkpoint(), sampler(steps=9), scheduled=False)
     check_same_data_order(checkpoint(), sampler(), scheduled=True)

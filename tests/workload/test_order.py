@@ -1,14 +1,21 @@
-"""The order of the data, against a plain simulation of epochs."""
+"""The order of the data, against a plain simulation of epochs, and its quality as a permutation."""
 
 from __future__ import annotations
 
+import math
+import tracemalloc
 from collections import Counter
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autobatch.workload.order import GlobalBatchSampler, permutation
+from autobatch.workload import order
+from autobatch.workload.order import BLOCK, GlobalBatchSampler, permutation
+
+PRIMES = (997, 7919, 65_537)
+AROUND_POWERS = tuple(2**bits + more for bits in (9, 12, 13, 16) for more in (-1, 0, 1))
 
 
 def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> list[list[int]]:
@@ -37,6 +44,7 @@ def simulate(samples: int, target: int, epochs: int, last: str, seed: int) -> li
     last=st.sampled_from(["carry", "flush", "drop"]),
     data=st.data(),
 )
+@settings(deadline=None)
 def test_batches_equal_those_of_the_simulation_from_any_start(samples, target, epochs, last, data) -> None:
     sampler = GlobalBatchSampler(samples=samples, target_batch=target, seed=7, epochs=epochs, last_batch=last)
     expected = simulate(samples, target, epochs, last, seed=7)
@@ -49,7 +57,8 @@ def test_batches_equal_those_of_the_simulation_from_any_start(samples, target, e
         assert sampler.seen(index) == sum(map(len, expected[:index]))
 
 
-@given(st.integers(1, 50), st.integers(1, 70), st.integers(1, 30))
+@given(st.integers(1, 50), st.integers(1, 70), st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
 def test_a_run_counted_in_steps_has_only_full_batches(samples: int, target: int, steps: int) -> None:
     sampler = GlobalBatchSampler(samples=samples, target_batch=target, seed=0, steps=steps)
     batches = list(sampler.batches())
@@ -67,3 +76,156 @@ def test_epochs_are_new_permutations_and_seeds_differ() -> None:
 @pytest.mark.parametrize("seed", [0, 2**31, 2**63, -1])
 def test_any_integer_is_a_seed(seed: int) -> None:
     assert sorted(permutation(10, seed=seed, epoch=3)) == list(range(10))
+
+
+# The permutation of an epoch, computed and not stored.
+
+
+def distance_from_chance(observed: list[float], expected: float, freedom: int) -> float:
+    """Return how far a chi-square lies above its mean, in its standard deviations."""
+    chi_square = sum((count - expected) ** 2 / expected for count in observed)
+    return (chi_square - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("samples", [range(1, 301), PRIMES, AROUND_POWERS, (10**6,)], ids=lambda s: str(s[0]))
+def test_every_sample_comes_exactly_once_in_an_epoch(samples) -> None:
+    for count in samples:
+        ids = torch.tensor(permutation(count, seed=count % 5, epoch=count % 3))
+        assert torch.equal(ids.sort().values, torch.arange(count)), count
+
+
+def by_hand(place: int, *, samples: int, seed: int, epoch: int) -> int:
+    """Return the sample at a place in plain integers, with the constants of the published hash functions."""
+
+    def mix(state: int) -> int:  # SplitMix64
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+        return state ^ state >> 31
+
+    def hashed(half: int, key: int) -> int:  # lowbias32, with a half of the key before each product
+        half ^= key % 2**32
+        half = (half ^ half >> 16) * 0x7FEB352D % 2**32
+        half ^= key >> 32
+        half = (half ^ half >> 15) * 0x846CA68B % 2**32
+        return half ^ half >> 16
+
+    bits = (samples - 1).bit_length()
+    low_bits = bits - bits // 2
+    base = mix(mix(seed % 2**64) + epoch)
+    keys = [mix(base + 0x9E3779B97F4A7C15 * number) for number in range(1, 21 if bits <= 12 else 9)]
+    while True:
+        high, low = divmod(place, 2**low_bits)
+        for even, odd in zip(keys[::2], keys[1::2], strict=True):
+            high ^= hashed(low, even) % 2 ** (bits - low_bits)
+            low ^= hashed(high, odd) % 2**low_bits
+        place = high * 2**low_bits + low
+        if place < samples:
+            return place
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 10, 100, 10**6, 10**9, 2**40 + 1, 2**61 + 12_345])
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (7, 3), (-1, 10**6), (2**63, 1)])
+def test_the_order_equals_one_in_plain_integers_without_overflow(samples, seed, epoch) -> None:
+    for start in (0, samples // 2, max(0, samples - 3)):
+        stop = min(start + 3, samples)
+        expected = [by_hand(p, samples=samples, seed=seed, epoch=epoch) for p in range(start, stop)]
+        assert permutation(samples, seed=seed, epoch=epoch, start=start, stop=stop) == expected
+
+
+GOLDEN = {
+    (10, 0, 0): [9, 4, 8, 3, 1, 7, 2, 0],
+    (10, 0, 1): [5, 1, 9, 4, 7, 8, 2, 3],
+    (1000, 1, 0): [679, 190, 910, 977, 415, 122, 296, 346],
+    (10**6, 7, 3): [92827, 70826, 37220, 660215, 262351, 291358, 483250, 614421],
+    (10**9, -1, 2): [322088155, 754740369, 168578746, 98206088, 420758253, 724955522, 24304775, 870754328],
+}
+"""First samples of an epoch, by number of samples, seed and epoch."""
+
+
+@pytest.mark.parametrize(("samples", "seed", "epoch"), GOLDEN)
+def test_the_order_is_that_of_version_2(samples: int, seed: int, epoch: int) -> None:
+    """Raise `ORDER_VERSION` with these values: a resumed run would repeat some samples and skip others."""
+    assert order.ORDER_VERSION == 2
+    expected = GOLDEN[samples, seed, epoch]
+    assert permutation(samples, seed=seed, epoch=epoch, stop=len(expected)) == expected
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_every_order_of_a_few_samples_is_equally_likely(samples: int) -> None:
+    draws = 1500
+    counts = Counter(tuple(permutation(samples, seed=key % 7, epoch=key)) for key in range(draws))
+    orders = math.factorial(samples)
+    assert len(counts) == orders
+    assert distance_from_chance(list(counts.values()), draws / orders, orders - 1) < 5
+
+
+@pytest.mark.parametrize("samples", [7, 17])
+def test_every_sample_is_equally_likely_at_every_place(samples: int) -> None:
+    draws = 1000
+    counts = torch.zeros(samples, samples)
+    for key in range(draws):
+        counts[torch.arange(samples), torch.tensor(permutation(samples, seed=key, epoch=key % 3))] += 1
+    observed = counts.flatten().tolist()
+    assert abs(distance_from_chance(observed, draws / samples, (samples - 1) ** 2)) < 5
+
+
+@pytest.mark.parametrize("samples", [4096, 4097, 5000, 100_003])
+def test_neighbours_are_not_correlated(samples: int) -> None:
+    """In a random permutation half of the steps ascend, and a step of 1 has the probability 2 / samples."""
+    orders = torch.tensor([permutation(samples, seed=1, epoch=epoch) for epoch in range(8)])
+    steps = orders.diff()
+    count = steps.numel()
+    assert abs((steps > 0).double().mean().item() - 0.5) < 5 * math.sqrt(1 / 12 / count)
+    neighbours = (steps.abs() == 1).sum().item()
+    assert abs(neighbours - 2 * count / samples) < 5 * math.sqrt(2 * count / samples)
+    first, second = orders[:, :-1].double().flatten(), orders[:, 1:].double().flatten()
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1].item()) < 5 / math.sqrt(count)
+    # Orders of two epochs, and of two seeds, agree at one place on average.
+    other = torch.tensor(permutation(samples, seed=2, epoch=0))
+    assert (orders[0] == orders[1]).sum() < 8
+    assert (orders[0] == other).sum() < 8
+    assert abs(torch.corrcoef(torch.stack([orders[0], orders[1]]).double())[0, 1]) < 5 / math.sqrt(samples)
+
+
+def test_a_part_of_the_order_is_the_same_for_any_bounds() -> None:
+    whole = permutation(10_007, seed=3, epoch=4)
+    for start, stop in ((0, 1), (5, 5), (4095, 4097), (10_000, 10_007), (10_000, 99_999)):
+        assert permutation(10_007, seed=3, epoch=4, start=start, stop=stop) == whole[start:stop]
+
+
+@pytest.mark.parametrize("target", [1000, BLOCK + 1, 30_000])
+def test_batches_across_blocks_and_epochs_are_parts_of_the_order(target: int) -> None:
+    samples = 2 * BLOCK + 100
+    sampler = GlobalBatchSampler(samples=samples, target_batch=target, seed=9, epochs=4)
+    ids = [one for epoch in range(4) for one in permutation(samples, seed=9, epoch=epoch)]
+    assert [batch.ids for batch in sampler.batches()] == [
+        ids[start : start + target] for start in range(0, len(ids), target)
+    ]
+
+
+def test_a_billion_samples_are_resumed_anywhere_without_a_list_of_the_epoch() -> None:
+    sampler = GlobalBatchSampler(samples=10**9, target_batch=1024, seed=0, epochs=3)
+    computed: list[int] = []
+
+    def counted(samples: int, *, start: int, stop: int, **key: int) -> list[int]:
+        computed.append(stop - start)
+        return permutation(samples, start=start, stop=stop, **key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "permutation", counted)
+        tracemalloc.start()
+        batch = next(sampler.batches(sampler.total - 2))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert (batch.epoch, len(set(batch.ids))) == (2, 1024)
+    assert computed in ([BLOCK], [BLOCK, BLOCK])
+    assert peak_bytes < 2**20
+
+
+def test_the_order_is_computed_on_the_host_whatever_the_default_device() -> None:
+    expected = permutation(100, seed=0, epoch=0)
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        assert permutation(100, seed=0, epoch=0) == expected
+    assert torch.equal(torch.get_rng_state(), before)

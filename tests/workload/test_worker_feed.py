@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +18,17 @@ import torch
 
 from autobatch.cli.failures import describe_failure
 from autobatch.core.errors import DoesNotFitError, InputError, UserCodeError
+from autobatch.workload import worker_feed
+from autobatch.workload.contract import Workload
+from autobatch.workload.feed import SeededCollate
 from autobatch.workload.loader import open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import capture_random_state, seed_generators
 from autobatch.workload.worker_exit import LoaderWorkerCrashed
-from autobatch.workload.worker_feed import WorkerFeed
+from autobatch.workload.worker_feed import LoaderWorkerTimeout, WorkerFeed
 from tests.support.feeds import augmented, fed_loop, fed_samples
 from tests.support.kinds import Augmented
-from tests.support.training import Rows, fingerprint, make_workload, points
+from tests.support.training import Rows, fingerprint, make_loop, make_workload, points
 
 
 @pytest.mark.parametrize(("workers", "micro_batch"), [(0, 10), (0, 1), (1, 4), (2, 3), (3, 7)])
@@ -226,6 +230,62 @@ def test_a_worker_killed_between_waits_is_reported_at_the_next_micro_batch() -> 
             list(run)
     assert not multiprocessing.active_children()
     assert signal.getsignal(signal.SIGCHLD) is before
+
+
+class Hanging(Rows):
+    """Data whose worker waits forever at one sample, as on a lock that nobody releases."""
+
+    home = os.getpid()
+
+    def __getitem__(self, index: int):
+        if index == 3 and os.getpid() != self.home:
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+def feed_of(workload: Workload, sampler: GlobalBatchSampler, **options: Any) -> WorkerFeed:
+    collate = SeededCollate(data=workload.train_data, collate=None, seed=0)
+    return WorkerFeed(collate, sampler.batches, **{"workers": 2, "prefetch": 2, **options})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_hangs_is_named_after_the_time_limit(monkeypatch, workers: int) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    monkeypatch.setattr(worker_feed, "POLL_S", 0.2)
+    loop = make_loop(
+        make_workload(train_data=Hanging(*points().columns)), target_batch=7, micro_batch=3, steps=8
+    )
+    loop.feed = feed_of(loop.workload, loop.sampler, workers=workers, time_limit_s=1.0)
+    try:
+        with pytest.raises(
+            LoaderWorkerTimeout, match=r"worker \d+ \(number .* within the limit of 1 s.*--workers 0"
+        ) as caught:
+            list(loop.run())
+        pids = [process.pid for process in multiprocessing.active_children()]
+        assert any(f"loader worker {pid} " in str(caught.value) for pid in pids)
+    finally:
+        loop.feed.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_slow_worker_is_waited_for_over_many_polls(monkeypatch) -> None:
+    """The order of the samples survives the polls that found nothing, and the limit is per micro-batch."""
+    monkeypatch.setattr(worker_feed, "POLL_S", 0.02)
+    workload = make_workload(train_data=Slow(*points().columns))
+    sampler = GlobalBatchSampler(samples=24, target_batch=8, seed=0, steps=3)
+    feed = feed_of(workload, sampler, time_limit_s=60.0)
+    try:
+        found = [labels for batch in sampler.batches() for _, labels in feed.collated(batch, 4)]
+    finally:
+        feed.close()
+    ids = [one for batch in sampler.batches() for one in batch.ids]
+    assert torch.equal(torch.cat(found), points().columns[1][ids])
+
+
+def test_the_default_limit_is_generous() -> None:
+    workload = make_workload()
+    feed = feed_of(workload, GlobalBatchSampler(samples=24, target_batch=8, seed=0, steps=1))
+    assert feed._time_limit_s >= 600
 
 
 class Slow(Rows):
