@@ -20,6 +20,7 @@ from autobatch.api.pipeline import (
     open_setup_process,
     open_tuner,
     probe_and_plan,
+    refuse_split,
     uninterrupted,
 )
 from autobatch.core.errors import InputError
@@ -27,6 +28,7 @@ from autobatch.core.files import write_atomic
 from autobatch.core.options import FitOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
+from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
@@ -109,10 +111,14 @@ def _prepare(
         sampler = build_sampler(process.info.samples, settings)
         out = _claim(folder_of(options.out, process.info.name, resume=False), context, held)
         result = uninterrupted(probe_and_plan(process, options, context))
+        assert result.plan is not None
         earlier = move_earlier_run(out)
         if earlier is not None:
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
+        is_tuned = tune_settings.trials or options.tune_lr
+        if is_tuned and options.split_check == "error" and result.plan.accumulation_steps > 1:
+            refuse_split(process, result.plan.micro_batch)
         tuner = open_tuner(process, tune_settings, context, options.timeout)
         if tune_settings.trials:
             result = add_tuning(tuner, result)
@@ -186,11 +192,12 @@ def _refuse_ranks(environ: Mapping[str, str]) -> None:
 
 
 def _resume_hint(command: str, out: Path) -> str:
-    """Return the command, or the call, that resumes the run."""
+    """Return the command, quoted for a shell, or the call that resumes the run."""
     if not command:
         return f"autobatch.fit(…, out={str(out)!r}, resume=True)"
-    words = command.replace(" --resume", "")
-    return f"{words} --resume" if "--out" in words else f"{words} --out {shlex.quote(str(out))} --resume"
+    words = [word for word in shlex.split(command) if word != "--resume"]
+    has_folder = any(word == "--out" or word.startswith("--out=") for word in words)
+    return shlex.join([*words, *(() if has_folder else ("--out", str(out))), "--resume"])
 
 
 def _write(result: Result, out: Path, progress: Progress) -> Result:
@@ -209,8 +216,8 @@ def _write(result: Result, out: Path, progress: Progress) -> Result:
 
     try:
         write_report(out / REPORT, load_run(out))
-    except (OSError, InputError) as error:
-        progress.note(f"the report could not be written: {error}")
+    except Exception as error:  # whatever drawing raises, the training is done
+        progress.note(f"the report could not be written: {type(error).__name__}: {error_text(error)}")
         result = msgspec.structs.replace(result, report=None)
         _write_json(result, out)
     return result

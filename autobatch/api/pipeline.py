@@ -19,16 +19,18 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api import unpack
+from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.device.profiles import data_home
-from autobatch.probing.child import SetupProcess, open_process
+from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.find_limit import check_size, find_limit, find_limits_by_size
 from autobatch.probing.limits import predicted_memory
 from autobatch.probing.setup import find_workload
 from autobatch.report.result import Estimates, Result
+from autobatch.training.preflight import Finding, examine
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
 from autobatch.workload.contract import Workload
 
@@ -68,16 +70,22 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
         device = process.info.device
         if options.micro_batch is not None:
             found = check_size(process, options.micro_batch, progress=progress)
-            return Result(device=device, probe=found, command=context.command)
+            result = Result(device=device, probe=found, command=context.command)
+            note_split(process, result, progress)
+            return result
         limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
         found = find_limits_by_size(process, limits, limit.probe, progress=progress)
-        return Result(device=device, probe=found, profile=limit.file, command=context.command)
+        result = Result(device=device, probe=found, profile=limit.file, command=context.command)
+        note_split(process, result, progress)
+        return result
 
 
 def run_plan(workload: Workload | str | None, options: PlanOptions, context: RunContext) -> Result:
     """Run ``autobatch plan``. An interrupted probe answers with the largest size so far."""
     with open_setup_process(workload, options, context) as process:
-        return probe_and_plan(process, options, context)
+        result = probe_and_plan(process, options, context)
+        note_split(process, result, context.progress)
+        return result
 
 
 def run_estimate(
@@ -93,6 +101,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
     check_storage_option(options)
     with open_setup_process(workload, options, context) as process:
         result = uninterrupted(probe_and_plan(process, options, context))
+        note_split(process, result, context.progress, is_last=False)
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
         tuner = open_tuner(process, settings, context, options.timeout)
         if settings.trials or not options.tune_lr:
@@ -140,6 +149,47 @@ def probe_and_plan(process: SetupProcess, options: PlanOptions, context: RunCont
         predicted=predicted,
         memory_curve=curve,
     )
+
+
+def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_last: bool = True) -> None:
+    """Note a loss that cannot be split into micro-batches exactly, unless the probe was interrupted.
+
+    The check is an extra here: if it fails, that is a note too.
+
+    Args:
+        process: holds the setup.
+        result: the probe and, if there is one, the plan.
+        progress: receives the notes.
+        is_last: keep the result if the check is interrupted.
+    """
+    probe, plan = result.probe, result.plan
+    if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt":
+        return
+    micro_batch = probe.micro_batch if plan is None else plan.micro_batch
+    try:
+        found = process.call("the check of the loss", examine, micro_batch)
+    except ChildCrashed as crash:
+        process.restart()
+        found = Finding(unchecked=str(crash))
+    except AutobatchError as error:
+        found = Finding(unchecked=str(error))
+    except KeyboardInterrupt:
+        if not is_last:
+            raise
+        found = Finding(unchecked="the check was interrupted")
+    for line in found.notes(is_split=plan is None or plan.accumulation_steps > 1):
+        progress.note(line)
+
+
+def refuse_split(process: SetupProcess, micro_batch: int) -> None:
+    """Raise if the loss cannot be split into micro-batches, before minutes are spent on trials.
+
+    Raises:
+        InputError: it cannot be.
+    """
+    fault = process.call("the check of the loss", examine, micro_batch).fault
+    if fault is not None:
+        raise InputError(f"{fault}. To train anyway, use --split-check note")
 
 
 def uninterrupted(result: Result) -> Result:

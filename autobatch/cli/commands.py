@@ -13,6 +13,7 @@ import msgspec
 from autobatch.cli.doctor import doctor_lines, examine
 from autobatch.core.errors import InputError
 from autobatch.core.records import SCHEMA
+from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile
@@ -86,7 +87,14 @@ def report(arguments: list[str], write: Printer) -> int:
     from autobatch.report.result import load_run
 
     folder = Path(words[0])
-    path = write_report(folder / "report.html", load_run(folder))
+    run = load_run(folder)
+    try:
+        path = write_report(folder / "report.html", run)
+    except (ArithmeticError, ValueError) as error:
+        raise InputError(
+            f"the report of {folder} cannot be written, a figure of the run is out of range: "
+            f"{error_text(error)}"
+        ) from error
     write(_json({"report": str(path)}) if as_json else str(path))
     return 0
 

@@ -7,14 +7,15 @@ keeps the name of its source, so that an error can say where to correct it.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from autobatch.core.errors import InputError
+from autobatch.core.files import read_toml
 from autobatch.core.option_types import unknown_option
 from autobatch.core.options import COMMANDS
+from autobatch.core.text import quoted
 
 PREFIX = "AUTOBATCH_"
 NO_OPTIONS = frozenset({"AUTOBATCH_HOME"})
@@ -87,19 +88,20 @@ def environment_values(environ: Mapping[str, str]) -> dict[str, OptionValue]:
 
 
 def _read_layer(path: Path) -> dict[str, OptionValue]:
-    try:
-        table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise InputError(f"{path} cannot be read as TOML: {error}") from None
+    table: Any = read_toml(path)
     for name in ("tool", "autobatch") if path.name == "pyproject.toml" else ():
         table = table.get(name, {})
         if not isinstance(table, dict):
-            raise InputError(f"{path}: {name} must be a table, found {table!r}")
+            raise InputError(f"{path}: {name} must be a table, found {quoted(table)}")
     values: dict[str, OptionValue] = {}
+    spelled: dict[str, str] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in _all_names():
             raise InputError(f"{path}: {unknown_option(name, _all_names())}")
+        if name in spelled:
+            raise InputError(f"{path} has both {spelled[name]} and {key}, which are one option: keep one")
+        spelled[name] = key
         values[name] = OptionValue(value, f"{name} in {path}")
     return values
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autobatch.core.errors import AutobatchError, UserCodeError
+from autobatch.core.text import error_text, one_line
 from autobatch.core.version import __version__
 from autobatch.workload.user_code import describe, failed_part, remarks_on, user_frame
 
@@ -40,6 +41,10 @@ class ErrorReport:
     exit_code: int
     logged: bool
     """True if the traceback is written to the log, because the line alone does not explain the failure."""
+
+    def __post_init__(self) -> None:
+        """Make the message one line that is safe to print, whatever the user's code wrote into it."""
+        object.__setattr__(self, "line", one_line(self.line))
 
 
 class RunLog:
@@ -96,15 +101,16 @@ def describe_failure(error: BaseException, *, folder: Path | None = None) -> Err
         remarks = remarks_on(error)
         logged = isinstance(error, UserCodeError) or error.exit_code == 1
         line = "; ".join([str(error), *remarks])
-        return ErrorReport(line=_one_line(line), exit_code=error.exit_code, logged=logged)
+        return ErrorReport(line=line, exit_code=error.exit_code, logged=logged)
     # autobatch never raises SystemExit here, so it comes from the workload.
     theirs = failed_part(error) is not None or user_frame(error) is not None
     if theirs or isinstance(error, SystemExit):
-        return ErrorReport(line=_one_line(describe(error)), exit_code=2, logged=True)
+        return ErrorReport(line=describe(error), exit_code=2, logged=True)
     if isinstance(error, OSError) and error.errno in _REFUSALS:
-        return ErrorReport(line=_one_line(f"operating system error: {error}"), exit_code=1, logged=True)
-    line = f"unexpected {type(error).__name__}: {error}; this is a bug in autobatch, please report it"
-    return ErrorReport(line=_one_line(line), exit_code=1, logged=True)
+        return ErrorReport(line=f"operating system error: {error}", exit_code=1, logged=True)
+    found = f"unexpected {type(error).__name__}: {error_text(error)}"
+    line = f"{found}; this is a bug in autobatch, please report it"
+    return ErrorReport(line=line, exit_code=1, logged=True)
 
 
 @contextlib.contextmanager
@@ -140,7 +146,3 @@ def _kept(folder: Path | None) -> str:
     if checkpoints is None or not checkpoints.is_dir():
         return "nothing was trained"
     return f"earlier checkpoints are intact: {checkpoints}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
+from autobatch.core.text import one_line, printable_lines, quoted
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def run(arguments: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         near = difflib.get_close_matches(name, RUNNING + OTHER, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(RUNNING + OTHER)}"
-        print(f"autobatch: there is no {kind} {name!r}; {hint}", file=sys.stderr)
+        _print_error(f"there is no {kind} {quoted(name)}; {hint}")
         return 2
     return _guarded(name, rest)
 
@@ -125,8 +126,10 @@ def _run_other(name: str, arguments: list[str]) -> int:
     from autobatch.cli.output import SafeStream
 
     stream = SafeStream(sys.stdout)
+    # JSON escapes control characters by its own rules.
+    show = str if "--json" in arguments else printable_lines
     code = {"doctor": doctor, "profiles": profiles, "report": report}[name](
-        arguments, lambda text: print(text, file=cast("TextIO", stream))
+        arguments, lambda text: print(show(text), file=cast("TextIO", stream))
     )
     stream.flush()
     return code if stream.failure is None else _undelivered(stream.failure)
@@ -186,10 +189,14 @@ def _complain(error: BaseException, log: RunLog, *, verbose: bool) -> int:
     if complaint.logged:
         path = log.write(error)
         where = f"; full traceback: {path}" if path else "; for the traceback add --verbose"
-    print(f"autobatch: {complaint.line}{where}", file=sys.stderr)
+    _print_error(complaint.line + where)
     if verbose:
-        traceback.print_exception(error)
+        print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     return complaint.exit_code
+
+
+def _print_error(line: str) -> None:
+    print(f"autobatch: {one_line(line)}", file=sys.stderr)
 
 
 def _undelivered(error: OSError) -> int:
@@ -199,7 +206,7 @@ def _undelivered(error: OSError) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 0
-    print(f"autobatch: cannot write to standard output: {error.strerror or error}", file=sys.stderr)
+    _print_error(f"cannot write to standard output: {error.strerror or error}")
     return 1
 
 

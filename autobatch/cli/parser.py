@@ -20,6 +20,7 @@ from autobatch.cli.config_files import OptionValue, configured, layered
 from autobatch.core.errors import InputError
 from autobatch.core.option_types import Group, choices_of, expected, help_of, plain_type
 from autobatch.core.options import COMMANDS, Options, options_from
+from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -66,9 +67,12 @@ def parse(
     given = layered(known, _read(name, arguments, known))
     options = {option: given[option] for option in kind.__struct_fields__ if option in given}
     workload = given.get("workload")
-    if workload is not None and not (isinstance(workload.value, str) and workload.value):
+    if workload is not None and not (
+        isinstance(workload.value, str) and workload.value and is_text(workload.value)
+    ):
         raise InputError(
-            f"{workload.name} must be module:function or path/to/file.py:function, found {workload.value!r}"
+            f"{workload.name} must be module:function or path/to/file.py:function, "
+            f"found {quoted(workload.value)}"
         )
     names = {option: _spelled(option) for option in kind.__struct_fields__}
     names |= {option: value.name for option, value in options.items()}
@@ -96,13 +100,14 @@ def _read(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> 
             (pair for pair in (word.partition("=") for word in words) if pair[0] in names and pair[1]),
             (names[0], "", ""),
         )
-        raise InputError(f"{option} takes no value, found {value!r}") from None
+        raise InputError(f"{option} takes no value, found {quoted(value)}") from None
     for word in extra:
         if word.startswith("-"):
             raise InputError(_unknown(name, word.partition("=")[0], spellings))
     if extra:
         raise InputError(
-            f"there is one WORKLOAD, found {found.workload!r} and {extra[0]!r}; see autobatch {name} --help"
+            f"there is one WORKLOAD, found {quoted(found.workload)} and {quoted(extra[0])}; "
+            f"see autobatch {name} --help"
         )
     given = {option: value for option, value in vars(found).items() if value is not None}
     return {
@@ -178,11 +183,15 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 def _hint(given: OptionValue | None, default: object, *, required: bool = False) -> str:
     """Return the end of an option's help: its value if none is given on the command line."""
     if given is not None:
-        return f"(default: {given.value}, from {given.name})"
+        return f"(default: {_shown(given.value)}, from {printable(given.name)})"
     if required:
         return "(required)"
     is_shown = isinstance(default, str | int | float) and default is not False
     return f"(default: {default})" if is_shown else ""
+
+
+def _shown(value: object) -> str:
+    return printable(value, limit=LONGEST_VALUE) if isinstance(value, str) else quoted(value)
 
 
 def _unknown(name: str, option: str, known: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from autobatch.cli.summary import LIMITS, describe_plan, describe_tuning, summary_lines
 from autobatch.core.progress import Progress
+from autobatch.core.text import LONGEST_VALUE, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 
@@ -51,7 +52,10 @@ class Terminal(Progress):
     """
 
     def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
-        self._console = Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
+        # Foreign text, for example the name of another user's process, must never be read as markup.
+        self._console = Console(
+            file=stream, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty()
+        )
         self._live = self._console.is_terminal and not quiet
         self._quiet = quiet
         self._stack = ExitStack()
@@ -83,14 +87,15 @@ class Terminal(Progress):
     def opened(self, device: DeviceRecord) -> None:
         """Print the device and its budget."""
         table = Table.grid(padding=(0, 2))
-        table.add_row("device", f"{device.name} ({device.kind})")
+        table.add_row("device", printable(f"{device.name} ({device.kind})"))
         table.add_row("total", format_bytes(device.total_bytes))
-        table.add_row("budget", f"{format_bytes(device.budget_bytes)}: {device.budget_source}")
+        table.add_row("budget", f"{format_bytes(device.budget_bytes)}: {printable(device.budget_source)}")
         if device.other_processes_bytes is not None:
             table.add_row("others", format_bytes(device.other_processes_bytes))
         for holder in device.holders:
             who = f"process {holder.pid}" if holder.pid is not None else "a process"
-            table.add_row("", f"{who} {holder.name or ''}: {format_bytes(holder.used_bytes)}")
+            name = printable(holder.name or "", limit=LONGEST_VALUE)
+            table.add_row("", f"{who} {name}: {format_bytes(holder.used_bytes)}")
         if self._live:
             self._console.print(Panel(table, title="memory", title_align="left", border_style="dim"))
         else:
@@ -184,7 +189,7 @@ class Terminal(Progress):
         self._idle()
         self._stack.close()
         for label, value in summary_lines(result):
-            self._console.print(Text(f"{label:<11}{value}"), soft_wrap=True)
+            self._console.print(Text(printable(f"{label:<11}{value}")), soft_wrap=True)
 
     def estimated(self, estimates: Estimates) -> None:
         """Print what is predicted to fit, even if quiet."""
@@ -198,7 +203,7 @@ class Terminal(Progress):
             table.add_column(name, justify="right", no_wrap=True)
         for one in estimates.estimates:
             table.add_row(
-                one.profile,
+                printable(one.profile),
                 format_bytes(one.budget_bytes),
                 f"{one.micro_batch:,}" if one.fits else "does not fit",
                 f"{one.micro_batch_low:,} to {one.micro_batch_high:,}",
@@ -208,7 +213,13 @@ class Terminal(Progress):
             )
         # A table wider than the terminal is better than figures that are cut off.
         needed = self._console.measure(table, options=self._console.options.update(max_width=WIDEST)).maximum
-        wide = Console(file=self._console.file, width=max(self._console.width, needed), highlight=False)
+        wide = Console(
+            file=self._console.file,
+            width=max(self._console.width, needed),
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
         wide.print(table)
         if len(estimates.estimates) == 1:
             self._explain(estimates.estimates[0])
@@ -227,7 +238,7 @@ class Terminal(Progress):
         table.add_column("bytes", justify="right", no_wrap=True)
         table.add_column("share", justify="right", no_wrap=True)
         for name, size in parts:
-            table.add_row(Text(name), format_bytes(size), f"{size / max(total, 1):.0%}")
+            table.add_row(printable(name), format_bytes(size), f"{size / max(total, 1):.0%}")
         self._console.print()
         self._console.print(table)
         if one.remedies:
@@ -235,11 +246,11 @@ class Terminal(Progress):
         for remedy in one.remedies or ():
             figure = f"{remedy.micro_batch:,}" if remedy.micro_batch else "does not fit"
             line = f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
-            self._console.print(Text(line), soft_wrap=True)
+            self._console.print(Text(printable(line)), soft_wrap=True)
 
     def _say(self, text: str, style: str | None = None) -> None:
         if not self._quiet:
-            self._console.print(Text(text, style=style or ""))
+            self._console.print(Text(printable(text), style=style or ""))
 
     def _busy(self, what: str) -> None:
         if self._status is not None:

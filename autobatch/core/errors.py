@@ -5,7 +5,7 @@
     │   └── UserCodeError                              the user's own code raised; traceback in the notes
     ├── DoesNotFitError (RuntimeError)      exit 3    not even a micro-batch of 1 fits
     ├── RestartSmallerError (RuntimeError)  exit 77   out of memory that cannot be mended in place
-    ├── CheckpointError (OSError)           exit 1    a checkpoint could not be written or read
+    ├── CheckpointError (OSError)           exit 1    a checkpoint could not be written
     ├── NonFiniteError (ArithmeticError)    exit 1    the loss or the gradient is not finite
     └── Interrupted                         exit 130 or 143   stopped by a signal, after a checkpoint
 
@@ -45,7 +45,7 @@ class RestartSmallerError(AutobatchError, RuntimeError):
 
 
 class CheckpointError(AutobatchError, OSError):
-    """A checkpoint could not be written, or no valid one could be read."""
+    """A checkpoint or another file of a run could not be written, or one checkpoint is damaged."""
 
 
 class NonFiniteError(AutobatchError, ArithmeticError):

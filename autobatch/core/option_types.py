@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from autobatch.core.text import LONGEST_VALUE, printable
+
 AtLeastZero = Annotated[int, Meta(ge=0)]
+LARGEST_INTEGER = 2**63 - 1
+"""Largest whole number of an option: torch and the files count in 64 bits."""
+MOST_WORKERS = 1024
+"""Largest number of processes, and of micro-batches that each loads ahead."""
+Workers = Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
+Prefetch = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Seeds that every generator accepts: NumPy's end at 32 bits, and the sampler counts up from here."""
@@ -67,7 +75,7 @@ def unknown_option(asked: str, names: Iterable[str]) -> str:
     names = sorted(names)
     near = difflib.get_close_matches(asked, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
-    return f"there is no option {asked}; {hint}"
+    return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hint}"
 
 
 def _limited(kind: type, meta: Meta) -> str:

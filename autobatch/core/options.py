@@ -16,19 +16,24 @@ import msgspec
 from msgspec import Meta
 
 from autobatch.core.errors import InputError
+from autobatch.core.files import UNREADABLE
 from autobatch.core.knobs import parse_knobs
 from autobatch.core.option_types import (
+    LARGEST_INTEGER,
     AtLeastOne,
     AtLeastZero,
     Decay,
     OptionHelp,
     Positive,
+    Prefetch,
     Seed,
+    Workers,
     expected,
     plain_type,
     unknown_option,
 )
 from autobatch.core.records import LearningRateRule
+from autobatch.core.text import is_text, quoted
 from autobatch.core.units import TiB, parse_budget
 
 
@@ -246,11 +251,11 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = "keep"
     keep_last: Annotated[int, Meta(ge=2), OptionHelp("Checkpoints to keep.", "run", "N")] = 3
     workers: Annotated[
-        AtLeastZero | None,
+        Workers | None,
         OptionHelp("Data loader processes. Without it: 0, or as tuned.", "run", "N", common=True),
     ] = None
     prefetch: Annotated[
-        AtLeastOne | None,
+        Prefetch | None,
         OptionHelp("Micro-batches that each worker loads ahead. Without it: 2, or as tuned.", "run", "N"),
     ] = None
     sample_seeds: Annotated[
@@ -334,15 +339,31 @@ def options_from(
         try:
             is_single = isinstance(value, str) and get_origin(plain_type(annotation)) is list
             checked[name] = msgspec.convert([value] if is_single else _plain(value), annotation, strict=False)
-        except msgspec.ValidationError:
-            raise InputError(
-                f"{names.get(name, name)} must be {expected(annotation)}, found {value!r}"
-            ) from None
+            is_valid = value is None or checked[name] is not None  # msgspec reads the text null as None
+        except UNREADABLE:
+            is_valid = False
+        if not is_valid:
+            raise InputError(f"{names.get(name, name)} must be {expected(annotation)}, found {quoted(value)}")
+    for name, value in checked.items():
+        _check_plain(names.get(name, name), value)
     for name, field in fields.items():
         if field.required and name not in checked:
             raise InputError(f"{names.get(name, name)} is missing: give {expected(field.type)}")
     _check(checked, names)
     return kind(**checked)
+
+
+def _check_plain(name: str, value: object) -> None:
+    """Check that a number fits the arithmetic, and that a text can be a file name and be printed as JSON.
+
+    Raises:
+        InputError: it is not.
+    """
+    if isinstance(value, int) and value > LARGEST_INTEGER:
+        raise InputError(f"{name} must be at most {LARGEST_INTEGER}, found {quoted(value)}")
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and not is_text(text):
+            raise InputError(f"{name} must be text in UTF-8 without NUL, found {quoted(text)}")
 
 
 def _plain(value: object) -> object:
@@ -358,7 +379,8 @@ def _check(values: Mapping[str, Any], names: Mapping[str, str]) -> None:
     device = values.get("device")
     if device is not None and not _DEVICES.fullmatch(device):
         raise InputError(
-            f"{called['device']} {device!r} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE"
+            f"{called['device']} {quoted(device)} names no device: "
+            "write auto, cuda, cuda:N, cpu or sim:PROFILE"
         )
     for name, parse in (
         ("memory_budget", lambda budget: parse_budget(budget, whole_bytes=TiB)),

@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 from autobatch.core.errors import InputError
+from autobatch.core.text import quoted
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -36,10 +37,12 @@ def parse_bytes(text: str | int) -> int:
         match = _QUANTITY.fullmatch(str(text))
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
-            raise InputError(f"{text!r} is not a size in bytes: write it like 6GiB, 512MiB, 1.5GB or 4096")
+            raise InputError(
+                f"{quoted(text)} is not a size in bytes: write it like 6GiB, 512MiB, 1.5GB or 4096"
+            )
         size = round(Fraction(match[1]) * unit)
     if size <= 0:
-        raise InputError(f"{text!r} is a size of {size} bytes: a size must be positive")
+        raise InputError(f"{quoted(text)} is a size of {size} bytes: a size must be positive")
     return size
 
 
@@ -54,7 +57,7 @@ def parse_budget(text: str | int, *, whole_bytes: int) -> int:
         return parse_bytes(text)
     percent = Fraction(match[1])
     if not 0 < percent <= 100:
-        raise InputError(f"{text!r} is not a share of memory: write more than 0% and at most 100%")
+        raise InputError(f"{quoted(text)} is not a share of memory: write more than 0% and at most 100%")
     # At least 1 byte: a budget of 0 would be no budget.
     return max(1, int(whole_bytes * percent / 100))
 

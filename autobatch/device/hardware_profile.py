@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from autobatch.core.errors import InputError
+from autobatch.core.files import UNREADABLE, read_toml
+from autobatch.core.text import error_text, quoted
 
 SCHEMA = 1
 Slug = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
 Capability = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
 Day = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
-Positive = Annotated[int, msgspec.Meta(gt=0)]
+Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,18 +111,14 @@ def read_profile(file: Path | Traversable) -> HardwareProfile:
     Raises:
         InputError: The file is unreadable or no profile. The message names the file and the field.
     """
-    try:
-        table = tomllib.loads(file.read_bytes().decode())
-    except OSError as error:
-        raise InputError(f"cannot read the profile {file}: {error.strerror or error}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise InputError(f"the profile {file} is not TOML: {error}") from error
-    if table.get("schema") not in (None, SCHEMA):
-        raise InputError(f"the profile {file} has schema {table['schema']!r}: this autobatch reads {SCHEMA}")
+    table = read_toml(file)
+    schema = table.get("schema")
+    if schema not in (None, SCHEMA):
+        raise InputError(f"the profile {file} has schema {quoted(schema)}: this autobatch reads {SCHEMA}")
     try:
         return msgspec.convert(table, HardwareProfile)
-    except msgspec.ValidationError as error:
-        raise InputError(f"the profile {file} is not valid: {error}") from error
+    except UNREADABLE as error:
+        raise InputError(f"the profile {file} is not valid: {error_text(error)}") from error
 
 
 def format_profile(profile: HardwareProfile) -> str:

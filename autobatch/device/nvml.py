@@ -13,6 +13,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autobatch.core.records import MemoryHolder, Record
+from autobatch.core.text import error_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,9 +97,9 @@ def _ask(question: Callable[[Any], T]) -> T | NvmlAbsent:
         try:
             return question(nvml)
         finally:
-            with contextlib.suppress(nvml.NVMLError):
+            with contextlib.suppress(Exception):
                 nvml.nvmlShutdown()
-    except _failures(nvml) as error:
+    except Exception as error:  # its bindings raise more than NVMLError, depending on the release
         return NvmlAbsent(reason=_reason(error))
 
 
@@ -125,18 +126,13 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _failures(nvml: Any) -> tuple[type[Exception], ...]:
-    # UnicodeDecodeError: some names are not UTF-8.
-    return (nvml.NVMLError, nvml.NVMLLibraryMismatchError, OSError, UnicodeDecodeError)
-
-
 def _reason(error: Exception) -> str:
     code = getattr(error, "value", None)
     if code in _REASONS:
         return _REASONS[code]
     if type(error).__name__ == "NVMLLibraryMismatchError":
         return _REASONS[13]
-    text = " ".join(str(error).split())
+    text = error_text(error)
     return f"NVML error {code}: {text}" if code is not None else f"{type(error).__name__}: {text}"
 
 
@@ -145,7 +141,7 @@ def _optional(nvml: Any, function: str, *args: Any) -> Any:
     call = getattr(nvml, function, None)  # bindings of another release may lack it
     try:
         return call(*args) if call else None
-    except _failures(nvml):
+    except Exception:
         return None
 
 
@@ -154,7 +150,7 @@ def _read_gpus(nvml: Any) -> NvmlReading:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             gpus.append(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
-        except _failures(nvml) as error:
+        except Exception as error:
             notes.append(f"GPU {index} does not answer: {_reason(error)}")
     version = _optional(nvml, "nvmlSystemGetDriverVersion")
     gpus.sort(key=lambda gpu: gpu.pci_bus_id or "")

@@ -13,7 +13,8 @@ import msgspec
 import platformdirs
 
 from autobatch.core.errors import InputError
-from autobatch.core.files import write_atomic
+from autobatch.core.files import is_file, write_atomic
+from autobatch.core.text import LONGEST_VALUE, cut, quoted
 from autobatch.device.hardware_profile import HardwareProfile, format_profile, read_profile
 
 PROFILE = "profile.toml"
@@ -49,10 +50,10 @@ def load_profile(name_or_path: str, *, user_dir: Path, package: str = "autobatch
         InputError: There is no such file or name, or the file is no profile.
     """
     path = Path(name_or_path).expanduser()
-    if path.is_file():
+    if is_file(path):
         return read_profile(path)
     if path.suffix == ".toml" or len(path.parts) > 1:
-        raise InputError(f"no profile file at {name_or_path}")
+        raise InputError(f"no profile file at {cut(name_or_path, LONGEST_VALUE)}")
     known = {**_shipped(package), **_saved(user_dir)}
     if name_or_path in known:
         return read_profile(known[name_or_path])
@@ -192,4 +193,4 @@ def _unknown(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name.casefold().replace(" ", "-").replace("_", "-"), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     known = ", ".join(names) or "none"
-    return f"no profile {name!r}: {hint}known are {known}; or give the path of a TOML file"
+    return f"no profile {quoted(name)}: {hint}known are {known}; or give the path of a TOML file"

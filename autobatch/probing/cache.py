@@ -16,12 +16,15 @@ from typing import Annotated
 
 import msgspec
 
+from autobatch.core.errors import InputError
+from autobatch.core.files import UNREADABLE, read_json
 from autobatch.core.records import LimitedBy, UpperBoundBy
+from autobatch.core.text import printable, quoted
 from autobatch.device.profiles import profile_folder, save_or_explain
 
 SCHEMA = 2
 KeyValue = str | int | None
-Positive = Annotated[int, msgspec.Meta(gt=0)]
+Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 DIGEST = re.compile("[0-9a-f]{16}")
 """Form of a value of the key that is too long to keep."""
 ASKED_FOR = {
@@ -163,7 +166,7 @@ def _read_all(home: Path) -> Iterator[CachedLimit]:
     try:
         files = sorted(folder.glob("*/limits/*.json"))
     except OSError as error:
-        _LOG.warning("the saved limits under %s are ignored: %s", folder, error)
+        _LOG.warning("%s", printable(f"the saved limits under {folder} are ignored: {error}"))
         return
     for file in files:
         limit = _read(file)
@@ -173,17 +176,19 @@ def _read_all(home: Path) -> Iterator[CachedLimit]:
 
 def _read(file: Path) -> CachedLimit | None:
     """Read one file. Return None if it is absent, or cannot be used, which is logged with the reason."""
+    if not file.is_file():
+        return None
     try:
-        found = msgspec.json.decode(file.read_bytes())
+        found = read_json(file)
         schema = found.get("schema") if isinstance(found, dict) else None
         if isinstance(schema, int) and schema > SCHEMA:
-            _LOG.warning(
-                "the saved limit %s is ignored: schema %d, this autobatch reads %d", file, schema, SCHEMA
-            )
+            reason = f"schema {quoted(schema)}, this autobatch reads {SCHEMA}"
+            _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {reason}"))
             return None
         return msgspec.convert(found, CachedLimit)
-    except (FileNotFoundError, NotADirectoryError):
+    except InputError as error:  # it names the file
+        _LOG.warning("%s", printable(f"a saved limit is ignored: {error}"))
         return None
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
-        _LOG.warning("the saved limit %s is ignored: %s", file, error)
+    except UNREADABLE as error:
+        _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {error}"))
         return None

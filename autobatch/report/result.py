@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from autobatch.core.errors import InputError
+from autobatch.core.files import UNREADABLE, read_json
 from autobatch.core.records import SCHEMA, DeviceRecord, Estimate, Plan, Probe, Record, RunRecord, StepRecord
+from autobatch.core.text import error_text
 from autobatch.core.version import __version__
 from autobatch.report.sentences import plural
 
@@ -111,13 +113,9 @@ def load_run(folder: Path) -> RunRecord:
     """
     path = folder / "result.json"
     try:
-        found = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise InputError(
-            f"cannot read {path}: {error.strerror or error}. Give the folder of a run, which has {path.name}"
-        ) from error
-    except (UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise _not_a_run(path, error) from error
+        found = read_json(path)
+    except InputError as error:
+        raise InputError(f"{error}. Give the folder of a run, which has {path.name}") from error
     metrics, unreadable = _read_rows(folder / "metrics.jsonl")
     if not isinstance(found, dict):
         raise _not_a_run(path, f"expected a JSON object, found {type(found).__name__}")
@@ -125,14 +123,15 @@ def load_run(folder: Path) -> RunRecord:
     fields.setdefault("title", folder.resolve().name)
     fields.setdefault("versions", {"autobatch": found["autobatch"]} if "autobatch" in found else {})
     fields["metrics"] = metrics
-    if unreadable:
-        left_out = f"left out {plural(unreadable, 'unreadable line')} of metrics.jsonl"
-        fields["notes"] = [*(fields.get("notes") or []), left_out]
     present = {name: value for name, value in fields.items() if value is not None}
     try:
-        return msgspec.convert(present, RunRecord)
-    except msgspec.ValidationError as error:
-        raise _not_a_run(path, error) from error
+        run = msgspec.convert(present, RunRecord)
+    except UNREADABLE as error:
+        raise _not_a_run(path, error_text(error)) from error
+    if not unreadable:
+        return run
+    left_out = f"left out {plural(unreadable, 'unreadable line')} of metrics.jsonl"
+    return msgspec.structs.replace(run, notes=[*run.notes, left_out])
 
 
 def _not_a_run(path: Path, reason: object) -> InputError:
@@ -151,7 +150,7 @@ def _read_rows(path: Path) -> tuple[list[StepRecord], int]:
     for line in filter(None, map(bytes.strip, lines)):
         try:
             rows.append(msgspec.json.decode(line, type=StepRecord))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNREADABLE:
             unreadable += 1
     return rows, unreadable
 

@@ -17,13 +17,14 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from autobatch.core.errors import CheckpointError
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.device.oom import is_oom
 from autobatch.training.manifest import (
     MANIFEST,
     STATE,
@@ -46,6 +47,10 @@ class Loaded(NamedTuple):
     """What was written beside the state: the plan, the versions, the data order."""
     passed_over: list[str]
     """Newer checkpoints that are damaged, and why; one per line."""
+
+
+Check: TypeAlias = Callable[[Path, dict[str, Any], dict[str, Any]], None]
+"""Checks the content of a checkpoint: its folder, its state, its facts."""
 
 
 def save_checkpoint(
@@ -103,30 +108,39 @@ def save_checkpoint(
     return target
 
 
-def load_newest(folder: Path) -> Loaded | None:
+def load_newest(folder: Path, check: Check = lambda *_: None) -> Loaded | None:
     """Load the newest valid checkpoint, and name the damaged ones that were passed over.
+
+    Args:
+        folder: the folder of all checkpoints of the run.
+        check: raises a `CheckpointError` if a checkpoint with valid sums holds something else.
 
     Returns:
         The checkpoint; ``None`` if the folder has none at all.
 
     Raises:
-        CheckpointError: every checkpoint is damaged.
+        InputError: every checkpoint is damaged.
+        Exception: memory ran out, which does not make a checkpoint damaged; see `autobatch.device.oom`.
     """
     passed_over: list[str] = []
     for path in reversed(list_checkpoints(folder)):
         try:
             manifest = verify(path)
             state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+            check(path, state, manifest["facts"])
         except CheckpointError as error:
             passed_over.append(str(error))
             continue
         except Exception as error:  # a hostile or foreign file may make the reader raise anything
+            if is_oom(error):
+                raise
             passed_over.append(f"{path}: {STATE} cannot be read ({type(error).__name__})")
             continue
         return Loaded(path, state, manifest["facts"], passed_over)
     if passed_over:
-        raise CheckpointError(
-            f"no checkpoint in {folder} is valid ({', '.join(passed_over)}): start without --resume"
+        raise InputError(
+            f"no checkpoint in {folder} is valid ({', '.join(passed_over)}): start without --resume, or "
+            "restore one of them from a copy"
         )
     return None
 
@@ -205,7 +219,7 @@ def _looks_complete(path: Path) -> bool:
     """Return whether manifest and sizes are right; sums are compared only on loading."""
     try:
         check_files(path, read_manifest(path), sums=False)
-    except CheckpointError:
+    except (OSError, MemoryError):  # a CheckpointError is an OSError; what is unknown is not deleted
         return False
     return True
 

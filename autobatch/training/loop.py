@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.core.errors import DoesNotFitError, NonFiniteError, RestartSmallerError
+from autobatch.core.errors import NonFiniteError, RestartSmallerError
 from autobatch.core.records import StepRecord
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
@@ -30,12 +30,13 @@ from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.nonfinite import find_nonfinite_sample
+from autobatch.training.oom_errors import OutOfMemory, error_before_step, error_in_step
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import Feed
 from autobatch.workload.nested import feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.rng import capture_random_state, restore_random_state
+from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.user_code import user_code
 
 
@@ -99,6 +100,8 @@ class Loop:
     feed: Feed | None = None
     """Makes the micro-batches; if ``None``, the loop does, from its own random generators."""
     clock: Callable[[], float] = time.perf_counter
+    is_intact: bool = True
+    """True if the state is that between two steps. False while a batch trains, and if it cannot be undone."""
 
     def run(self) -> Iterator[StepRecord]:
         """Train the remaining batches, and yield one record per batch.
@@ -160,6 +163,7 @@ class Loop:
                 if stepped:
                     schedule.step()
         self.batches_seen = batch.index + 1
+        self.is_intact = True
 
     def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[int], str | None]:
         """Train a batch, again and smaller after an out-of-memory error.
@@ -167,36 +171,37 @@ class Loop:
         Returns:
             The result, the micro-batches, and the message of the last out-of-memory error.
         """
-        oom_message: str | None = None
+        oom: OutOfMemory | None = None
         items_per_sample = self.train_state.items_per_sample
         for replay in range(MAX_REPLAYS + 1):
             sizes = micro_batches(len(batch.ids), self.micro_batch)
             before = capture_random_state()
+            self.is_intact = False
             with rescaled_momentum(self.rescaled_norms, len(sizes)):
                 outcome = self._attempt(batch, sizes, may_be_suspect=replay == 0 and sizes[0] > 1)
             if isinstance(outcome, StepResult):
-                return outcome, sizes, oom_message
+                return outcome, sizes, None if oom is None else oom.message
             # Outside of the except block, so that nothing holds the tensors of the failed step.
-            oom_message = outcome
-            self.train_state.gradients.clear()
-            self.device.release()
-            is_restored = self.train_state.buffers.restore()
-            restore_random_state(before)
+            oom = outcome
             self.train_state.items_per_sample = items_per_sample
-            self._shrink(sizes[0], oom_message)
-            if not is_restored:
-                raise RestartSmallerError(
-                    f"out of memory in step {batch.index + 1} at a micro-batch of {sizes[0]}: {oom_message}. "
-                    "The batch cannot run again, because the forward pass changed a large buffer of the model"
-                )
+            self.is_intact = self._undo(before, is_fatal=oom.is_fatal)
+            self.micro_batch = math.ceil(sizes[0] / 2)
+            end = error_before_step(
+                self.train_state, batch.index + 1, sizes[0], oom, is_intact=self.is_intact
+            )
+            if end is not None:
+                raise end
             self.oom_recoveries += 1
+        assert oom is not None
         raise RestartSmallerError(
             f"out of memory in step {batch.index + 1} {MAX_REPLAYS + 1} times in a row, last at a "
-            f"micro-batch of {sizes[0]}: {oom_message}. Something else is taking the memory"
+            f"micro-batch of {sizes[0]}: {oom.message.rstrip('.')}. Something else is taking the memory"
         )
 
-    def _attempt(self, batch: GlobalBatch, sizes: list[int], *, may_be_suspect: bool) -> StepResult | str:
-        """Train a batch, or return the message of an out-of-memory error after which it can run again.
+    def _attempt(
+        self, batch: GlobalBatch, sizes: list[int], *, may_be_suspect: bool
+    ) -> StepResult | OutOfMemory:
+        """Train a batch, or return the out-of-memory error that ended it before the optimizer step.
 
         Args:
             batch: the samples.
@@ -220,23 +225,27 @@ class Loop:
                 raise
             if verdict is Verdict.SUSPECT and (self.train_state.stepping or not may_be_suspect):
                 raise
-            if verdict is not Verdict.FATAL and not self.train_state.stepping:
-                return first_line(error)
+            if not self.train_state.stepping:
+                return OutOfMemory(first_line(error), is_fatal=verdict is Verdict.FATAL)
             self.micro_batch = math.ceil(sizes[0] / 2)
-            where = (
-                "inside the optimizer step, which may have moved part of the weights"
-                if self.train_state.stepping
-                else "in the driver, after which this process cannot continue"
-            )
-            raise RestartSmallerError(
-                f"out of memory in step {batch.index + 1} at a micro-batch of {sizes[0]}, {where}: "
-                f"{first_line(error)}"
-            ) from error
+            raise error_in_step(self.train_state, batch.index + 1, sizes[0], first_line(error)) from error
 
-    def _shrink(self, failed: int, oom_message: str) -> None:
-        if failed == 1:
-            raise DoesNotFitError(f"out of memory in training at a micro-batch of 1: {oom_message}")
-        self.micro_batch = math.ceil(failed / 2)
+    def _undo(self, random_state: RandomState, *, is_fatal: bool) -> bool:
+        """Return to the start of the batch.
+
+        Returns:
+            False if a large buffer has changed, or if a device after a fatal error no longer answers.
+        """
+        self.train_state.gradients.clear()
+        try:
+            self.device.release()
+            is_restored = self.train_state.buffers.restore()
+            restore_random_state(random_state)
+        except Exception:
+            if not is_fatal:
+                raise
+            return False
+        return is_restored
 
     def _fetch(self, batch: GlobalBatch, sizes: list[int]) -> Iterator[tuple[Collated, int]]:
         """Make the micro-batches on the host, each with its number of samples."""

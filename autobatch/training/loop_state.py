@@ -16,15 +16,20 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
+from autobatch.core.units import format_bytes
+from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
 from autobatch.training.loop import Loop
+from autobatch.training.oom_errors import available_host_memory
+from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import capture_random_state, restore_random_state
 
 
@@ -69,28 +74,24 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
 
     Raises:
         InputError: the state belongs to another model, optimizer or schedule.
+        DoesNotFitError: memory runs out while it is restored.
     """
-    train_state = loop.train_state
+    watch = _OomWatch()
     try:
-        train_state.model.load_state_dict(state["model"])
-        _load_buffers(train_state.model, state["buffers"], train_state.device)
-        for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
-            _load_optimizer(optimizer, saved)
-        for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
-            schedule.load_state_dict(saved)
-        load_average(train_state.average, state["average"])
-    except InputError:
+        with watch:
+            _restore_train_state(loop, state)
+            _restore_random(state["random"], with_cuda=same_hardware)
+    except AutobatchError:
         raise
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a user's optimizer or schedule may raise anything
+        oom = error if is_oom(error) else watch.error
+        if oom is not None:
+            raise DoesNotFitError(_not_enough_memory(loop, state, oom)) from error
         text = (str(error).splitlines() or [""])[0]
         raise InputError(
             "the checkpoint was written with another model, optimizer or schedule "
             f"({type(error).__name__}: {text}). Give the same workload, or start without --resume"
         ) from error
-    if train_state.scaler is not None and state["scaler"]:
-        train_state.scaler.load_state_dict(state["scaler"])
-    train_state.items_per_sample = state["items_per_sample"]
-    loop.noise.load_state_dict(state["noise"])
     counters = state["counters"]
     loop.batches_seen = counters["batches_seen"]
     loop.steps_applied = counters["steps_applied"]
@@ -98,7 +99,53 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
     loop.skipped_steps_in_a_row = counters["skipped_steps_in_a_row"]
     if same_hardware:
         loop.micro_batch = counters["micro_batch"]
-    _restore_random(state["random"], with_cuda=same_hardware)
+
+
+def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
+    train_state = loop.train_state
+    train_state.model.load_state_dict(state["model"])
+    _load_buffers(train_state.model, state["buffers"], train_state.device)
+    for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
+        _load_optimizer(optimizer, saved)
+    for schedule, saved in zip(loop.schedules, state["schedules"], strict=True):
+        schedule.load_state_dict(saved)
+    load_average(train_state.average, state["average"])
+    if train_state.scaler is not None and state["scaler"]:
+        train_state.scaler.load_state_dict(state["scaler"])
+    train_state.items_per_sample = state["items_per_sample"]
+    loop.noise.load_state_dict(state["noise"])
+
+
+class _OomWatch(TorchFunctionMode):
+    """Keeps the first out-of-memory error of a tensor operation.
+
+    ``nn.Module.load_state_dict`` turns every error of a copy into the text of a RuntimeError.
+    """
+
+    error: Exception | None = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if self.error is None and is_oom(error):
+                self.error = error
+            raise
+
+
+def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:
+    size = sum(tensor.nbytes for tensor in tensors_of(dict(state)))
+    return (
+        f"not enough memory to resume: the state of the checkpoint takes {format_bytes(size)}, and the "
+        f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error).rstrip('.')}. The "
+        "checkpoint is intact: free memory, or give a larger --memory-budget, then resume again"
+    )
 
 
 def check_checkpoint_state(state: Mapping[str, Any]) -> None:
@@ -106,6 +153,7 @@ def check_checkpoint_state(state: Mapping[str, Any]) -> None:
 
     Raises:
         InputError: it holds objects that a checkpoint cannot hold; names the part.
+        DoesNotFitError: the host memory does not suffice for the check.
     """
     for part, value in state.items():
         file = io.BytesIO()
@@ -114,6 +162,12 @@ def check_checkpoint_state(state: Mapping[str, Any]) -> None:
             file.seek(0)
             torch.load(file, weights_only=True)
         except Exception as error:
+            if is_oom(error):
+                raise DoesNotFitError(
+                    f"not enough host memory to keep the state of the workload's {part} in a checkpoint, "
+                    f"found {available_host_memory()} available: {first_line(error).rstrip('.')}. "
+                    "Free host memory"
+                ) from error
             lines = [
                 line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line
             ]

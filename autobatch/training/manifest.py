@@ -12,6 +12,7 @@ from typing import IO, Any
 import torch
 
 from autobatch.core.errors import CheckpointError
+from autobatch.device.oom import is_oom
 
 SCHEMA = 2
 """Format of checkpoints; 2 counts ``batches_seen``, ``steps_applied`` and ``skipped_steps_in_a_row``."""
@@ -63,12 +64,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: it is missing, changed, incomplete, or has another format.
+        Exception: memory ran out, which says nothing about the file; see `autobatch.device.oom`.
     """
     try:
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
         schema = manifest["schema"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if is_oom(error):
+            raise
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read ({type(error).__name__})") from None
     if schema != SCHEMA:
         raise CheckpointError(f"{path}: {MANIFEST} has format {schema}, and this version reads {SCHEMA}")
@@ -80,6 +84,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {MANIFEST} does not list {STATE}")
     if not all(isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in files.values()):
         raise CheckpointError(f"{path}: {MANIFEST} lists files without size and sum")
+    if not all(Path(name).name == name for name in files):
+        raise CheckpointError(f"{path}: {MANIFEST} lists files outside of the checkpoint")
     return dict(manifest)
 
 
@@ -93,6 +99,7 @@ def check_files(path: Path, manifest: Mapping[str, Any], *, sums: bool = True) -
 
     Raises:
         CheckpointError: a file differs; names it and the fault.
+        Exception: memory ran out, which says nothing about the file; see `autobatch.device.oom`.
     """
     for name, expected in manifest["files"].items():
         try:
@@ -102,6 +109,8 @@ def check_files(path: Path, manifest: Mapping[str, Any], *, sums: bool = True) -
                 with (path / name).open("rb") as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
+            if is_oom(error):
+                raise
             raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror})") from None
         if size != expected["bytes"]:
             raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")

@@ -7,7 +7,6 @@ is an error. TensorBoard is only for viewing and never stops a run.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from autobatch.core.errors import CheckpointError
-from autobatch.core.files import write_atomic
+from autobatch.core.files import UNREADABLE, write_atomic
 from autobatch.core.records import StepRecord, Training
 
 TENSORBOARD = "tensorboard"
@@ -86,6 +85,15 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
+class _Row(msgspec.Struct):
+    """The fields of a line that a resumed run adds up."""
+
+    step: int
+    loss: float | None = None
+    applied: bool = True
+    samples: int = 0
+
+
 def rewind_metrics(path: Path, *, batches_seen: int, on_kept: Callable[[Mapping[str, Any]], None]) -> None:
     """Drop the lines of batches that a resumed run trains again.
 
@@ -100,12 +108,12 @@ def rewind_metrics(path: Path, *, batches_seen: int, on_kept: Callable[[Mapping[
     with path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line)
-            except ValueError:
-                # The last line of a run that was killed while it wrote.
+                step = msgspec.json.decode(line, type=_Row).step
+            except UNREADABLE:
+                # The last line of a run that was killed while it wrote, or a line of something else.
                 continue
-            if isinstance(row, dict) and row.get("step", batches_seen + 1) <= batches_seen:
-                on_kept(row)
+            if step <= batches_seen:
+                on_kept(msgspec.json.decode(line))
                 kept.append(line.rstrip(b"\n") + b"\n")
     write_atomic(path, b"".join(kept))
 

@@ -8,10 +8,15 @@ from typing import Any
 
 import msgspec
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import Plan
+from autobatch.core.units import format_bytes
+from autobatch.device.oom import first_line, is_oom
 from autobatch.training.build import LoopSettings
-from autobatch.training.checkpoint import Loaded, clean_leftovers, load_newest
+from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
+from autobatch.training.checkpoint_content import check_content
+from autobatch.training.manifest import STATE
+from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.workload.order import GlobalBatchSampler
 
@@ -29,13 +34,19 @@ def load_run_state(out: Path) -> Loaded:
     """Load the newest valid checkpoint of a run.
 
     Raises:
-        InputError: the run has no checkpoint.
-        CheckpointError: every checkpoint is damaged.
+        InputError: the run has no checkpoint, or every one is damaged.
+        DoesNotFitError: the host memory does not suffice to load it.
     """
-    clean_leftovers(out / CHECKPOINTS)
-    loaded = load_newest(out / CHECKPOINTS)
+    folder = out / CHECKPOINTS
+    try:
+        clean_leftovers(folder)
+        loaded = load_newest(folder, check_content)
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise DoesNotFitError(_not_enough_memory(folder, error)) from error
     if loaded is None:
-        raise InputError(f"--resume found no checkpoint in {out / CHECKPOINTS}: start without --resume")
+        raise InputError(f"--resume found no checkpoint in {folder}: start without --resume")
     return loaded
 
 
@@ -119,6 +130,16 @@ def changes_since_checkpoint(
     if max_micro_batch is not None and max_micro_batch < plan.micro_batch:
         changes.append("--max-micro-batch")
     return changes
+
+
+def _not_enough_memory(folder: Path, error: Exception) -> str:
+    path = list_checkpoints(folder)[-1]
+    return (
+        f"not enough memory to resume from {path}: its state takes "
+        f"{format_bytes((path / STATE).stat().st_size)} of host memory, found "
+        f"{available_host_memory()} available: {first_line(error).rstrip('.')}. "
+        "Free host memory, then resume again"
+    )
 
 
 def _mismatch(resumed: Loaded, option: str, asked: object, found: object) -> str:

@@ -14,11 +14,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from autobatch.core.errors import AutobatchError, CheckpointError, Interrupted, RestartSmallerError
-from autobatch.core.files import write_atomic
+from autobatch.core.errors import (
+    AutobatchError,
+    CheckpointError,
+    DoesNotFitError,
+    InputError,
+    Interrupted,
+    RestartSmallerError,
+)
+from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import Training
 from autobatch.core.signals import StopRequest, stop_on_signals
+from autobatch.device.oom import first_line
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
 from autobatch.training.evaluation import ValidationBatchSize, evaluate
 from autobatch.training.loop import Loop
@@ -76,7 +84,7 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
     run = _Run(loop, settings, resumed)
     try:
-        with stop_on_signals() as request:
+        with stop_on_signals() as request, run.saved_after_oom():
             run.train_batches(request, progress, totals)
             validation = run.validate(request)
     except Interrupted:
@@ -137,6 +145,20 @@ class _Run:
                     self._save_periodic(progress)
                 self._stop_if_requested(request)
         self._save_if_needed()
+
+    @contextmanager
+    def saved_after_oom(self) -> Iterator[None]:
+        """Write a checkpoint if memory runs out within the block and the state is that between two steps."""
+        try:
+            yield
+        except (DoesNotFitError, RestartSmallerError) as error:
+            try:
+                if self._loop.is_intact:
+                    self._save_if_needed()
+            except Exception as failure:  # the error of the run counts, whatever this one is
+                step = self._loop.batches_seen
+                error.add_note(f"no checkpoint of step {step} could be written: {first_line(failure)}")
+            raise
 
     def validate(self, request: StopRequest) -> dict[str, float | None]:
         """Return the validation metrics, of the averaged weights if there are any.
@@ -252,8 +274,8 @@ def _apply_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) ->
         path.unlink(missing_ok=True)
         return
     try:
-        micro_batch = json.loads(path.read_bytes())["micro_batch"]
-    except (OSError, ValueError, KeyError, TypeError):
+        micro_batch = read_json(path)["micro_batch"]
+    except (InputError, KeyError, TypeError):
         return
     if isinstance(micro_batch, int) and micro_batch >= 1:
         loop.micro_batch = min(loop.micro_batch, micro_batch)

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.files import create_file
 from autobatch.step.train_state import TrainState
 
 RUNS = Path("runs")
@@ -42,8 +43,11 @@ def _export(model: nn.Module, path: Path) -> None:
 
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
+        temporary.unlink(missing_ok=True)
+        os.close(create_file(temporary))
+        mode = temporary.stat().st_mode & 0o777
         save_model(model, str(temporary))
-        temporary.chmod(0o644)  # safetensors makes it readable for its owner only
+        temporary.chmod(mode)  # safetensors makes it readable for its owner only
         temporary.replace(path)
     except Exception as error:
         temporary.unlink(missing_ok=True)
@@ -78,7 +82,7 @@ def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:
     stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
     out = runs / stamp
     number = 1
-    while out.exists():
+    while os.path.lexists(out):
         number += 1
         out = runs / f"{stamp}-{number}"
     return out
@@ -93,7 +97,7 @@ def claim_folder(out: Path) -> Iterator[None]:
     Raises:
         InputError: it is not writable, or another run holds it.
     """
-    made = [path for path in (out, *out.absolute().parents) if not path.exists()]
+    made = [path for path in (out, *out.absolute().parents) if not os.path.lexists(path)]
     _make(out)
     try:
         with _locked(out):
@@ -111,7 +115,7 @@ def move_earlier_run(out: Path) -> Path | None:
         Its new folder; ``None`` if there was no earlier run.
     """
     names = (CHECKPOINTS, METRICS, WEIGHTS, AVERAGED_WEIGHTS, RESULT, REPORT)
-    old = [path for path in (out / name for name in names) if path.exists()]
+    old = [path for path in (out / name for name in names) if os.path.lexists(path)]
     if not old:
         return None
     number = 1
@@ -145,6 +149,7 @@ def _locked(folder: Path) -> Iterator[None]:
     import fcntl
 
     descriptor = os.open(folder, os.O_RDONLY)
+    _LOCKS.add(descriptor)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,4 +161,21 @@ def _locked(folder: Path) -> Iterator[None]:
             pass
         yield
     finally:
-        os.close(descriptor)
+        # A forked child has closed its copy already; the number may now be another file's.
+        if descriptor in _LOCKS:
+            _LOCKS.remove(descriptor)
+            os.close(descriptor)
+
+
+_LOCKS: set[int] = set()
+"""Descriptors of the folders that this process holds."""
+
+
+def _close_inherited_locks() -> None:
+    """Close the locks of the parent in a forked child, which would hold them after the parent was killed."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_close_inherited_locks)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from autobatch.device.base import Meter
 from autobatch.probing.attempt import TrainSetup
 from autobatch.step.whole_batch import backward_whole_batch
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
-from autobatch.workload.data import load_micro_batch
-from autobatch.workload.nested import feed, map_tensors, tensors_of, to_device
+from autobatch.workload.nested import map_tensors, tensors_of, to_device
 
 ELEMENTS = 1024
 """Elements read from each parameter's gradient, evenly spaced: enough to compare, for any size of model."""
@@ -53,46 +52,47 @@ class GradientRunner:
         self._meter = meter
         self._dtype = dtype
 
-    def run(self, ids: Sequence[int]) -> SampleGradient:
-        """Run samples forward and backward in one micro-batch."""
-        with self._meter.uncounted():
-            batch = to_device(self._collate(ids), self._setup.device.torch_device)
-        self._meter.count(tensors_of(batch))
-        loss = self._setup.workload.loss(self._model, batch)
+    def run(self, batch: Collated, samples: int) -> SampleGradient:
+        """Run a collated batch of so many samples forward and backward in one micro-batch."""
+        loss = self._setup.workload.loss(self._model, self.placed(batch))
         total, count = loss if isinstance(loss, Loss) else (loss, None)
-        total.backward()  # type: ignore[no-untyped-call]
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
         elements = self._take_gradient()
         if count is None:
-            return SampleGradient(elements, None, len(ids))
+            return SampleGradient(elements, None, samples)
         items = float(count.detach() if isinstance(count, Tensor) else count)
-        return SampleGradient(elements / items if items else elements, items, len(ids))
+        return SampleGradient(elements / items if items else elements, items, samples)
 
-    def run_cached(self, ids: Sequence[int], sizes: Sequence[int]) -> SampleGradient:
-        """Run samples in micro-batches of the given sizes, as a `WholeBatchLoss` trains."""
+    def run_cached(self, micro_batches: Iterable[tuple[Collated, int]], samples: int) -> SampleGradient:
+        """Run micro-batches, as a `WholeBatchLoss` trains; they are placed, and can be iterated twice."""
         loss = self._setup.workload.loss
         assert isinstance(loss, WholeBatchLoss)
-        ends = accumulate(sizes)
-        fetched = (
-            (self._collate(ids[end - size : end]), size) for size, end in zip(sizes, ends, strict=True)
-        )
         backward_whole_batch(
             loss,
             self._model,
-            feed(fetched, self._setup.device.torch_device, self._meter, twice=True),
-            len(ids),
+            micro_batches,
+            samples,
             autocast=nullcontext,
             scale=lambda value: value,
             restore_buffers=lambda: None,
             mark=lambda _: None,
         )
-        return SampleGradient(self._take_gradient(), None, len(ids))
+        return SampleGradient(self._take_gradient(), None, samples)
 
-    def _collate(self, ids: Sequence[int]) -> Collated:
-        """Return the collated samples on the host, in the runner's floating-point type."""
-        batch, dtype = load_micro_batch(self._setup.workload, ids), self._dtype
-        if dtype is None:
-            return batch
-        return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    def placed(self, batch: Collated) -> Collated:
+        """Return a copy of a collated batch on the device, in the runner's floating-point type.
+
+        A loss may change its batch in place.
+        """
+        dtype = self._dtype
+        with self._meter.uncounted():
+            own = copy.deepcopy(batch)
+            if dtype is not None:
+                own = map_tensors(own, lambda one: one.to(dtype) if one.is_floating_point() else one)
+            own = to_device(own, self._setup.device.torch_device)
+        self._meter.count(tensors_of(own))
+        return own
 
     def _take_gradient(self) -> Tensor:
         """Return elements of the gradient that the backward passes left, and clear it."""

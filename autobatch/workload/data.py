@@ -116,6 +116,11 @@ class WorstCaseSampler:
         """Remarks on the scan, one per line."""
         return self._notes if self._costs else []
 
+    @property
+    def known_costs(self) -> dict[int, float]:
+        """Cost of each sample that was read, by its index; empty before the scan."""
+        return dict(vars(self).get("_costs", {}))
+
     def check_collate(self) -> None:
         """Collate the most expensive sample with the cheapest, as training will.
 

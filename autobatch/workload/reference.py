@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autobatch.core.errors import InputError
+from autobatch.core.files import is_file
+from autobatch.core.text import LONGEST_VALUE, cut
 from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.user_code import user_code
 
@@ -84,8 +86,8 @@ def _load_module(name: str) -> Any:
 
 
 def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {path} (looked from {Path.cwd()})")
+    if not is_file(path):
+        raise InputError(f"there is no file {cut(str(path), LONGEST_VALUE)} (looked from {Path.cwd()})")
     _make_importable(path.resolve().parent)
     # Registered so that worker processes and pickles find its definitions, but never in place of another
     # module.

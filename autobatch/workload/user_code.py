@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from autobatch.core.errors import AutobatchError, UserCodeError
+from autobatch.core.text import error_text, quoted
 
 _MARK = "raised by the workload: "
 
@@ -51,10 +52,9 @@ def describe(error: BaseException) -> str:
     part = failed_part(error)
     whose = f"the workload's {part.removeprefix('the ')}" if part else "the workload"
     if isinstance(error, SystemExit):
-        did = f"called sys.exit({'' if error.code is None else repr(error.code)})"
+        did = f"called sys.exit({'' if error.code is None else quoted(error.code)})"
     else:
-        text = (str(error).splitlines() or [""])[0]
-        did = f"raised {type(error).__name__}: {text}".removesuffix(": ")
+        did = f"raised {type(error).__name__}: {error_text(error, first_line=True)}".removesuffix(": ")
     return f"{whose} {did}" + (f" ({place})" if place else "")
 
 

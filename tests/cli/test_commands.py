@@ -12,7 +12,7 @@ import torch
 
 from autobatch.cli.commands import HELP, doctor, profiles, report, this_gpu
 from autobatch.core.errors import InputError
-from tests.support.sample_run import a_run
+from tests.support.sample_run import a_run, a_step
 
 COMMANDS = {"profiles": profiles, "report": report, "doctor": doctor}
 
@@ -83,3 +83,11 @@ def test_the_doctor_prints_lines_or_one_object(tmp_path: Path) -> None:
     assert found["home"] == str(tmp_path / "home")
     assert found["versions"]["torch"] == version("torch")
     assert f"home     {tmp_path / 'home'}" in said("doctor").splitlines()
+
+
+def test_a_report_of_figures_that_no_float_holds_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_bytes(msgspec.json.encode(a_run()))
+    row = msgspec.to_builtins(a_step(1)) | {"micro_batch": 10**310, "samples": 10**310}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(InputError, match="a figure of the run is out of range: int too large to convert"):
+        said("report", str(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.cli.config_files import OptionValue, configured, environment_values, layered
+from autobatch.cli.config_files import OptionValue, configured, environment_values, file_layers, layered
 from autobatch.cli.parser import parse
 from autobatch.core.errors import InputError
 from autobatch.core.options import COMMANDS, options_from
@@ -89,7 +89,7 @@ def test_options_of_other_commands_are_ignored(tmp_path: Path) -> None:
         ("stpes = 3", r"autobatch.toml: there is no option stpes; did you mean steps\?"),
         ("zzz = 3", "autobatch.toml: there is no option zzz; there are: base_batch"),
         ("[fit]\nsteps = 3", "there is no option fit"),
-        ("steps = ", "autobatch.toml cannot be read as TOML"),
+        ("steps = ", "autobatch.toml is not TOML"),
         ("steps = 0", "steps in .*autobatch.toml must be a whole number of 1 or more, found 0"),
         ("steps = 1.5", "must be a whole number of 1 or more, found 1.5"),
         ("steps = true", "must be a whole number of 1 or more, found True"),
@@ -124,7 +124,7 @@ def test_other_invalid_sources_are_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"pyproject.toml: (tool|autobatch) must be a table, found 3"):
             parsed(tmp_path)
     (tmp_path / "pyproject.toml").write_bytes(b"\xff")
-    with pytest.raises(InputError, match=r"pyproject.toml cannot be read as TOML"):
+    with pytest.raises(InputError, match=r"pyproject.toml is not TOML"):
         parsed(tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'theirs'\n")
     assert parsed(tmp_path)[1].steps is None
@@ -150,3 +150,20 @@ def test_merged_layers_keep_the_latest_value(layers: list[Mapping[str, int]]) ->
     if both <= merged.keys():
         assert any(both <= layer.keys() for layer in layers)
     assert {n for layer in layers for n in layer} - both <= merged.keys()
+
+
+@pytest.mark.parametrize("order", [("target-batch", "target_batch"), ("target_batch", "target-batch")])
+def test_one_option_in_two_spellings_is_refused(tmp_path: Path, order: tuple[str, str]) -> None:
+    lines = [f"{name} = {number}" for number, name in enumerate(order, 8)]
+    (tmp_path / "autobatch.toml").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(InputError, match=f"has both {order[0]} and {order[1]}, which are one"):
+        file_layers(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 100_000, "steps = " + "9" * 5000, "steps = 0x" + "f" * 9000 + "g"]
+)
+def test_a_file_that_python_cannot_hold_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "autobatch.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"autobatch.toml is not TOML: "):
+        file_layers(tmp_path, None)

@@ -149,3 +149,28 @@ def test_the_log_is_in_the_folder_of_the_run_or_the_data_directory(tmp_path: Pat
     assert log.write(ValueError("fourth")) == at_home
     nowhere = RunLog(lambda: tmp_path / "file", "autobatch fit")
     assert nowhere.write(ValueError("fifth")) is None
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InputError("\x1b[31mred\x9b2J"), r"\x1b[31mred\x9b2J"),
+        (InputError("x" * 100_000), "xxx … xxx"),
+        (RuntimeError("\x1b]0;title\x07"), r"unexpected RuntimeError: \x1b]0;title\x07; this is a bug"),
+        (RuntimeError("x" * 100_000), "; this is a bug in autobatch, please report it"),
+        (Silent(), "unexpected Silent: ; this is a bug"),
+        (OSError(28, "No space left\x1b[31m", "a\nb\x1b"), r"left\x1b[31m: 'a\nb\x1b'"),
+        (SystemExit("\x1b" + "x" * 100_000), "the workload called sys.exit('"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_message_is_one_short_line_without_control_characters(error: BaseException, said: str) -> None:
+    line = describe_failure(error).line
+    assert said in line
+    assert line.isprintable()
+    assert len(line) <= 2000

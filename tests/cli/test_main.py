@@ -74,6 +74,54 @@ def test_wrong_input_is_one_line_and_exit_2(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("\x1b[31mpla\x9b",),
+        (*FIT, "\x1b[31m:w"),
+        (*FIT, "a\nb.py:\x1b[31mw"),
+        (*FIT, "--\x1b[31mout"),
+        (*FIT, "--out\x1b=3"),
+        (*FIT, "--precision", "\x1b[31m\udcff"),
+        ("profiles", "show", "\x1b[31m"),
+        ("doctor", "\x1b[31m"),
+        ("doctor", "--\x1b[31m"),
+        ("report", "\x1b[31m"),
+        (*FIT, "--verbose", "\x1b[31m:w"),
+        (*FIT, "x" * 100_000),
+        (*FIT, "--precision", "x" * 100_000),
+        (*FIT, "--" + "x" * 100_000),
+    ],
+    ids=range(14),
+)
+def test_words_of_the_user_are_shown_and_never_obeyed(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(list(words)) == 2
+    err = capsys.readouterr().err
+    first, *rest = err.splitlines()
+    assert first.startswith("autobatch: ")
+    assert all(line.isprintable() for line in (first, *rest))
+    assert len(first) <= 2020
+    assert bool(rest) == ("--verbose" in words)
+
+
+def test_keys_and_variables_with_control_characters_are_shown_and_never_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AUTOBATCH_\x1b[31m", "1")
+    assert cli.run([*FIT]) == 2
+    monkeypatch.delenv("AUTOBATCH_\x1b[31m")
+    (tmp_path / "autobatch.toml").write_text('"\\u001b[31m" = 1', encoding="utf-8")
+    assert cli.run([*FIT]) == 2
+    (tmp_path / "autobatch.toml").write_text('workload = "\\u001b[31m\\u009b:w"', encoding="utf-8")
+    assert cli.run(["fit", "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 2
+    assert r"\x1b[31m" in out
+    assert all(line.isprintable() for line in (out + err).splitlines())
+
+
 def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([*FIT, "--steps", "0", "--verbose"]) == 2
     err = capsys.readouterr().err

@@ -11,8 +11,9 @@ import pytest
 
 from autobatch.cli.terminal import PLAIN_LINES, Terminal
 from autobatch.core.progress import Progress
-from autobatch.report.result import Result
-from tests.support.sample_run import a_device, a_probe, a_run, a_step
+from autobatch.core.records import MemoryHolder
+from autobatch.report.result import Estimates, Result
+from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
 EVENTS = [name for name, one in vars(Progress).items() if inspect.isfunction(one)]
 RUN = a_run()
@@ -99,3 +100,45 @@ def test_the_result_is_printed_even_if_quiet() -> None:
     assert shown("finish", result, quiet=True) == (
         "largest    micro-batch 93, limited by memory\nrepeat     autobatch probe\n"
     )
+
+
+HOSTILE = "train[/x] [bold]:smile: \x1b[2J\x9b31m\nlast"
+HARMLESS = r"train[/x] [bold]:smile: \x1b[2J\x9b31m\nlast"
+
+
+class ATerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, ATerminal])
+def test_the_name_of_another_process_is_shown_and_never_obeyed(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = kind()
+    holders = [
+        MemoryHolder(pid=7, name=HOSTILE, used_bytes=1 << 30),
+        MemoryHolder(pid=8, name="x" * 100_000, used_bytes=1 << 30),
+    ]
+    with Terminal(stream) as terminal:
+        terminal.opened(a_device(holders=holders))
+        terminal.note(HOSTILE)
+    shown = stream.getvalue()
+    assert f"process 7 {HARMLESS}: 1.00 GiB" in shown
+    assert f"note: {HARMLESS}" in shown
+    assert "\x1b[2J\x9b" not in shown
+    assert len(shown) < 5000
+
+
+def test_foreign_names_of_an_estimate_and_a_result_are_shown_as_they_read() -> None:
+    one = msgspec.structs.replace(
+        an_estimate(), memory={"activations": 1}, modules={HOSTILE: 1 << 30}, profile=HOSTILE
+    )
+    stream = io.StringIO()
+    with Terminal(stream) as terminal:
+        terminal.estimated(Estimates(estimates=[one], notes=[HOSTILE]))
+        terminal.finish(Result(device=a_device(), command=f"autobatch fit {HOSTILE}"))
+    assert stream.getvalue().count(HARMLESS) == 4
+    assert "\x1b" not in stream.getvalue()

@@ -1,10 +1,13 @@
-"""Atomic writes: a file is written whole or not at all."""
+"""Atomic writes, and reads whose failures are one line."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from autobatch.core.files import write_atomic
+from autobatch.core.errors import InputError
+from autobatch.core.files import read_json, read_toml, write_atomic
 
 
 def test_folders_are_made_and_an_old_file_is_replaced(tmp_path):
@@ -28,7 +31,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_replaced_file_keeps_its_mode_and_a_new_one_can_be_read_by_all(tmp_path):
+def test_a_replaced_file_keeps_its_mode_and_a_new_one_can_be_read_by_all(tmp_path, umask):
+    umask(0o022)
     path = write_atomic(tmp_path / "file", b"old")
     assert path.stat().st_mode & 0o777 == 0o644
     path.chmod(0o600)
@@ -41,3 +45,71 @@ def test_a_folder_in_the_way_is_an_error(tmp_path):
     with pytest.raises(OSError, match="file"):
         write_atomic(tmp_path / "file", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def umask():
+    """Set the umask within the test."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_a_new_file_honours_the_umask(tmp_path, umask, mask, mode):
+    umask(mask)
+    assert write_atomic(tmp_path / "file", b"new").stat().st_mode & 0o777 == mode
+
+
+def test_a_replaced_file_keeps_its_mode_under_another_umask(tmp_path, umask):
+    path = write_atomic(tmp_path / "file", b"old")
+    path.chmod(0o666)
+    umask(0o077)
+    assert write_atomic(path, b"new").stat().st_mode & 0o777 == 0o666
+
+
+DEEP = 100_000
+NOT_JSON = [
+    "[" * DEEP,
+    "NaN",
+    "1e999",
+    "9" * 20,
+    "[-9223372036854775809]",
+    '{"a":' * DEEP,
+    "9" * 5000,
+    "{",
+    "",
+    "\udcff",
+    "nul\0",
+]
+NOT_TOML = ["a = " + "[" * DEEP, "a = " + "{a = " * DEEP, "a = " + "9" * 5000, "a = ", "\udcff", "a\0 = 1"]
+
+
+@pytest.mark.parametrize(
+    ("read", "content"),
+    [(read_json, text) for text in NOT_JSON] + [(read_toml, text) for text in NOT_TOML],
+    ids=lambda value: value.__name__ if callable(value) else repr(value[:5]),
+)
+def test_every_unreadable_content_is_one_line_with_the_path(tmp_path, read, content):
+    path = tmp_path / "file"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(InputError) as raised:
+        read(path)
+    line = str(raised.value)
+    assert line.startswith(f"{path} is not ")
+    assert line.isprintable()
+    assert len(line) < 500 + len(str(path))
+
+
+@pytest.mark.parametrize("read", [read_json, read_toml])
+@pytest.mark.parametrize("name", ["absent", "nul\0", "x" * 300, "."])
+def test_a_file_that_cannot_be_opened_is_one_line(tmp_path, read, name):
+    with pytest.raises(InputError, match="cannot be read: "):
+        read(tmp_path / name)
+
+
+def test_files_that_are_readable_are_read(tmp_path):
+    (tmp_path / "file").write_text('{"a": [1, "ü"]}', encoding="utf-8")
+    assert read_json(tmp_path / "file") == {"a": [1, "ü"]}
+    (tmp_path / "file").write_text('a = [1, "ü"]', encoding="utf-8")
+    assert read_toml(tmp_path / "file") == {"a": [1, "ü"]}

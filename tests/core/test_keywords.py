@@ -13,7 +13,7 @@ import pytest
 
 from autobatch.core import keywords, options
 from autobatch.core.errors import InputError
-from autobatch.core.option_types import plain_type
+from autobatch.core.option_types import MOST_WORKERS, plain_type
 from autobatch.core.options import COMMANDS, options_from
 
 PRINTING = {"json", "quiet", "verbose"}
@@ -74,6 +74,8 @@ def test_every_value_of_a_keyword_is_accepted(name: str, key: str) -> None:
             values = [0.5, 0.999]
         if member is str and key in TEXTS:
             values = [TEXTS[key]]
+        if key in ("workers", "prefetch"):
+            values = [4, MOST_WORKERS] if member is int else values
         for value in values:
             found = getattr(options_from(COMMANDS[name], {**needed(name), key: value}), key)
             assert found == as_option(key, value)

@@ -53,3 +53,36 @@ def test_errors_name_the_keywords_of_library_calls() -> None:
     ):
         with pytest.raises(InputError, match=said):
             options_from(FitOptions, keywords)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"workers": 10**9}, "workers must be a whole number from 0 to 1024, found 1000000000"),
+        ({"workers": "1000000000"}, "workers must be a whole number from 0 to 1024, found '1000000000'"),
+        ({"prefetch": 10**6}, "prefetch must be a whole number from 1 to 1024, found 1000000"),
+        ({"steps": 10**30}, f"steps must be at most 9223372036854775807, found {10**30}"),
+        ({"steps": 1 << 20_000}, "found a value of type int that is too long to show"),
+        ({"steps": "9" * 5000}, "steps must be a whole number of 1 or more, found '999"),
+        ({"memory_budget": 1 << 20_000}, "memory_budget"),
+        ({"out": "a\0b"}, r"out must be text in UTF-8 without NUL, found 'a\x00b'"),
+        ({"study": "a\udcff"}, r"study must be text in UTF-8 without NUL, found 'a\udcff'"),
+    ],
+    ids=range(9),
+)
+def test_what_no_machine_can_hold_is_refused_in_one_line(values: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError) as raised:
+        options_from(FitOptions, {"target_batch": 8, **values})
+    assert said in str(raised.value)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 300
+
+
+def test_a_table_without_end_is_refused_in_one_line() -> None:
+    deep: dict[str, object] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    with pytest.raises(InputError, match="found a value of type dict that is too long to show"):
+        options_from(FitOptions, {"target_batch": 8, "steps": deep})
+    while deep:  # freed one by one: Python would recurse
+        deep = deep.pop("a")  # type: ignore[assignment]

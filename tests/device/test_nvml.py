@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from autobatch.core.units import GiB
+from autobatch.device import nvml
 from tests.support.nvml_driver import ALPHA, BETA, SLICE_1, SLICE_2, ask, read
 
 
@@ -152,3 +154,34 @@ def test_wrong_module_of_that_name(tmp_path: Path, files: dict[str, str], words:
     kind, absent = ask("read_gpus()", PYTHONPATH=path)
     assert kind == "NvmlAbsent"
     assert words in absent["reason"]
+
+
+FAKE = """
+class NVMLError(Exception): value = 3
+class NVMLLibraryMismatchError(Exception): pass
+def nvmlInit(): INIT
+def nvmlShutdown(): raise TypeError("off")
+def nvmlDeviceGetCount(): COUNT
+def nvmlDeviceGetHandleByIndex(index): raise AttributeError("lost\\x1b")
+"""
+
+
+@pytest.mark.parametrize(
+    ("init", "count", "kind", "words"),
+    [
+        ("raise TypeError('odd\\x1b')", "return 1", "NvmlAbsent", r"TypeError: odd\x1b"),
+        ("raise KeyError(3)", "return 1", "NvmlAbsent", "KeyError: 3"),
+        ("pass", "raise AttributeError('old')", "NvmlAbsent", "AttributeError: old"),
+        ("pass", "return None", "NvmlAbsent", "TypeError: 'NoneType'"),
+        ("pass", "return 1", "NvmlReading", r"GPU 0 does not answer: AttributeError: lost\x1b"),
+    ],
+)
+def test_bindings_that_raise_anything_are_a_reason(
+    init: str, count: str, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("pynvml")
+    exec(FAKE.replace("INIT", init).replace("COUNT", count), vars(module))
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    found = nvml.read_gpus()
+    assert type(found).__name__ == kind
+    assert words in (found.reason if isinstance(found, nvml.NvmlAbsent) else found.notes[0])

@@ -78,9 +78,14 @@ def test_a_limit_of_another_workload_is_not_returned(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "truncated"),
-        (b"{", "truncated"),
-        (b"\xff\xfe", "malformed"),
+        (b"", "is not JSON: Expecting value"),
+        (b"{", "is not JSON: Expecting property name"),
+        (b"\xff\xfe", "is not JSON: 'utf-8' codec"),
+        (b"[" * 100_000, "is not JSON: it is nested too deep"),
+        (b'{"key": ' * 100_000, "is not JSON: it is nested too deep"),
+        (b'{"micro_batch": ' + b"9" * 5000 + b"}", "is not JSON: the number 9+ . 9+ is out of range"),
+        (b'{"schema": ' + b"9" * 18 + b"}", "schema 9+, this autobatch reads 2"),
+        (b'{"schema": "\\u001b"}', "is ignored: "),
         (b"[1]", "Expected `object`"),
         (b"null", "Expected `object`"),
         (b'{"schema": 3, "fits": 1}', "schema 3, this autobatch reads 2"),

@@ -9,12 +9,9 @@ import sys
 import msgspec
 import pytest
 
-from autobatch.core.records import Estimate
-from autobatch.core.units import GiB
-from autobatch.planning import make_plan
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
 from tests.support.page_checker import Page
-from tests.support.sample_run import a_device, a_probe, a_run
+from tests.support.sample_run import a_device, a_probe, a_run, an_estimate
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -28,17 +25,6 @@ def a_result(**changes) -> Result:
     names = "device", "probe", "plan", "tuning", "training", "checkpoints"
     parts = {name: getattr(run, name) for name in names}
     return Result(**(parts | {"created": "2026-11-21T14:05:00+00:00"} | changes))
-
-
-def an_estimate(**changes) -> Estimate:
-    known = {
-        "profile": "rtx-4090", "budget_bytes": 22 * GiB, "budget_source": "", "precision": "bf16",
-        "micro_batch": 90, "micro_batch_low": 86, "micro_batch_high": 93, "fits": True,
-        "peak_allocated_bytes": 20 * GiB, "peak_reserved_bytes": 21 * GiB, "seconds": 0.1, "retries": 0,
-        "plan": make_plan(target_batch=1024, micro_batch_limit=90, learning_rate=0.1),
-        "memory": {}, "modules": {}, "phase": "backward",
-    }  # fmt: skip
-    return Estimate(**(known | changes))
 
 
 def shown(record) -> Page:

@@ -62,11 +62,14 @@ def test_rows_without_speeds_are_read_and_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"cannot read .*result\.json: No such file .*\. Give the folder of a run"),
-        (b"{", "is not the result of a run"),
+        (None, r"result\.json cannot be read: No such file .*\. Give the folder of a run"),
+        (b"{", r"result\.json is not JSON: .*\. Give the folder of a run"),
         (b"[]", "expected a JSON object, found list"),
         (b"{}", "missing required field `device`"),
         (b'{"device": {"kind": 1}}', r"\$\.device\.kind"),
+        (b'{"device": ' * 100_000, "is not JSON: it is nested too deep"),
+        (b'{"checkpoints": [' + b"9" * 5000 + b"]}", "is not JSON: the number 9+ … 9+ is out of range"),
+        (b'{"checkpoints": [NaN]}', "is not JSON: the number NaN is out of range"),
     ],
 )
 def test_a_folder_without_a_run_is_an_error(tmp_path, content, message):
@@ -104,3 +107,16 @@ def test_the_json_of_estimates():
         "estimates": [],
         "notes": ["a note"],
     }
+
+
+def test_notes_of_another_type_are_refused_also_beside_unreadable_lines(tmp_path):
+    content = Result(device=a_device()).to_json() | {"notes": 5}
+    write_atomic(tmp_path / "result.json", msgspec.json.encode(content))
+    write_atomic(tmp_path / "metrics.jsonl", b"[" * 100_000)
+    with pytest.raises(InputError, match=r"\$\.notes"):
+        load_run(tmp_path)
+
+
+def test_a_name_that_no_file_can_have_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="cannot be read: embedded null byte"):
+        load_run(tmp_path / "nul\0")

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import autobatch
-from autobatch.core.errors import InputError, NonFiniteError, RestartSmallerError
+from autobatch.core.errors import DoesNotFitError, InputError, NonFiniteError, RestartSmallerError
 from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import load_newest
+from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
 from tests.support.faults import Fault, Watching, plain
-from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, settings
+from tests.support.runs import HINT, STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
 from tests.support.training import make_workload, mean_loss, weights
 
 
@@ -67,10 +68,38 @@ def test_a_run_out_of_memory_in_the_optimizer_is_resumed_smaller(tmp_path: Path)
     assert caught.value.exit_code == 77
     assert HINT in caught.value.__notes__[0]
     assert json.loads((tmp_path / "oom.json").read_text())["micro_batch"] == 2
+    assert saved_steps(tmp_path) == [2], "part of the weights of step 3 may have moved"
     again, done = resume(tmp_path, plain(), target_batch=8, micro_batch=4)
     assert [row["micro_batch"] for row in rows(tmp_path)] == [4, 4, 2, 2, 2, 2]
     assert done.micro_batch == again.micro_batch == 2
     assert not (tmp_path / "oom.json").exists()
+
+
+def test_a_run_that_is_always_out_of_memory_in_the_optimizer_ends_at_a_micro_batch_of_1(
+    tmp_path: Path,
+) -> None:
+    def start(*, fails: bool) -> None:
+        loop = open_loop(plain(), target_batch=8, micro_batch=4)
+        folder = tmp_path / "checkpoints"
+        resumed = load_newest(folder) if folder.exists() else None
+        if resumed is not None:
+            restore_loop(loop, resumed.state, same_hardware=True)
+
+        def raise_oom(*_: object) -> None:
+            if fails or loop.batches_seen == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+        loop.train_state.optimizers[0].register_step_pre_hook(raise_oom)
+        train(loop, settings(tmp_path, checkpoint_every=2), Progress(), resumed)
+
+    codes = []
+    for number in range(3):
+        with pytest.raises((DoesNotFitError, RestartSmallerError), match="inside the optimizer") as caught:
+            start(fails=number > 0)
+        codes.append(caught.value.exit_code)
+    assert codes == [77, 77, 3]
+    assert "what would help: a larger --memory-budget" in str(caught.value)
+    assert load_newest(tmp_path / "checkpoints").state["counters"]["batches_seen"] == 2
 
 
 def test_a_resumed_run_continues_its_warmup_and_needs_the_same_one(tmp_path: Path) -> None:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autobatch
+from autobatch.api.pipeline import RunContext, run_plan, run_probe, run_tune
 from autobatch.core.errors import InputError
+from autobatch.core.options import PlanOptions, ProbeOptions, TuneOptions
+from autobatch.core.progress import Progress
+from autobatch.tuning.tune_plan import PlanTuner
+from tests.support.split_losses import PAIRS
 from tests.support.training import contrastive_loss, make_workload
+
+
+class Notes(Progress):
+    """Progress that keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def test_fit_checks_the_loss_before_it_trains(tmp_path: Path) -> None:
@@ -36,3 +52,44 @@ def test_a_loss_that_cannot_be_split_is_trained_if_asked_for(tmp_path: Path) -> 
         autobatch.fit(workload, **options)
     for choice in ("note", "off"):
         assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 1
+
+
+@pytest.mark.parametrize("choice", ["probe", "plan", "tune"])
+def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_path: Path) -> None:
+    fields, wrong, right, cause = PAIRS["masked tokens"]
+    for loss, expected in ((wrong, [cause]), (right, [])):
+        options: dict[str, Any] = {"device": "cpu", "memory_budget": "64MiB", "max_micro_batch": 16}
+        context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
+        workload = make_workload(**fields, loss=loss)
+        if choice == "probe":
+            run_probe(workload, ProbeOptions(**options), context)
+        elif choice == "plan":
+            run_plan(workload, PlanOptions(**options, target_batch=64), context)
+        else:
+            run_tune(workload, TuneOptions(**options, target_batch=64, trials=0), context)
+        found = [note for note in context.progress.notes if "the gradient of" in note or "checked" in note]
+        assert len(found) == len(expected)
+        assert all(text in note for note, text in zip(found, expected, strict=True))
+
+
+def test_a_plan_in_one_micro_batch_is_exact_as_long_as_it_fits(tmp_path: Path) -> None:
+    fields, wrong, _, _ = PAIRS["masked tokens"]
+    context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
+    options = PlanOptions(device="cpu", memory_budget="64MiB", target_batch=16)
+    run_plan(make_workload(**fields, loss=wrong), options, context)
+    assert any("exact as long as memory does not run out" in note for note in context.progress.notes)
+
+
+def test_a_tuned_fit_refuses_the_loss_before_its_trials(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(PlanTuner, "tune", lambda *_: pytest.fail("trials ran"))
+    fields, wrong, _, cause = PAIRS["masked tokens"]
+    with pytest.raises(InputError, match=cause):
+        autobatch.fit(
+            make_workload(**fields, loss=wrong),
+            target_batch=64,
+            max_micro_batch=16,
+            trials=2,
+            device="cpu",
+            memory_budget="64MiB",
+            out=str(tmp_path / "run"),
+        )

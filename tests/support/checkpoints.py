@@ -9,11 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from autobatch.planning import make_plan
 from autobatch.training import checkpoint
 from autobatch.training.checkpoint import load_newest, save_checkpoint
+from autobatch.training.loop import Loop
+from autobatch.training.loop_state import capture_loop
+from autobatch.training.manifest import read_manifest, write_manifest, write_state
+from autobatch.training.resume import data_order_facts
 
 MANIFEST, STATE = "manifest.json", "state.pt"
 
@@ -21,6 +27,36 @@ MANIFEST, STATE = "manifest.json", "state.pt"
 def save(folder: Path, step: int, size: int = 8, **options: Any) -> Path:
     state = {"weights": torch.full((size,), float(step)), "step": step}
     return save_checkpoint(folder, step=step, state=state, facts={"seed": 1, "step": step}, **options)
+
+
+def facts_of(loop: Loop) -> dict[str, Any]:
+    """Return the facts that a training run stores beside its checkpoints."""
+    plan = make_plan(
+        target_batch=loop.sampler.target_batch, micro_batch_limit=loop.micro_batch, learning_rate=0.1
+    )
+    more = {"plan": msgspec.to_builtins(plan), "key": {}, "seed": 0, "warmup_samples": None}
+    return {**more, **data_order_facts(loop.sampler)}
+
+
+def save_run(folder: Path, loop: Loop, steps: int) -> list[Path]:
+    """Train so many steps with a checkpoint after each."""
+    found = []
+    for record in loop.run():
+        state = capture_loop(loop)
+        found.append(save_checkpoint(folder, step=record.step, state=state, facts=facts_of(loop)))
+        if record.step == steps:
+            break
+    return found
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    """Change the state and the facts of a checkpoint, and give it valid sums."""
+    manifest = read_manifest(path)
+    state = torch.load(path / STATE, weights_only=True)
+    change(state, manifest["facts"])
+    files = {STATE: write_state(path / STATE, state)}
+    content = {"step": manifest["step"], "files": files, "facts": manifest["facts"]}
+    write_manifest(path / MANIFEST, content)
 
 
 def newest(folder: Path) -> int | None:

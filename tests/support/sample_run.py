@@ -5,6 +5,7 @@ import math
 from autobatch.core.records import (
     Attempt,
     DeviceRecord,
+    Estimate,
     LrComparison,
     LrTrial,
     LrTuning,
@@ -186,3 +187,14 @@ def a_run(**changes):
         "created": "2026-11-21 14:05 UTC",
     }
     return RunRecord(**(fields | changes))
+
+
+def an_estimate(**changes):
+    known = {
+        "profile": "rtx-4090", "budget_bytes": 22 * GiB, "budget_source": "", "precision": "bf16",
+        "micro_batch": 90, "micro_batch_low": 86, "micro_batch_high": 93, "fits": True,
+        "peak_allocated_bytes": 20 * GiB, "peak_reserved_bytes": 21 * GiB, "seconds": 0.1, "retries": 0,
+        "plan": make_plan(target_batch=1024, micro_batch_limit=90, learning_rate=0.1),
+        "memory": {}, "modules": {}, "phase": "backward",
+    }  # fmt: skip
+    return Estimate(**(known | changes))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.core.errors import CheckpointError
+from autobatch.core.errors import InputError
 from autobatch.training.checkpoint import (
     clean_leftovers,
     is_valid,
@@ -32,8 +32,10 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
 def test_damaged_checkpoints_are_all_named(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / STATE).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*step-00000002.*step-00000001"):
+    with pytest.raises(InputError, match=r"no checkpoint in .*step-00000002.*step-00000001") as caught:
         load_newest(tmp_path)
+    assert caught.value.exit_code == 2
+    assert "start without --resume, or restore one of them" in str(caught.value)
 
 
 class Malicious:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.training.checkpoint import load_newest, save_checkpoint
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop, to_plain
+from tests.support.faults import Fault
 from tests.support.kinds import RUNS, adamw
 from tests.support.training import apart, fingerprint, make_loop, make_workload, weights
 
@@ -127,6 +129,55 @@ def test_the_state_of_another_model_is_refused_in_one_line() -> None:
     state = capture_loop(open_loop("augmented"))
     with pytest.raises(InputError, match="with another model, optimizer or schedule") as caught:
         restore_loop(open_loop("ragged"), state, same_hardware=True)
+    assert "\n" not in str(caught.value)
+
+
+OUT_OF_MEMORY = {
+    "device": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    "host": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    "C++": RuntimeError("std::bad_alloc"),
+    "python": MemoryError(),
+}
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+@pytest.mark.parametrize("kind", ["augmented, averaged", "overflowing", "float32 state"])
+def test_memory_that_runs_out_at_any_tensor_operation_of_a_resume_is_no_other_model(kind, error) -> None:
+    loop = open_loop(kind)
+    next(loop.run())
+    state = torch.load(_saved(capture_loop(loop)), weights_only=True)
+    fresh = open_loop(kind)
+    with Fault() as fault:
+        fault.armed = True
+        restore_loop(fresh, state, same_hardware=True)
+    assert fault.count >= 5
+    for operation in range(fault.count):
+        fresh = open_loop(kind)
+        with Fault(operation, error=OUT_OF_MEMORY[error]) as fault:
+            fault.armed = True
+            with pytest.raises(DoesNotFitError, match="not enough memory to resume: the state") as caught:
+                restore_loop(fresh, state, same_hardware=True)
+        assert caught.value.exit_code == 3
+        assert re.search(r"takes [\d.]+ (KiB|B), and the memory budget is 1.00 GiB", str(caught.value))
+        assert "\n" not in str(caught.value)
+
+
+def test_memory_that_runs_out_in_the_check_is_no_fault_of_the_state() -> None:
+    state = capture_loop(open_loop("ragged"))
+    with Fault(0, error=MemoryError()) as fault:
+        fault.armed = True
+        with pytest.raises(DoesNotFitError, match=r"not enough host memory to keep .* available"):
+            check_checkpoint_state(state)
+
+
+def test_any_error_of_a_users_schedule_is_refused_in_one_line() -> None:
+    class Strict(torch.optim.lr_scheduler.StepLR):
+        def load_state_dict(self, state):
+            assert state is None, "first\nsecond"
+
+    workload = make_workload(schedule=lambda optimizer, steps: Strict(optimizer, 1))
+    with pytest.raises(InputError, match=r"\(AssertionError: first") as caught:
+        restore_loop(make_loop(workload), capture_loop(make_loop(workload)), same_hardware=True)
     assert "\n" not in str(caught.value)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from autobatch.core.errors import CheckpointError
 from autobatch.training.checkpoint import load_newest, verify
-from autobatch.training.manifest import check_files, read_manifest, write_state
+from autobatch.training.manifest import check_files, read_manifest, write_manifest, write_state
 from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 
@@ -103,3 +103,13 @@ def test_a_full_device_raises_the_error_of_the_system(size: int) -> None:
     with pytest.raises(OSError, match="No space left on device") as caught:
         write_state(Path("/dev/full"), {"weights": torch.zeros(size)})
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_files_outside_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    files = read_manifest(path)["files"]
+    write_manifest(
+        path / MANIFEST, {"step": 2, "files": {**files, "../../secret": files[STATE]}, "facts": {}}
+    )
+    with pytest.raises(CheckpointError, match="lists files outside of the checkpoint"):
+        read_manifest(path)

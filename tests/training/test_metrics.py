@@ -187,7 +187,13 @@ def test_tensorboard_reads_what_was_written(tmp_path) -> None:
 def test_lines_after_the_resume_and_broken_lines_are_dropped(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [b'{"step": 1, "loss": 3.0}', b'{"step": 2}', b'{"step": 3}', b'["step", 1]', b'{"loss": 1}']
-    path.write_bytes(b"\n".join([*lines[:1], b"broken {", *lines[1:], b'{"step": 2, "lo']))
+    foreign = [
+        b'{"step": "2"}', b'{"step": null}', b'{"step": [1]}', b'{"step": 1, "loss": "low"}',
+        b'{"step": 1, "samples": []}', b'{"step": ' + b"9" * 5000 + b"}", b"[" * 100_000,
+        b'{"x": ' * 100_000, b"\xff", b"",
+    ]  # fmt: skip
+    broken = [*lines[:1], b"broken {", *foreign, *lines[1:], b'{"step": 2, "lo']
+    path.write_bytes(b"\n".join(broken))
     kept: list[object] = []
     rewind_metrics(path, batches_seen=2, on_kept=kept.append)
     assert kept == [{"step": 1, "loss": 3.0}, {"step": 2}]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
+from autobatch.training import preflight
 from autobatch.training.preflight import check_loss_splits
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
+from benchmarks.workloads import WORKLOADS
+from tests.support.kinds import RUNS
+from tests.support.split_losses import PAIRS
 from tests.support.training import (
     IGNORED,
     INFO_NCE,
@@ -22,7 +32,7 @@ from tests.support.training import (
     network,
     points,
 )
-from tests.support.untouched import model_state as state_of
+from tests.support.untouched import fingerprint, with_gradients
 
 
 def check(workload, *, micro_batch: int = 8, target_batch: int = 24, budget: str = "1GiB", **options):
@@ -122,7 +132,7 @@ def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples(bu
         ({"loss": lambda m, b: Loss(mean_loss(m, b), len(b[0]))}, "must be the sum over the items"),
         (
             {"loss": lambda m, b: Loss(mean_loss(m, b) * len(b[0]), 1)},
-            "count of the workload's Loss is 1 for 6",
+            "count of the workload's Loss is 1 for 8",
         ),
     ],
 )
@@ -133,6 +143,16 @@ def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, mes
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("share", [preflight.FLOAT64_BUDGET_SHARE, 0.0], ids=["float64", "float32"])
+def test_wrong_losses_are_found_beside_random_draws_and_right_ones_pass(kind, share, monkeypatch) -> None:
+    monkeypatch.setattr(preflight, "FLOAT64_BUDGET_SHARE", share)
+    fields, wrong, right, cause = PAIRS[kind]
+    with pytest.raises(InputError, match=cause):
+        check(make_workload(**fields, loss=wrong))
+    assert check(make_workload(**fields, loss=right)) == []
+
+
 def test_if_no_batch_is_split_the_fault_is_a_note() -> None:
     notes = check(make_workload(loss=contrastive_loss), micro_batch=24)
     assert len(notes) == 1
@@ -140,16 +160,128 @@ def test_if_no_batch_is_split_the_fault_is_a_note() -> None:
     assert "exact as long as memory does not run out" in notes[0]
 
 
-def test_a_loss_that_cannot_be_checked_passes() -> None:
-    def noisy(model, batch):
-        return mean_loss(model, (batch[0] * torch.rand(()), batch[1]))
+class Noise(nn.Module):
+    """A network with random draws of many kinds, in eval mode too."""
 
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.own = torch.Generator()
+        self.body = network()
+
+    def forward(self, inputs):
+        if self.kind == "dropout":
+            inputs = functional.dropout(inputs, 0.4)
+        elif self.kind == "noise":
+            inputs = inputs + torch.randn_like(inputs)
+        elif self.kind == "dropped paths":
+            inputs = inputs * inputs.new_empty((len(inputs), 1)).bernoulli_(0.7)
+        elif self.kind == "own generator":
+            inputs = inputs + torch.rand(inputs.shape, generator=self.own, dtype=inputs.dtype)
+        elif self.kind == "one number for all":
+            inputs = inputs * torch.rand(()) + np.random.rand()
+        elif self.kind == "time before batch":
+            steps = torch.stack([inputs] * 4).flatten(0, 1)
+            inputs = (steps + torch.randn_like(steps)).view(4, -1, 5).mean(0)
+        elif self.kind == "checkpointed":
+            return checkpoint(lambda x: self.body(x + torch.rand_like(x)), inputs, use_reentrant=False)
+        return self.body(inputs)
+
+
+NOISE = ["dropout", "noise", "dropped paths", "own generator", "one number for all", "time before batch"]
+
+
+@pytest.mark.parametrize("kind", [*NOISE, "checkpointed"])
+def test_means_over_samples_pass_beside_random_draws(kind: str) -> None:
+    assert check(make_workload(model=lambda: Noise(kind))) == []
+    assert (
+        check(make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), Noise(kind)).double()))[1:] == []
+    )
+    with pytest.raises(InputError, match="a mean over something else than samples"):
+        check(make_workload(model=lambda: Noise(kind), loss=bare_class_weights))
+
+
+@pytest.mark.parametrize("name", sorted({*RUNS} - {"overflowing", "overflowing, averaged"}))
+def test_runs_of_many_kinds_give_no_fault(name: str) -> None:
+    workload, _ = RUNS[name]()
+    assert preflight.examine_loss(make_setup(workload), 8).fault is None
+
+
+@pytest.mark.parametrize("name", sorted({*WORKLOADS} - {"contrastive"}))
+def test_models_of_many_kinds_pass(name: str) -> None:
+    found = preflight.examine_loss(make_setup(WORKLOADS[name]()), 16)
+    assert found == preflight.Finding()
+
+
+class Counting(nn.Module):
+    """A network whose result depends on how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.passes = network(), 0
+
+    def forward(self, inputs):
+        self.passes += 1
+        return self.body(inputs) * self.passes
+
+
+def mixed_up(model, batch):
+    order = torch.randperm(len(batch[0]))
+    return mean_loss(model, (batch[0] + batch[0][order], batch[1]))
+
+
+def numbers_of_numpy(model, batch):
+    drawn = torch.from_numpy(np.random.rand(len(batch[0]), 1)).to(batch[0].dtype)
+    return mean_loss(model, (batch[0] * drawn, batch[1]))
+
+
+def noisy_and_counted(samples):
+    inputs, labels = default_collate(samples)
+    return inputs + torch.randn_like(inputs), labels, torch.tensor(len(samples))
+
+
+def broken(model, batch):
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": Counting}, "keeps state between passes"),
+        ({"loss": mixed_up}, r"draws at random over the micro-batch \(randperm\)"),
+        ({"loss": numbers_of_numpy}, "numbers from Python or NumPy"),
+        ({"collate": noisy_and_counted}, "cannot be cut along dimension 0"),
+        ({"loss": lambda model, batch: mean_loss(model, batch) * 0.0}, "the gradient of 24 samples is zero"),
+        ({"loss": broken}, "the model or the loss raised ValueError: no such thing"),
+        ({"train_data": points(1)}, "the training data have 1"),
+    ],
+)
+def test_a_check_that_cannot_be_made_is_a_note(changes, reason: str) -> None:
+    (note,) = check(make_workload(**changes))
+    assert note.startswith("whether the loss can be split into micro-batches exactly could not be checked: ")
+    assert re.search(reason, note)
+    assert "\n" not in note
+    assert check(make_workload(**changes), micro_batch=24) == [], "no batch is split"
+
+
+def test_padding_that_the_model_sees_is_named() -> None:
+    data = [torch.randn(length, 5, dtype=torch.float64) for length in (2, 3, 5, 7, 4, 6, 9, 8)]
+
+    def loss(model, batch):
+        return model(batch.transpose(0, 1).mean(0)).square().mean()
+
+    padded = torch.nn.utils.rnn.pad_sequence
+    workload = make_workload(train_data=data, collate=lambda s: padded(s, batch_first=True), loss=loss)
+    with pytest.raises(InputError, match="collated differently beside other samples"):
+        check(workload)
+
+
+def test_a_model_may_run_in_train_mode_only() -> None:
     class TrainingOnly(nn.Sequential):
         def forward(self, inputs):
             assert self.training
             return super().forward(inputs)
 
-    assert check(make_workload(loss=noisy)) == []
     assert check(make_workload(model=lambda: TrainingOnly(network()))) == []
     with pytest.raises(InputError, match="depends on several samples at once"):
         check(
@@ -159,7 +291,6 @@ def test_a_loss_that_cannot_be_checked_passes() -> None:
                 train_data=points(dtype=torch.float32),
             )
         )
-    assert check(make_workload(train_data=points(1)), target_batch=4) == []
 
 
 def test_the_check_can_note_the_cause_or_be_off() -> None:
@@ -185,16 +316,18 @@ def test_off_still_refuses_a_batch_norm_of_one_sample() -> None:
         check_loss_splits(make_setup(workload), micro_batch=8, sampler=sampler, check="off")
 
 
-def test_the_check_changes_nothing() -> None:
-    workload = make_workload(model=lambda: nn.Sequential(nn.BatchNorm1d(5), network()).double())
+@pytest.mark.parametrize("kind", [None, *PAIRS])
+def test_the_check_changes_nothing(kind: str | None) -> None:
+    fields = {} if kind is None else {**PAIRS[kind][0], "loss": PAIRS[kind][2]}
+    make = fields.get("model", network)
+    norm = nn.Identity if "model" in fields else lambda: nn.BatchNorm1d(5)
+    workload = make_workload(**{**fields, "model": lambda: nn.Sequential(norm(), make())})
     setup = make_setup(workload)
-    setup.model[1][0].weight.grad = torch.ones(8, 5, dtype=torch.float64)
-    before, state = state_of(setup.model), torch.get_rng_state()
-    check_loss_splits(
-        setup, micro_batch=8, sampler=GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
-    )
-    assert state_of(setup.model) == before
-    assert torch.equal(torch.get_rng_state(), state)
+    setup.model.double()
+    with_gradients(setup.model)
+    before = fingerprint(setup.model)
+    preflight.examine_loss(setup, 8)
+    assert fingerprint(setup.model) == before
 
 
 @pytest.mark.parametrize(

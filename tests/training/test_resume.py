@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
-from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.units import format_bytes
 from autobatch.planning import make_plan
 from autobatch.training.build import LoopSettings
-from autobatch.training.checkpoint import Loaded
+from autobatch.training.checkpoint import Loaded, is_valid
 from autobatch.training.resume import (
     changes_since_checkpoint,
     check_same_data_order,
@@ -20,7 +23,9 @@ from autobatch.training.resume import (
     load_run_state,
 )
 from autobatch.workload.order import GlobalBatchSampler
-from tests.support.checkpoints import STATE, save
+from tests.support.checkpoints import STATE, save_run
+from tests.support.faults import Fault
+from tests.support.training import make_loop, make_workload
 
 PLAN = make_plan(target_batch=32, micro_batch_limit=16, learning_rate=0.1)
 KEY = {"device": "cpu", "device_kind": "cpu", "total_bytes": 1, "torch": "2", "precision": "fp32", "other": 1}
@@ -43,15 +48,67 @@ def options(**changes: Any) -> LoopSettings:
 
 def test_the_newest_checkpoint_is_loaded_after_leftovers_are_cleaned(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    save(folder, 1)
-    newest = save(folder, 2)
+    newest = save_run(folder, make_loop(make_workload()), 2)[-1]
     (folder / "step-00000003.tmp-1").mkdir()
     assert load_run_state(tmp_path).path == newest
     assert not (folder / "step-00000003.tmp-1").exists()
     for path in folder.iterdir():
         (path / STATE).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid .*start without --resume"):
+    with pytest.raises(InputError, match=r"no checkpoint in .* is valid .*start without --resume") as caught:
         load_run_state(tmp_path)
+    assert caught.value.exit_code == 2
+
+
+NO_MEMORY = {
+    "device": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    "host": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    "python": MemoryError(),
+    "system": OSError(errno.ENOMEM, "Cannot allocate memory"),
+}
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+@pytest.mark.parametrize(
+    "place", ["torch.load", "hashlib.file_digest", "json.loads", "pathlib.Path.read_bytes"]
+)
+def test_memory_that_runs_out_while_a_checkpoint_is_read_does_not_make_it_invalid(
+    place: str, error: str, tmp_path: Path, monkeypatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    newest = save_run(folder, make_loop(make_workload()), 2)[-1]
+    (folder / "step-00000001").rename(folder / "step-00000001.trash-1")
+
+    def fail(*_: object, **__: object) -> None:
+        raise NO_MEMORY[error].with_traceback(None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, fail)
+        with pytest.raises(DoesNotFitError, match="not enough memory to resume from") as caught:
+            load_run_state(tmp_path)
+    size = format_bytes((newest / STATE).stat().st_size)
+    assert f"{newest}: its state takes {size} of host memory, found " in str(caught.value)
+    assert caught.value.exit_code == 3
+    assert ".." not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    loaded = load_run_state(tmp_path)
+    assert (loaded.path, loaded.passed_over) == (newest, [])
+    assert is_valid(folder / "step-00000001"), "a checkpoint that was set aside is not deleted"
+
+
+def test_memory_that_runs_out_at_any_tensor_operation_of_loading_does_not_make_a_checkpoint_invalid(
+    tmp_path: Path,
+) -> None:
+    save_run(tmp_path / "checkpoints", make_loop(make_workload()), 2)
+    with Fault() as fault:
+        fault.armed = True
+        load_run_state(tmp_path)
+    assert fault.count > 10
+    for operation in range(fault.count):
+        for error in (NO_MEMORY["device"], NO_MEMORY["python"]):
+            fault = Fault(operation, error=error)
+            fault.armed = True
+            with fault, pytest.raises(DoesNotFitError):
+                load_run_state(tmp_path)
 
 
 def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autobatch.core.errors import InputError, RestartSmallerError
+from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerError
 from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run import train
-from tests.support.faults import Fault, Watching, plain
+from tests.support.faults import Fault, Noisy, Watching, plain
 from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
-from tests.support.training import make_workload
+from tests.support.training import fingerprint, make_workload, mean_loss, points
 
 
 def test_a_run_writes_its_metrics_its_checkpoint_and_its_weights(tmp_path: Path) -> None:
@@ -81,3 +81,140 @@ def test_checkpoints_are_written_by_the_clock(tmp_path: Path) -> None:
     steps = saved_steps(tmp_path)
     assert steps[-1] == STEPS
     assert 1 < len(steps) < STEPS, "some steps are under a minute after the last checkpoint"
+
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+DRIVER = RuntimeError("CUDA error: out of memory")
+
+
+class Drawing(torch.nn.Module):
+    """Model with dropout and running statistics: all the state that a forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.double()
+
+    def forward(self, inputs):
+        found = self.body(inputs)
+        self.mean.lerp_(found.detach().mean(0), 0.1)
+        return found - self.mean
+
+
+def drawing():
+    return plain(model=Drawing, train_data=Noisy(*points().columns))
+
+
+def run_until_oom(out: Path, error: Exception, *, micro_batch: int, operator: int = 60):
+    """Train until an operator of step 4 raises; return the error and the fingerprint of the state before."""
+    fault = Fault(operator, error=error)
+    loop = open_loop(drawing(), target_batch=8, micro_batch=micro_batch, meter=Watching(fault))
+
+    def arm() -> None:
+        fault.armed = True
+
+    with fault, pytest.raises((DoesNotFitError, RestartSmallerError)) as caught:
+        train(loop, settings(out), ActingAfter(3, arm), None)
+    assert fault.phases[operator] in ("forward", "loss", "backward")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "micro_batch", "code", "then"), [(FULL, 1, 3, 1), (DRIVER, 1, 3, 1), (DRIVER, 4, 77, 2)]
+)
+def test_a_run_that_ends_out_of_memory_before_the_optimizer_step_writes_the_state_before_the_batch(
+    error: Exception, micro_batch: int, code: int, then: int, tmp_path: Path
+) -> None:
+    caught = run_until_oom(tmp_path, error, micro_batch=micro_batch)
+    assert caught.exit_code == code
+    assert saved_steps(tmp_path) == [3]
+    assert "resume" in caught.__notes__[-1]
+    assert (tmp_path / "oom.json").exists() == (code == 77)
+    loop, done = resume(tmp_path, drawing(), target_batch=8, micro_batch=micro_batch)
+    assert done.micro_batch == then
+    straight = open_loop(drawing(), target_batch=8, micro_batch=micro_batch)
+    for record in straight.run():
+        if record.step == 3:
+            straight.micro_batch = then
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
+
+
+def test_a_first_batch_out_of_memory_leaves_a_checkpoint_of_the_start(tmp_path: Path) -> None:
+    loop = open_loop(
+        drawing(), target_batch=8, micro_batch=4, meter=Watching(fault := Fault(60, error=DRIVER))
+    )
+    fault.armed = True
+    with fault, pytest.raises(RestartSmallerError):
+        train(loop, settings(tmp_path), Progress(), None)
+    assert saved_steps(tmp_path) == [0]
+    loop, done = resume(tmp_path, drawing(), target_batch=8, micro_batch=4)
+    assert (done.optimizer_steps, done.micro_batch) == (STEPS, 2)
+    straight = open_loop(drawing(), target_batch=8, micro_batch=2)
+    list(straight.run())
+    assert fingerprint(loop.train_state.model) == fingerprint(straight.train_state.model)
+
+
+class Table(torch.nn.Module):
+    """Model that changes a buffer which is too large to be copied for every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(5, 3, dtype=torch.float64)
+        self.register_buffer("table", torch.zeros(2**19, dtype=torch.float64))
+
+    def forward(self, inputs):
+        self.table.add_(1)
+        return self.body(inputs)
+
+
+def test_a_state_whose_large_buffer_has_changed_is_not_written(tmp_path: Path) -> None:
+    fault = Fault()
+    loop = open_loop(plain(model=Table), target_batch=8, micro_batch=4, meter=Watching(fault))
+    loop.train_state.model.body.register_forward_pre_hook(lambda *_: fault.at.add(fault.count + 1))
+    fault.armed = True
+    with fault, pytest.raises(RestartSmallerError, match="a large buffer"):
+        train(loop, settings(tmp_path), Progress(), None)
+    assert saved_steps(tmp_path) == []
+
+
+def test_a_state_that_the_optimizer_may_have_changed_is_not_written(tmp_path: Path) -> None:
+    fault = Fault()
+    loop = open_loop(plain(), target_batch=8, micro_batch=4, meter=Watching(fault))
+    loop.train_state.optimizers[0].register_step_pre_hook(lambda *_: fault.at.add(fault.count + 5))
+    fault.armed = True
+    with fault, pytest.raises(RestartSmallerError, match="moved part of the weights"):
+        train(loop, settings(tmp_path), Progress(), None)
+    assert saved_steps(tmp_path) == []
+
+
+def test_a_validation_out_of_memory_leaves_a_checkpoint_of_its_step(tmp_path: Path) -> None:
+    def loss(model, batch):
+        if not model.training and fault.armed:
+            raise FULL.with_traceback(None)
+        return mean_loss(model, batch)
+
+    fault = Fault()
+    workload = make_workload(loss=loss, validation_data=points(3))
+    with pytest.raises(DoesNotFitError, match="in validation"):
+        train(
+            open_loop(workload),
+            settings(tmp_path, validate_every=2),
+            ActingAfter(1, lambda: setattr(fault, "armed", True)),
+            None,
+        )
+    assert saved_steps(tmp_path) == [2]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_the_error_of_the_run_counts_if_no_checkpoint_can_be_written_after_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr("autobatch.training.run.save_checkpoint", refuse)
+    caught = run_until_oom(tmp_path, FULL, micro_batch=1)
+    assert caught.exit_code == 3
+    assert "no checkpoint of step 3 could be written: MemoryError: no host memory" in caught.__notes__
+    assert saved_steps(tmp_path) == []

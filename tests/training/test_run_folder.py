@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -36,6 +38,50 @@ def test_a_folder_is_held_until_its_process_ends_even_by_a_kill(tmp_path: Path) 
         other.join()
     with claim_folder(tmp_path):
         assert not list(tmp_path.iterdir())
+
+
+def wait_for_end(talk: Connection) -> None:
+    talk.send("started")
+    talk.recv()
+
+
+def test_a_forked_child_does_not_hold_the_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=wait_for_end, args=(there,))
+    try:
+        with claim_folder(tmp_path):
+            child.start()
+            assert here.recv() == "started"
+            with pytest.raises(InputError, match="another run"), claim_folder(tmp_path):
+                pass
+        assert child.is_alive()
+        with claim_folder(tmp_path):
+            pass
+    finally:
+        here.send(None)
+        child.join()
+    assert child.exitcode == 0
+
+
+def test_a_child_forked_in_the_block_closes_no_other_file_at_its_end(tmp_path: Path) -> None:
+    pid = None
+    with contextlib.suppress(_End), claim_folder(tmp_path):
+        pid = os.fork()
+        if pid == 0:
+            other = os.open(os.devnull, os.O_RDONLY)  # takes the number of the closed lock
+            raise _End
+    if pid == 0:
+        try:
+            os.fstat(other)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+class _End(Exception):
+    """Leaves a block."""
 
 
 def test_new_folders_are_removed_if_nothing_was_written(tmp_path: Path) -> None:
@@ -100,7 +146,16 @@ def test_exported_weights_load_into_the_model_and_tied_ones_are_stored_once(tmp_
     load_model(other, str(tmp_path / "model.safetensors"))
     assert torch.equal(other.output.weight, train_state.model.output.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
+def test_exported_weights_honour_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        export_weights(make_loop(make_workload()).train_state, tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
 
 
 def test_weights_that_cannot_be_written_are_named_and_leave_nothing_behind(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from autobatch.workload.data import (
     load_micro_batch,
 )
 from autobatch.workload.user_code import failed_part
+from tests.support.training import make_workload
 
 
 def workload(data: Any, **fields: Any) -> Workload:
@@ -248,3 +249,11 @@ def test_a_scan_is_seeded_and_leaves_the_generators_alone() -> None:
     ]
     assert orders[0] == orders[1] != orders[2]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_costs_are_known_once_they_were_read() -> None:
+    workload = make_workload(train_data=[torch.zeros(size) for size in (3, 1, 2)])
+    sampler = WorstCaseSampler(workload)
+    assert sampler.known_costs == {}
+    sampler.size_quartiles()
+    assert sampler.known_costs == {0: 3.0, 1: 1.0, 2: 2.0}

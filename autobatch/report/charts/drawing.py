@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from autobatch.core.records import Record
+from autobatch.core.text import error_text
 from autobatch.core.units import GiB, KiB, MiB, TiB
 from autobatch.report.theme import LIGHT
 
@@ -94,12 +95,19 @@ def draw(slug: str, title: str, description: str, painter: Painter, *, heights: 
         description: description for screen readers.
         painter: the function that draws it.
         heights: heights of the wide and the narrow drawing, in CSS pixels.
+
+    Returns:
+        The SVG; a note in its place if matplotlib cannot draw it, for example because a loss is 1e308.
     """
     sizes = (("wide", WIDE, heights[0]), ("narrow", NARROW, heights[1]))
-    return "".join(
-        _one(f"{slug}-{name}", name, title, description, painter, size=(width, height))
-        for name, width, height in sizes
-    )
+    try:
+        return "".join(
+            _one(f"{slug}-{name}", name, title, description, painter, size=(width, height))
+            for name, width, height in sizes
+        )
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error_text(error)}"
+        return f"<p>The figure of {escape(title)} is left out, it cannot be drawn ({escape(reason)}).</p>"
 
 
 def _one(
@@ -108,6 +116,7 @@ def _one(
     with mpl.rc_context(), warnings.catch_warnings():
         # The browser has the font; a missing glyph only makes matplotlib guess its width.
         warnings.filterwarnings("ignore", r"Glyph .* missing")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # overflow in figures of 1e308
         mpl.rcdefaults()  # the user's matplotlibrc must not change the report
         mpl.rcParams.update(_style(slug, narrow=name == "narrow"))
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")

@@ -9,12 +9,21 @@ import pytest
 
 from autobatch.core.units import GiB, KiB, MiB, TiB
 from autobatch.report.charts.curves import training_figure
-from autobatch.report.charts.drawing import NARROW, WIDE, bytes_unit, color, downsample, evenly_spaced, series
+from autobatch.report.charts.drawing import (
+    NARROW,
+    WIDE,
+    bytes_unit,
+    color,
+    downsample,
+    draw,
+    evenly_spaced,
+    series,
+)
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure
 from autobatch.report.charts.split import plan_figure
 from autobatch.report.charts.trials import importance_figure, rates_figure, trials_figure
 from autobatch.report.theme import LIGHT
-from tests.support.sample_run import a_run, some_rates
+from tests.support.sample_run import a_run, a_step, some_rates
 
 
 def all_pictures():
@@ -108,3 +117,21 @@ def test_downsampling_keeps_both_ends_and_the_extremes():
     assert kept == sorted(set(kept))
     assert {0, 1234, 4321, 4999} <= set(kept)
     assert downsample([3.0, 1.0], 2) == [0, 1]
+
+
+@pytest.mark.parametrize("loss", [1e308, -1.7e308])
+@pytest.mark.parametrize("steps", [1, 2, 50])
+def test_a_figure_that_cannot_be_drawn_is_left_out_with_a_note(loss, steps):
+    picture = training_figure([a_step(step, loss=loss) for step in range(1, steps + 1)])
+    assert picture.svg.startswith("<p>The figure of Training is left out, it cannot be drawn (")
+    assert len(picture.table.rows) == steps
+
+
+def test_the_reason_of_a_figure_that_is_left_out_is_escaped_and_cut():
+    def paint(*_):
+        raise RuntimeError("<script>\x1b" + "x" * 100_000)
+
+    note = draw("slug", "<b>", "description", paint, heights=(100, 100))
+    assert "The figure of &lt;b&gt; is left out" in note
+    assert "&lt;script&gt;\\x1b" in note
+    assert len(note) < 1000

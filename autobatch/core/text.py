@@ -1,0 +1,80 @@
+"""Foreign text made safe to print: one line, no control characters, a bounded length."""
+
+from __future__ import annotations
+
+import unicodedata
+
+LONGEST_LINE = 2000
+"""Characters of a message; a terminal shows that many in 25 lines."""
+LONGEST_ERROR = 500
+"""Characters of an exception's text inside a message."""
+LONGEST_VALUE = 120
+"""Characters of a value inside a message."""
+ELLIPSIS = " … "
+
+
+def printable(text: object, *, limit: int | None = LONGEST_LINE) -> str:
+    r"""Return text that a terminal shows as it reads: ``\x1b`` in place of the escape character.
+
+    Control characters, line ends, invisible marks that reorder a line, and bytes that are not UTF-8 are
+    escaped.
+
+    Args:
+        text: any text, or an object that is converted to text.
+        limit: the maximum length, above which the middle is left out; None for no limit.
+    """
+    whole = cut(str(text), limit)
+    if whole.isprintable():
+        return whole
+    return cut("".join(map(_visible, whole)), limit)
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines with each line `printable`."""
+    return "\n".join(map(printable, text.rstrip("\n").split("\n")))
+
+
+def one_line(text: object, *, limit: int | None = LONGEST_LINE) -> str:
+    """Return text in one line: white space becomes single spaces, and the rest is `printable`."""
+    return printable(" ".join(str(text).split()), limit=limit)
+
+
+def quoted(value: object, *, limit: int = LONGEST_VALUE) -> str:
+    """Return the representation of a value, cut; its type if Python cannot represent it."""
+    if isinstance(value, str):
+        return repr(cut(value, limit))
+    try:
+        return printable(repr(value), limit=limit)
+    except (ValueError, RecursionError):  # over 4,300 digits, or nested too deep
+        return f"a value of type {type(value).__name__} that is too long to show"
+
+
+def error_text(error: BaseException, *, first_line: bool = False) -> str:
+    """Return an exception's text, or its first line, as one line that is cut; empty if it has none."""
+    try:
+        text = str(error)
+    except Exception:  # a class of the user's may fail in any way
+        return ""
+    if first_line:
+        text = (text.splitlines() or [""])[0]
+    return one_line(text, limit=LONGEST_ERROR)
+
+
+def is_text(text: str) -> bool:
+    """Return whether a text is valid UTF-8 without NUL, so that files and JSON can hold it."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def cut(text: str, limit: int | None) -> str:
+    """Leave out the middle of a text that is longer than ``limit``."""
+    if limit is None or len(text) <= limit:
+        return text
+    kept = max(2, limit - len(ELLIPSIS))
+    tail = kept // 3
+    return f"{text[: kept - tail]}{ELLIPSIS}{text[len(text) - tail :]}"
+
+
+def _visible(character: str) -> str:
+    if character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
+    return repr(character)[1:-1]

@@ -1,0 +1,156 @@
+"""Checks of what a checkpoint holds: its facts and its state are input, also with valid sums."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from autobatch.core.errors import CheckpointError
+from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
+from autobatch.core.records import Plan
+from autobatch.device.oom import is_oom
+from autobatch.training.manifest import MANIFEST, STATE
+from autobatch.workload.order import LastBatch
+
+_Count = Annotated[int, Meta(ge=0)]
+_Positive = Annotated[int, Meta(ge=1)]
+_PositiveFloat = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+
+class _Facts(msgspec.Struct):
+    """See `autobatch.training.train_plan.train_plan`."""
+
+    plan: Plan
+    seed: int
+    warmup_samples: _Positive | None
+    total_steps: _Positive
+    samples: _Positive
+    last_batch: LastBatch
+    total_samples: _Positive
+    key: dict[str, Any] = {}
+    sample_seeds: bool = False
+
+
+class _Counters(msgspec.Struct):
+    """See `autobatch.training.loop_state`."""
+
+    batches_seen: _Count
+    steps_applied: _Count
+    oom_recoveries: _Count
+    skipped_steps_in_a_row: _Count
+    micro_batch: _Positive
+
+
+class _Noise(msgspec.Struct):
+    every: _Positive
+    pairs: list[tuple[float, float]]
+
+
+class _Average(msgspec.Struct):
+    decay: Annotated[float, Meta(ge=0, le=1)]
+    averages: list[Tensor | None]
+
+
+class _Scaler(msgspec.Struct):
+    """See `torch.amp.GradScaler.state_dict`."""
+
+    scale: _PositiveFloat
+    growth_factor: Annotated[float, Meta(gt=1, le=sys.float_info.max)]
+    backoff_factor: Annotated[float, Meta(gt=0, lt=1)]
+    growth_interval: _Positive
+    growth_tracker: _Count = msgspec.field(name="_growth_tracker")
+
+
+class _Random(msgspec.Struct):
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, Tensor, int, int, float] | None
+    torch: Tensor
+    cuda: list[Tensor]
+
+
+class _State(msgspec.Struct):
+    """See `autobatch.training.loop_state.capture_loop`."""
+
+    model: dict[str, Any]
+    buffers: dict[str, Tensor]
+    optimizers: list[dict[Any, Any]]
+    schedules: list[dict[Any, Any]]
+    scaler: dict[str, Any] | None
+    average: _Average | None
+    items_per_sample: _PositiveFloat | None
+    noise: _Noise
+    random: _Random
+    counters: _Counters
+
+
+def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
+    """Check that a checkpoint holds a state that a run can continue from.
+
+    Args:
+        path: its folder, whose name has the number of its batches.
+        state: what `autobatch.training.loop_state.capture_loop` returned.
+        facts: what `autobatch.training.train_plan.train_plan` stored beside it.
+
+    Raises:
+        CheckpointError: an entry is missing, has another type, or is out of its range; names it.
+    """
+    name = MANIFEST
+    try:
+        _check_plan(msgspec.convert(facts, _Facts).plan)
+        name = STATE
+        found = msgspec.convert(state, _State)
+        if found.scaler:
+            msgspec.convert(found.scaler, _Scaler)
+        _check_counters(found.counters, int(path.name.removeprefix("step-")))
+        _check_random(found.random)
+    except ValueError as error:  # and its subclass msgspec.ValidationError
+        raise CheckpointError(f"{path}: {name} holds no run to resume: {error}") from None
+
+
+def _check_plan(plan: Plan) -> None:
+    if not 1 <= plan.micro_batch <= plan.target_batch:
+        raise ValueError(
+            f"the micro-batch of the plan must be between 1 and the target batch of {plan.target_batch}, "
+            f"found {plan.micro_batch}"
+        )
+    if not 0 < plan.learning_rate < math.inf:
+        raise ValueError(f"the learning rate of the plan must be above 0, found {plan.learning_rate}")
+    for knob in (LOADER_WORKERS, PREFETCH):
+        value = plan.knobs.get(knob)
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise ValueError(f"{knob} must be a number from 0 on, found {value!r}")
+
+
+def _check_counters(counters: _Counters, step: int) -> None:
+    if counters.batches_seen != step:
+        raise ValueError(f"batches_seen must be {step}, found {counters.batches_seen}")
+    if counters.steps_applied + counters.skipped_steps_in_a_row > counters.batches_seen:
+        raise ValueError(
+            f"{counters.steps_applied} applied and {counters.skipped_steps_in_a_row} skipped steps are more "
+            f"than the {counters.batches_seen} batches"
+        )
+
+
+def _check_random(state: _Random) -> None:
+    """Check random states by setting generators of their own to them."""
+    try:
+        random.Random().setstate(state.python)
+        torch.Generator().set_state(state.torch)
+        if state.numpy is not None:
+            import numpy as np
+
+            kind, keys, *rest = state.numpy
+            np.random.RandomState().set_state((kind, keys.numpy(), *rest))  # type: ignore[arg-type]
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        if is_oom(error):
+            raise
+        raise ValueError(f"a random state is invalid: {(str(error).splitlines() or [''])[0]}") from error

@@ -1,0 +1,77 @@
+"""Errors that end a run out of memory, with the remedies in words."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autobatch.core.errors import AutobatchError, DoesNotFitError, RestartSmallerError
+from autobatch.core.units import format_bytes
+from autobatch.device.host import host_memory
+from autobatch.step.train_state import TrainState
+from autobatch.workload.contract import WholeBatchLoss
+
+
+class OutOfMemory(NamedTuple):
+    """An out-of-memory error before the optimizer step."""
+
+    message: str
+    is_fatal: bool
+    """True if this process cannot continue after it."""
+
+
+def error_before_step(
+    train_state: TrainState, step: int, micro_batch: int, oom: OutOfMemory, *, is_intact: bool
+) -> AutobatchError | None:
+    """Return the error that ends a run out of memory; None if the batch can run again in smaller parts.
+
+    Args:
+        train_state: tells which remedies apply.
+        step: the number of the step, from 1.
+        micro_batch: the size that failed.
+        oom: the error.
+        is_intact: whether the state is that before the batch.
+    """
+    if micro_batch == 1:
+        remedies = ["a larger --memory-budget"]
+        if isinstance(train_state.loss, WholeBatchLoss):
+            remedies.append("a smaller --target-batch")
+        if train_state.precision == "fp32":
+            remedies.append("--precision bf16")
+        return DoesNotFitError(
+            f"out of memory in training at a micro-batch of 1: {oom.message.rstrip('.')}; what would help: "
+            f"{', '.join(remedies)}, activation checkpointing"
+        )
+    where = f"out of memory in step {step} at a micro-batch of {micro_batch}"
+    if oom.is_fatal:
+        return RestartSmallerError(
+            f"{where}, in the driver, after which this process cannot continue: {oom.message}"
+        )
+    if not is_intact:
+        return RestartSmallerError(
+            f"{where}: {oom.message.rstrip('.')}. The batch cannot run again, because the forward "
+            "pass changed a large buffer of the model"
+        )
+    return None
+
+
+def error_in_step(train_state: TrainState, step: int, micro_batch: int, message: str) -> AutobatchError:
+    """Return the error of a run that is out of memory inside the optimizer step.
+
+    A smaller micro-batch may leave more room for the step, so the run is restarted in smaller ones down to 1.
+    """
+    where = f"out of memory in step {step} at a micro-batch of {micro_batch}, inside the optimizer step"
+    if micro_batch > 1:
+        return RestartSmallerError(f"{where}, which may have moved part of the weights: {message}")
+    average = "" if train_state.average is None else ", no --ema"
+    return DoesNotFitError(
+        f"{where}: {message.rstrip('.')}; what would help: a larger --memory-budget, a fused optimizer "
+        f"(fused=True), an optimizer with less state{average}"
+    )
+
+
+def available_host_memory() -> str:
+    """Return the host memory that is available, in words; ``unknown`` if it cannot be read now."""
+    try:
+        return format_bytes(host_memory().available_bytes)
+    except MemoryError:
+        return format_bytes(None)

@@ -1,0 +1,64 @@
+"""Foreign text is shown, never obeyed."""
+
+from __future__ import annotations
+
+import pytest
+
+from autobatch.core.text import LONGEST_LINE, one_line, printable, quoted
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text: 3 × 4 – naïve 日本", "plain text: 3 × 4 – naïve 日本"),
+        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
+        ("\x9b2J", r"\x9b2J"),
+        ("one\ntwo\r\tthree", r"one\ntwo\r\tthree"),
+        ("a\u202ecba", r"a\u202ecba"),
+        ("a\u2028b", r"a\u2028b"),
+        ("bad \udcff byte", r"bad \udcff byte"),
+        ("a\xa0b", "a\xa0b"),
+        ("nul\0", r"nul\x00"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    shown.encode()
+
+
+def test_a_long_text_loses_its_middle_and_keeps_both_ends() -> None:
+    text = "head" + "x" * 100_000 + "tail"
+    short = printable(text)
+    assert len(short) == LONGEST_LINE
+    assert short.startswith("head")
+    assert short.endswith("tail")
+    assert " … " in short
+    assert printable(text, limit=None) == text
+    assert len(printable("\x1b" * 5000, limit=100)) == 100
+
+
+def test_one_line_has_no_line_ends_and_no_runs_of_spaces() -> None:
+    assert one_line("a\n  b\x0b\x1bc") == r"a b \x1bc"
+
+
+def test_a_value_is_quoted_and_cut_even_if_python_cannot_represent_it() -> None:
+    assert quoted("x\x1b") == r"'x\x1b'"
+    assert len(quoted("x" * 100_000)) < 200
+    assert quoted(3.5) == "3.5"
+    assert quoted(1 << 20_000) == "a value of type int that is too long to show"
+    deep: dict[str, object] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    assert quoted(deep) == "a value of type dict that is too long to show"
+    while deep:  # freed one by one: Python would recurse
+        deep = deep.pop("a")  # type: ignore[assignment]
+
+
+def test_the_result_can_be_encoded_and_is_printable() -> None:
+    every = "".join(map(chr, range(0x3000))) + "\ud800\U000e0001"
+    assert all(
+        part.isprintable()
+        or part in "\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f"
+        for part in printable(every, limit=None)
+    )
+    printable(every, limit=None).encode()

@@ -1,0 +1,152 @@
+"""A checkpoint with valid sums but an impossible content is passed over, and its fault is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.training.checkpoint import load_newest, save_checkpoint
+from autobatch.training.checkpoint_content import check_content
+from autobatch.training.loop_state import capture_loop
+from autobatch.training.resume import load_run_state
+from tests.support.checkpoints import facts_of, reseal, save_run
+from tests.support.kinds import RUNS
+from tests.support.training import make_loop
+
+NAN, INF = float("nan"), float("inf")
+
+
+def open_loop(kind: str = "augmented, averaged"):
+    workload, options = RUNS[kind]()
+    return make_loop(workload, target_batch=7, micro_batch=3, steps=4, **options)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_run_has_a_valid_content(kind: str, tmp_path: Path) -> None:
+    loop = open_loop(kind)
+    start = save_checkpoint(tmp_path / "start", step=0, state=capture_loop(loop), facts=facts_of(loop))
+    assert load_newest(tmp_path / "start", check_content).path == start
+    last = save_run(tmp_path / "run", loop, 2)[-1]
+    assert load_newest(tmp_path / "run", check_content).path == last
+
+
+def put(*keys: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+
+    return change
+
+
+STATES = {
+    "negative batches": (put("counters", "batches_seen", value=-3), "batches_seen"),
+    "other batches": (put("counters", "batches_seen", value=1), "batches_seen must be 2, found 1"),
+    "fractional batches": (put("counters", "batches_seen", value=1.5), "batches_seen"),
+    "micro-batch 0": (put("counters", "micro_batch", value=0), "micro_batch"),
+    "negative steps": (put("counters", "steps_applied", value=-1), "steps_applied"),
+    "more steps than batches": (put("counters", "steps_applied", value=9), "9 applied and 0 skipped steps"),
+    "more skips than batches": (put("counters", "skipped_steps_in_a_row", value=3), "3 skipped steps"),
+    "negative recoveries": (put("counters", "oom_recoveries", value=-1), "oom_recoveries"),
+    "no interval of the noise": (put("noise", "every", value=0), "noise.every"),
+    "broken pairs of the noise": (put("noise", "pairs", value=[[1.0]]), "noise.pairs"),
+    "no items": (put("items_per_sample", value=0.0), "items_per_sample"),
+    "infinite items": (put("items_per_sample", value=INF), "items_per_sample"),
+    "unknown items": (put("items_per_sample", value=NAN), "items_per_sample"),
+    "a loss scale of 0": (
+        put(
+            "scaler",
+            value={
+                "scale": 0.0,
+                "growth_factor": 2.0,
+                "backoff_factor": 0.5,
+                "growth_interval": 2,
+                "_growth_tracker": 0,
+            },
+        ),
+        "scale",
+    ),
+    "text as model": (put("model", value="weights"), "model"),
+    "text as buffer": (put("buffers", value={"average": "1"}), "buffers"),
+    "no list of optimizers": (put("optimizers", value={}), "optimizers"),
+    "decay above 1": (put("average", "decay", value=2.0), "average.decay"),
+    "short state of python": (put("random", "python", value=(3, (1, 2), None)), "a random state is invalid"),
+    "short state of torch": (put("random", "torch", value=torch.zeros(3, dtype=torch.uint8)), "random state"),
+    "foreign state of numpy": (
+        put("random", "numpy", value=("PCG", torch.zeros(3), 0, 0, 0.0)),
+        "random state|set_state|MT19937",
+    ),
+}
+FACTS = {
+    "no plan": (put("plan", value={}), "plan"),
+    "micro-batch 0": (put("plan", "micro_batch", value=0), "between 1 and the target batch of 7, found 0"),
+    "larger than the batch": (put("plan", "micro_batch", value=8), "target batch of 7, found 8"),
+    "no learning rate": (put("plan", "learning_rate", value=NAN), "learning rate .* found nan"),
+    "workers in words": (put("plan", "knobs", value={"loader_workers": "many"}), "loader_workers .*'many'"),
+    "negative workers": (put("plan", "knobs", value={"loader_workers": -1}), "loader_workers .* found -1"),
+    "no samples": (put("samples", value=0), "samples"),
+    "steps as text": (put("total_steps", value="4"), "total_steps"),
+    "another order": (put("last_batch", value="twice"), "last_batch"),
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        *(pytest.param(0, *case, id=f"state: {name}") for name, case in STATES.items()),
+        *(pytest.param(1, *case, id=f"facts: {name}") for name, case in FACTS.items()),
+    ],
+)
+def test_an_impossible_figure_is_named_and_the_checkpoint_passed_over(
+    part: int, change, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    older, newer = save_run(folder, open_loop(), 2)
+    reseal(newer, lambda *content: change(content[part]))
+    loaded = load_run_state(tmp_path)
+    assert loaded.path == older
+    with pytest.raises(CheckpointError, match=message):
+        raise CheckpointError(*loaded.passed_over)
+    assert (
+        f"{newer}: {'manifest.json' if part else 'state.pt'} holds no run to resume" in loaded.passed_over[0]
+    )
+    older.rename(tmp_path / "away")
+    with pytest.raises(InputError, match=r"no checkpoint in .* is valid") as caught:
+        load_run_state(tmp_path)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_entry_is_named() -> None:
+    loop = open_loop()
+    state, facts = capture_loop(loop), facts_of(loop)
+    path = Path("step-00000000")
+    check_content(path, state, facts)
+    for name in state:
+        with pytest.raises(CheckpointError, match=rf"state\.pt .*`{name}`"):
+            check_content(path, {key: value for key, value in state.items() if key != name}, facts)
+    for part in ("counters", "noise", "random", "average"):
+        for name in state[part]:
+            less = {key: value for key, value in state[part].items() if key != name}
+            with pytest.raises(CheckpointError, match=rf"state\.pt .*`{name}`"):
+                check_content(path, {**state, part: less}, facts)
+    for name in facts.keys() - {"key"}:
+        with pytest.raises(CheckpointError, match=rf"manifest\.json .*`{name}`"):
+            check_content(path, state, {key: value for key, value in facts.items() if key != name})
+    with pytest.raises(CheckpointError, match=r"state\.pt"):
+        check_content(path, [1, 2], facts)
+
+
+def test_memory_that_runs_out_in_the_check_does_not_make_a_checkpoint_invalid(monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    loop = open_loop()
+    monkeypatch.setattr(torch, "Generator", fail)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        check_content(Path("step-00000000"), capture_loop(loop), facts_of(loop))

@@ -1,0 +1,114 @@
+"""Draws of a sample are the same in the whole batch and in its part."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from autobatch.training.random_draws import NoDropout, SampleDraws
+
+
+def uniform(samples: int) -> torch.Tensor:
+    return torch.empty(samples, 3).uniform_()
+
+
+def rows_of_own_generator(samples: int) -> torch.Tensor:
+    return torch.randn((samples, 2), generator=torch.Generator())
+
+
+KINDS = {
+    "fill": uniform,
+    "factory": lambda samples: torch.rand(samples, 3),
+    "integers": lambda samples: torch.randint(1, 99, (samples,)),
+    "like": lambda samples: torch.randn_like(torch.zeros(samples, 2)),
+    "map": lambda samples: torch.bernoulli(torch.full((samples, 9), 0.5)),
+    "mean": lambda samples: torch.normal(torch.zeros(samples, 2), torch.ones(samples, 2)),
+    "heads": lambda samples: torch.rand(samples * 4, 3).view(samples, 4, 3),
+    "time first": lambda samples: torch.rand(5, samples).T,
+    "own generator": rows_of_own_generator,
+}
+
+
+def learn(draws: SampleDraws, draw) -> None:
+    """Let draws learn the shapes from a pass over 2 samples and one over 6."""
+    shapes = []
+    for samples in (2, 6):
+        draws.start(0, samples)
+        with draws.recorded() as found:
+            draw(samples)
+        shapes.append(found)
+    draws.compare(shapes[0], 2, shapes[1], 6)
+
+
+def passes(draw) -> tuple[torch.Tensor, torch.Tensor, SampleDraws]:
+    """Return the draws of a pass over 6 samples, and of three passes over 2 of them each."""
+    with SampleDraws() as draws:
+        learn(draws, draw)
+        draws.start(0, 6)
+        whole = draw(6)
+        parts = []
+        for first in (0, 2, 4):
+            draws.start(first, 2)
+            parts.append(draw(2))
+            draws.end()
+    return whole, torch.cat(parts), draws
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_gets_the_same_draws_in_any_part(kind: str) -> None:
+    whole, parts, draws = passes(KINDS[kind])
+    assert torch.equal(whole, parts)
+    assert len(whole.unique(dim=0)) > 1, "samples have draws of their own"
+    assert not draws.doubts
+    assert draws.is_flat == (kind == "heads")
+
+
+def test_rows_of_a_sample_may_be_a_batch_apart() -> None:
+    def draw(samples: int) -> torch.Tensor:
+        return torch.rand(5 * samples).view(5, samples).T
+
+    with SampleDraws() as draws:
+        learn(draws, draw)
+        draws.is_interleaved = True
+        draws.start(0, 6)
+        whole = draw(6)
+        draws.start(2, 2)
+        assert torch.equal(draw(2), whole[2:4])
+
+
+def test_a_draw_for_all_samples_is_one_in_all_parts() -> None:
+    whole, parts, draws = passes(lambda _: torch.rand(4))
+    assert torch.equal(parts.view(3, 4), whole.expand(3, 4))
+    assert not draws.doubts
+
+
+@pytest.mark.parametrize(
+    ("draw", "doubt"),
+    [
+        (torch.randperm, "randperm"),
+        (lambda samples: torch.rand(samples - 1), "rand"),
+        (lambda samples: torch.tensor([random.random() for _ in range(samples)]), "numbers from Python or"),
+    ],
+)
+def test_other_draws_are_doubts(draw, doubt: str) -> None:
+    with SampleDraws() as draws:
+        learn(draws, draw)
+        for samples in (2, 6):
+            draws.start(0, samples)
+            draw(samples)
+            draws.end()
+    (found,) = draws.doubts
+    assert found.startswith(doubt)
+
+
+def test_dropout_returns_its_input() -> None:
+    values = torch.randn(1, 2, 6, 4)
+    with NoDropout():
+        assert dropout(values, 0.9) is values
+        assert torch.dropout(values, 0.9, True) is values
+        found = scaled_dot_product_attention(values, values, values, dropout_p=0.9)
+        assert torch.equal(found, scaled_dot_product_attention(values, values, values, None, 0.9))
+    assert torch.allclose(found, scaled_dot_product_attention(values, values, values))
