@@ -1,17 +1,198 @@
-"""The end of a run: the words that resume it, and a report that cannot be drawn."""
+"""The whole pipeline: its options take effect, and runs that cannot be right are refused early."""
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from autobatch.api.fit import _resume_hint, _write
+import autobatch
+from autobatch.api.fit import _resume_hint, _write, run_fit
+from autobatch.api.pipeline import RunContext
+from autobatch.core.errors import InputError, NonFiniteError
+from autobatch.core.options import FitOptions, options_from
 from autobatch.core.progress import Progress
 from autobatch.report.result import Result, load_run
+from tests.support.probes import Listener
 from tests.support.sample_run import a_device, a_run
+from tests.support.training import apart, make_workload, points, weights
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 512, "trials": 0}
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(5, momentum=0.3), nn.Linear(5, 3)).double()
+
+
+def fit(workload, out: Path, **options: Any):
+    return autobatch.fit(workload, **{**OPTIONS, "steps": 4, "out": str(out), **options})
+
+
+def test_the_momentum_of_batch_norm_follows_the_batch_if_requested(tmp_path: Path) -> None:
+    data = points(1024)
+    data.columns[0].add_(3.0)
+    workload = make_workload(model=normalised, train_data=data, learning_rate=1e-6)
+    split = {"max_micro_batch": 128}
+    runs = {
+        "whole": fit(workload, tmp_path / "whole"),
+        "auto": fit(workload, tmp_path / "auto", bn_momentum="auto", **split),
+        "keep": fit(workload, tmp_path / "keep", **split),
+    }
+    assert [run.model[0].momentum for run in runs.values()] == [0.3] * 3
+    means = {name: load_file(tmp_path / name / "model.safetensors")["0.running_mean"] for name in runs}
+    assert apart(means["auto"], means["whole"]) < 0.02
+    assert apart(means["keep"], means["whole"]) > 0.1
+
+
+def test_averaged_weights_are_exported_and_a_resume_needs_the_same_option(tmp_path: Path) -> None:
+    workload = make_workload(train_data=points(600))
+    done = fit(workload, tmp_path, ema=0.5, checkpoint_every=2)
+    assert done.training.ema == 0.5
+    averaged = load_file(tmp_path / "model-ema.safetensors")
+    assert all(not torch.equal(averaged[name], value) for name, value in done.model.named_parameters())
+    with pytest.raises(InputError, match="no --ema does not match the resumed run"):
+        fit(workload, tmp_path, resume=True)
+    fit(workload, tmp_path)
+    assert not (tmp_path / "model-ema.safetensors").exists(), "an earlier run is moved as a whole"
+    assert (tmp_path / "previous-1" / "model-ema.safetensors").exists()
+
+
+def test_steps_that_are_not_finite_are_skipped_if_requested(tmp_path: Path) -> None:
+    data = points(600)
+    data.columns[0][300] = math.nan
+    # The probe runs the costliest samples, which are the others.
+    workload = make_workload(train_data=data, size_of=lambda sample: float(sample[0].isfinite().all()))
+    options = {"target_batch": 200, "steps": None, "epochs": 1, "split_check": "off"}
+    with pytest.raises(NonFiniteError, match="sample 300 alone gives a non-finite loss"):
+        fit(workload, tmp_path / "raised", **options)
+    done = fit(workload, tmp_path / "skipped", on_nonfinite="skip", **options)
+    assert (done.training.skipped_steps, done.training.optimizer_steps) == (1, 2)
+    rows = [json.loads(line) for line in (tmp_path / "skipped" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(row["applied"] for row in rows) == [False, True, True]
+    assert torch.isfinite(weights(done.model)).all()
+
+
+def test_several_ranks_are_refused_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(InputError, match=r"WORLD_SIZE is 8.*without torchrun"):
+        autobatch.fit(make_workload(), target_batch=8, out=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+SHORT: dict[str, Any] = {"target_batch": 32, "max_micro_batch": 16}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"steps": None}, r"this run has 3 optimizer steps, but the checkpoint .* has taken 4 already"),
+        ({"last_batch": "flush"}, r"--last-batch flush does not match .* which has carry"),
+        ({"train_data": points(80)}, r"training data have 80 samples, but had 96"),
+        ({"target_batch": 16}, r"--target-batch 16 does not match .* which has 32"),
+    ],
+)
+def test_a_resume_that_would_take_other_batches_is_refused(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    fit(make_workload(train_data=points(96)), tmp_path, **SHORT)
+    data = changed.pop("train_data", points(96))
+    with pytest.raises(InputError, match=said):
+        fit(make_workload(train_data=data), tmp_path, **{**SHORT, **changed}, resume=True)
+
+
+def test_a_run_that_ended_with_a_short_batch_cannot_continue(tmp_path: Path) -> None:
+    workload = make_workload(train_data=points(80))
+    epochs: dict[str, Any] = {**SHORT, "steps": None, "epochs": 1}
+    assert fit(workload, tmp_path, **epochs).training.samples == 80
+    assert fit(workload, tmp_path, **epochs, resume=True).training.samples == 80
+    with pytest.raises(InputError, match="whose last batch was smaller than 32"):
+        fit(workload, tmp_path, **{**epochs, "epochs": 2}, resume=True)
+
+
+def test_a_resume_may_take_more_steps_and_smaller_micro_batches(tmp_path: Path) -> None:
+    workload = make_workload(train_data=points(96))
+    whole = fit(workload, tmp_path / "whole", **SHORT, steps=7)
+    fit(workload, tmp_path / "two", **SHORT)
+    finished = fit(workload, tmp_path / "two", **SHORT, resume=True)
+    assert finished.training.samples == 4 * 32
+    assert finished.training.samples_per_s is None
+    longer = {**SHORT, "max_micro_batch": 5, "steps": 7}
+    done = fit(workload, tmp_path / "two", **longer, resume=True)
+    assert (done.plan.micro_batch, done.training.samples) == (5, 7 * 32)
+    assert apart(weights(done.model), weights(whole.model)) < 1e-12
+
+
+def test_a_schedule_that_needs_a_metric_is_refused_before_training(tmp_path: Path) -> None:
+    workload = make_workload(
+        schedule=lambda optimizer, _: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    )
+    with pytest.raises(InputError, match="ReduceLROnPlateau, which needs a metric"):
+        fit(workload, tmp_path / "run", **SHORT)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_batch_is_refused_before_it_is_probed(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: object) -> Tensor:
+        raise AssertionError
+
+    workload = make_workload(loss=loss)
+    with pytest.raises(InputError, match="--last-batch drop leaves no batch"):
+        fit(workload, tmp_path, target_batch=512, steps=None, last_batch="drop")
+
+
+def test_the_result_on_disk_is_the_returned_one(tmp_path: Path) -> None:
+    done = fit(make_workload(), tmp_path / "run", **SHORT)
+    stored = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert stored == json.loads(msgspec.json.encode(done.to_json()))
+    assert (stored["out"], stored["checkpoints"]) == (str(tmp_path / "run"), [4])
+    assert done.report == tmp_path / "run" / "report.html"
+    assert done.report.exists()
+
+
+def test_a_report_that_cannot_be_written_is_noted_and_the_run_is_kept(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("autobatch.report.page.write_report", full)
+    listener = Listener()
+    options = options_from(FitOptions, {**OPTIONS, **SHORT, "steps": 2, "out": str(tmp_path / "run")})
+    done = run_fit(make_workload(), options, RunContext(progress=listener))
+    assert listener.notes[-1] == "the report could not be written: OSError: no space left"
+    assert (done.report, done.training.optimizer_steps) == (None, 2)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["report"] is None
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("", "autobatch.fit(…, out='my run', resume=True)"),
+        ("autobatch fit train.py --steps 3", "autobatch fit train.py --steps 3 --out 'my run' --resume"),
+        ("autobatch fit --out 'my run'", "autobatch fit --out 'my run' --resume"),
+        ("autobatch fit --out 'my run' --resume", "autobatch fit --out 'my run' --resume"),
+    ],
+)
+def test_the_hint_of_a_failed_run_is_the_call_that_resumes_it(command: str, hint: str) -> None:
+    assert _resume_hint(command, Path("my run")) == hint
+
+
+def test_a_storage_that_cannot_be_opened_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        raise AssertionError
+
+    workload = make_workload(model=model)
+    storage = {"storage": "nothing://there"}
+    with pytest.raises(InputError, match="the storage nothing://there"):
+        fit(workload, tmp_path / "run", **{**SHORT, "trials": 1}, **storage)
+    with pytest.raises(AssertionError):
+        fit(workload, tmp_path / "run", **SHORT, **storage)
 
 
 class Notes(Progress):
