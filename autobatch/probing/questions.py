@@ -57,7 +57,7 @@ def trace(process: SetupProcess) -> Footprint | None:
 
 
 def trace_other_order(process: SetupProcess) -> Program | None:
-    """Trace the second look of an attempt. Return None if it cannot be traced."""
+    """Trace an attempt in the other order. Return None if it cannot be traced."""
     return _ask_or_none(process, "tracing the step", _trace_other_order)
 
 

@@ -17,12 +17,12 @@ from autobatch.core.knobs import LOADER_WORKERS, applicable
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import attempt
-from autobatch.probing.child import ChildProcess
+from autobatch.probing.child import ChildProcess, Session
 from autobatch.probing.setup import SetupSettings, with_knobs
 from autobatch.tuning import trial as trial_module
 from autobatch.tuning.configuration import MEMORY, RUNS
 from autobatch.tuning.timing import Timing
-from autobatch.tuning.trial import measure_trial, micro_batch_of
+from autobatch.tuning.trial import TrialRunner, confirm_trial, measure_trial, micro_batch_of
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
 from tests.support.training import mean_loss, points
@@ -223,6 +223,17 @@ def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: li
     allocators.clear()
     assert runner.measure(values).micro_batch == micro_batches(4096, limit)[0]
     assert {one.config.expandable_segments for one in allocators} == {True}
+
+
+def test_the_trials_of_one_study_share_their_checks_and_those_of_another_do_not() -> None:
+    session = Session(trial_setup())
+    task = task_with()
+    assert measure_trial(session, task, DEFAULTS).feasible
+    first = session.find(TrialRunner)
+    assert confirm_trial(session, task_with(), DEFAULTS) is None
+    assert session.find(TrialRunner) is first
+    assert measure_trial(session, task_with(limit=4), DEFAULTS).micro_batch == 4
+    assert session.find(TrialRunner) is not first
 
 
 RANDOM = """

@@ -14,7 +14,7 @@ from autobatch.planning import make_plan
 from autobatch.probing.child import ChildProcess, ThisProcess
 from autobatch.probing.setup import SetupSettings
 from autobatch.tuning.configuration import RUNS, Measurement
-from autobatch.tuning.find_fastest import TuningResult
+from autobatch.tuning.find_fastest import StudyLocation, TuningResult
 from autobatch.tuning.trial import look_at_workload
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings, _Trials, with_choice, with_learning_rate
 from tests.support.commandline import SMALL
@@ -65,10 +65,32 @@ def test_a_better_learning_rate_is_put_into_the_plan_with_its_factor() -> None:
     assert chosen.learning_rate_factor == pytest.approx(8)
 
 
-def located(home: Path, progress: Progress, **fields: Any) -> Any:
+def tuner_of(home: Path, progress: Progress, budget: str = "1GiB", **fields: Any) -> PlanTuner:
     settings = TuneSettings(trials=1, planned_steps=100, cap=64, **fields)
-    process = ThisProcess(trial_setup())
-    return PlanTuner(process=process, settings=settings, home=home, progress=progress).locate(AXES)
+    process = ThisProcess(trial_setup(budget))
+    return PlanTuner(process=process, settings=settings, home=home, progress=progress)
+
+
+def located(home: Path, progress: Progress, budget: str = "1GiB", **fields: Any) -> StudyLocation:
+    return tuner_of(home, progress, budget, **fields).locate(AXES)
+
+
+def test_a_study_follows_the_requested_budget_and_not_free_memory(tmp_path: Path) -> None:
+    budgets: list[dict[str, Any]] = [{"asked": {"memory_budget": budget}} for budget in (None, "64MiB")]
+    names = [
+        located(tmp_path, Progress(), free, **asked).name for asked in budgets for free in ("1GiB", "64MiB")
+    ]
+    assert names[0] == names[1] != names[2] == names[3]
+
+
+def test_the_study_of_learning_rates_has_another_name_in_the_same_storage(tmp_path: Path) -> None:
+    given = {"study": "mine", "storage": "journal.log", "lr_steps": 8, "lr_trials": 2}
+    tuner = tuner_of(tmp_path, Progress(), **given)
+    plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
+    place = tuner._locate_lr(tuner.settings.lr_trial_spec(plan))
+    assert (place.name, place.storage) == ("mine-learning-rate", "journal.log")
+    assert (place.made_for["learning_rate"], place.made_for["lr_steps"]) == (0.1, 8)
+    assert (tuner.locate(AXES).name, tuner.locate(AXES).storage) == ("mine", "journal.log")
 
 
 def test_each_number_of_workers_has_its_own_study(tmp_path: Path) -> None:
