@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+Integers = NDArray[np.int64]
 LastBatch = Literal["carry", "flush", "drop"]
 ORDER_VERSION = 2
 """Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
 BLOCK = 4096
-"""Places of an epoch that are computed at once, because many small tensors cost more than a large one."""
+"""Places of an epoch that are computed at once, because many small arrays cost more than a large one."""
 ROUNDS = 8
 """Rounds of the Feistel network; four suffice in theory (Luby and Rackoff 1988)."""
 SMALL_BITS = 12
@@ -141,10 +142,10 @@ def permutation(samples: int, *, seed: int, epoch: int, start: int = 0, stop: in
     """
     bits = (samples - 1).bit_length()
     keys = _round_keys(seed, epoch, ROUNDS_IF_SMALL if bits <= SMALL_BITS else ROUNDS)
-    # The device is named, because the user may have set another default.
-    ids = torch.arange(start, samples if stop is None else min(stop, samples), device="cpu")
+    # NumPy, because an order is no part of the step: a budget counts the tensors of torch.
+    ids = np.arange(start, samples if stop is None else min(stop, samples), dtype=np.int64)
     ids = _feistel(ids, bits, keys)
-    outside = (ids >= samples).nonzero().squeeze(1)
+    outside = np.flatnonzero(ids >= samples)
     while len(outside):
         again = _feistel(ids[outside], bits, keys)
         ids[outside] = again
@@ -153,7 +154,7 @@ def permutation(samples: int, *, seed: int, epoch: int, start: int = 0, stop: in
     return found
 
 
-def _feistel(values: Tensor, bits: int, keys: list[tuple[int, int]]) -> Tensor:
+def _feistel(values: Integers, bits: int, keys: list[tuple[int, int]]) -> Integers:
     """Permute integers of ``bits`` bits: hash each half in turn into the other."""
     low_bits = (bits + 1) // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << bits - low_bits) - 1
@@ -166,7 +167,7 @@ def _feistel(values: Tensor, bits: int, keys: list[tuple[int, int]]) -> Tensor:
     return (high << low_bits) | low
 
 
-def _hash32(values: Tensor, first: int, second: int) -> Tensor:
+def _hash32(values: Integers, first: int, second: int) -> Integers:
     """Hash integers below 2^32 to 32 bits under two keys of 32 bits.
 
     The constants are those of lowbias32 (Wellons, hash-prospector). The second is written as a negative

@@ -135,7 +135,8 @@ def test_a_missing_entry_is_named() -> None:
             less = {key: value for key, value in state[part].items() if key != name}
             with pytest.raises(CheckpointError, match=rf"state\.pt .*`{name}`"):
                 check_content(path, {**state, part: less}, facts)
-    for name in facts.keys() - {"key"}:
+    # Without a version of the order it is that of the first version, which a resume refuses by name.
+    for name in facts.keys() - {"key", "order"}:
         with pytest.raises(CheckpointError, match=rf"manifest\.json .*`{name}`"):
             check_content(path, state, {key: value for key, value in facts.items() if key != name})
     with pytest.raises(CheckpointError, match=r"state\.pt"):
