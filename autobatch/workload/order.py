@@ -158,26 +158,29 @@ def _feistel(values: Integers, bits: int, keys: list[tuple[int, int]]) -> Intege
     """Permute integers of ``bits`` bits: hash each half in turn into the other."""
     low_bits = (bits + 1) // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << bits - low_bits) - 1
-    low, high = values & low_mask, values >> low_bits
+    low = (values & low_mask).astype(np.uint32)
+    high = (values >> low_bits).astype(np.uint32)
     for number, (first, second) in enumerate(keys):
         if number % 2:
-            low = low ^ (_hash32(high, first, second) & low_mask)
+            low ^= _hash32(high, first, second) & np.uint32(low_mask)
         else:
-            high = high ^ (_hash32(low, first, second) & high_mask)
-    return (high << low_bits) | low
+            high ^= _hash32(low, first, second) & np.uint32(high_mask)
+    return (high.astype(np.int64) << low_bits) | low.astype(np.int64)
 
 
-def _hash32(values: Integers, first: int, second: int) -> Integers:
-    """Hash integers below 2^32 to 32 bits under two keys of 32 bits.
+def _hash32(values: NDArray[np.uint32], first: int, second: int) -> NDArray[np.uint32]:
+    """Hash integers of 32 bits under two keys of 32 bits; products wrap around.
 
-    The constants are those of lowbias32 (Wellons, hash-prospector). The second is written as a negative
-    number that is equal modulo 2^32, so that no product leaves 64 bits.
+    The constants are those of lowbias32 (Wellons, hash-prospector).
     """
-    values = values ^ first
-    values = ((values ^ (values >> 16)) * 0x7FEB352D) & _MASK32
-    values = values ^ second
-    values = ((values ^ (values >> 15)) * (0x846CA68B - 2**32)) & _MASK32
-    return values ^ (values >> 16)
+    hashed = values ^ np.uint32(first)
+    hashed ^= hashed >> np.uint32(16)
+    hashed *= np.uint32(0x7FEB352D)
+    hashed ^= np.uint32(second)
+    hashed ^= hashed >> np.uint32(15)
+    hashed *= np.uint32(0x846CA68B)
+    hashed ^= hashed >> np.uint32(16)
+    return hashed
 
 
 def _round_keys(seed: int, epoch: int, rounds: int) -> list[tuple[int, int]]:
