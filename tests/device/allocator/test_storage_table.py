@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -11,14 +9,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.storage_table import EMPTY, StorageTable, storages_of
 from autobatch.device.allocator.trace import FREE
 
-
-@pytest.fixture(autouse=True)
-def _no_garbage_collection():
-    """Frees must come from reference counts alone."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 
 
 def table(limit: int | None = None, **options) -> StorageTable:

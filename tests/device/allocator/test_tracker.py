@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, in frames that then outlive the test
@@ -20,13 +18,7 @@ from autobatch.footprint.program import Program
 F32 = 4
 
 
-@pytest.fixture(autouse=True)
-def _no_garbage_collection():
-    """Frees must come from reference counts alone."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 
 
 def tracker(limit: int | None = None, **options) -> StorageMeter:
