@@ -17,9 +17,11 @@ from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.footprint.predict import footprint
 from autobatch.probing.attempt import attempt
-from benchmarks.footprint import gpu, gpus, table
-from benchmarks.footprint.golden import Mismatch, lasting, mismatches, reduced
+from benchmarks.footprint import table
 from benchmarks.footprint.truth import profiled
+from benchmarks.gpu import cases as gpus
+from benchmarks.gpu import footprint as gpu
+from benchmarks.gpu.golden import Mismatch, lasting, mismatches, reduced
 from benchmarks.workloads import mlp
 from tests.support.step_workloads import WORKLOADS, setting, setup
 

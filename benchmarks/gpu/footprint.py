@@ -1,6 +1,6 @@
 """Accuracy of the predicted memory of a GPU, against the GPU of this machine.
 
-    python -m benchmarks.footprint.gpu --out DIR [--only gpt …] [--precisions bf16 …] [--caps 8 …]
+    python -m benchmarks.gpu.footprint --out DIR [--only gpt …] [--precisions bf16 …] [--caps 8 …]
 
 For every workload and precision, runs give the peaks at a few micro-batches and the largest micro-batch under
 caps on the allocator. A trace on tensors without memory predicts both before. The result also has the entries
@@ -33,10 +33,10 @@ from autobatch.footprint.trace_step import Setting
 from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
 from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import search
-from benchmarks.footprint.golden import WORKSPACES, lasting, mismatches, reduced
-from benchmarks.footprint.gpus import CASES, SAMPLES, Made
 from benchmarks.footprint.table import gpu_summary, gpu_text
 from benchmarks.footprint.truth import Onlooker, train
+from benchmarks.gpu.cases import CASES, SAMPLES, Made
+from benchmarks.gpu.golden import WORKSPACES, lasting, mismatches, reduced
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SIZES = (4, 16, 64, 256)
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing after this time")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks.footprint.gpu: no CUDA GPU found, nothing was measured")
+        print("benchmarks.gpu.footprint: no CUDA GPU found, nothing was measured")
         return
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -82,7 +82,7 @@ def header() -> dict[str, Any]:
     before = outside_bytes()
     return {
         "benchmark": "footprint-gpu",
-        "command": "python -m benchmarks.footprint.gpu",
+        "command": "python -m benchmarks.gpu.footprint",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "gpu": properties.name,
         "capability": f"{properties.major}.{properties.minor}",

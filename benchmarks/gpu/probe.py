@@ -1,6 +1,6 @@
 """Accuracy of the limits found on a real GPU, under caps of several sizes.
 
-    python -m benchmarks.probe.gpu [--out DIR] [--budgets 4 8] [--models gpt-124m]
+    python -m benchmarks.gpu.probe [--out DIR] [--budgets 4 8] [--models gpt-124m]
 
 Real attempts alone give the truth: doubling, then bisection. Without a GPU nothing is measured.
 """
@@ -186,7 +186,7 @@ def main() -> None:
                 continue
             rows.append(measure(name, budget))
             print(json.dumps(rows[-1]), flush=True)
-    about = environment() | {"command": "python -m benchmarks.probe.gpu", "gpu": gpu.name}
+    about = environment() | {"command": "python -m benchmarks.gpu.probe", "gpu": gpu.name}
     about |= {"gpu_bytes": gpu.total_memory, "cuda": torch.version.cuda}
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The gain of tuning on a GPU over the largest micro-batch: a transformer and a convolutional network.
 
-    python -m benchmarks.tune.gpu [--trials 20] [--timeout 240] [--knobs …]
+    python -m benchmarks.gpu.tune [--trials 20] [--timeout 240] [--knobs …]
 
 The gain is over the largest micro-batch with every knob at its default, measured in turn. A second gain is
 over the same in fp32, because the default on recent GPUs is bf16.
@@ -156,12 +156,12 @@ def main() -> None:
     parser.add_argument("--memory-budget", default="24GiB")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks.tune.gpu needs a CUDA GPU and found none: nothing was measured")
+        print("benchmarks.gpu.tune needs a CUDA GPU and found none: nothing was measured")
         sys.exit(0)
     content = surroundings("optuna", "scipy", "triton")
     content["hardware"]["cpu"] = torch.cuda.get_device_name(0)
     content |= {
-        "command": "python -m benchmarks.tune.gpu",
+        "command": "python -m benchmarks.gpu.tune",
         "memory_budget": chosen.memory_budget,
         "cases": {},
     }

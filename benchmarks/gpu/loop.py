@@ -1,6 +1,6 @@
 """The training loop on a GPU: its time against a loop written by hand, and waits within a step.
 
-    python -m benchmarks.loop.gpu [--rounds 40] [--share 0.8]
+    python -m benchmarks.gpu.loop [--rounds 40] [--share 0.8]
 
 A decoder trains in bf16, with four micro-batches per step of the size that a probe finds in that share of the
 GPU. Both loops run in turn, and each step is timed until the GPU has finished it. Then a step of ours runs
@@ -31,8 +31,8 @@ from autobatch.training.loop import Loop
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import feed
 from autobatch.workload.order import GlobalBatchSampler
+from benchmarks.gpu.tune import VOCABULARY, Decoder
 from benchmarks.report import save, surroundings
-from benchmarks.tune.gpu import VOCABULARY, Decoder
 
 ACCUMULATION = 4
 CLIP = 1.0
@@ -146,7 +146,7 @@ def main() -> None:
     ratios = [a / b for a, b in zip(seconds["autobatch"], seconds["hand"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     content = surroundings() | {
-        "command": "python -m benchmarks.loop.gpu",
+        "command": "python -m benchmarks.gpu.loop",
         "micro_batch": size,
         "accumulation": ACCUMULATION,
         "seconds_a_step": {name: statistics.median(own) for name, own in seconds.items()},
