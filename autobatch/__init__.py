@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
+    from autobatch import integrations
     from autobatch.api.library import estimate, fit, plan, probe, tune
     from autobatch.core.errors import (
         AutobatchError,
@@ -59,6 +61,7 @@ __all__ = [
     "batches",
     "estimate",
     "fit",
+    "integrations",
     "plan",
     "probe",
     "tune",
@@ -68,10 +71,10 @@ if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses othe
 
     def __getattr__(name: str) -> Any:
         """Import a public name at first use (PEP 562): ``autobatch --help`` must not wait for torch."""
+        if name == "integrations":
+            return import_module("autobatch.integrations")
         for module, names in _MODULES.items():
             if name in names:
-                from importlib import import_module
-
                 return getattr(import_module(f"autobatch.{module}"), name)
         raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
 

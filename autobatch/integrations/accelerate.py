@@ -1,5 +1,7 @@
 """A plan as arguments of Hugging Face ``accelerate``.
 
+    from accelerate import Accelerator
+
     adapter = autobatch.integrations.accelerate
     accelerator = Accelerator(**adapter.arguments(plan))
     loader = DataLoader(dataset, batch_size=adapter.batch_size(plan), shuffle=True)

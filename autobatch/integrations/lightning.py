@@ -1,7 +1,9 @@
 """A plan as arguments of Lightning.
 
+    from lightning import Trainer
+
     adapter = autobatch.integrations.lightning
-    trainer = lightning.Trainer(max_epochs=1, **adapter.arguments(plan))
+    trainer = Trainer(max_epochs=1, **adapter.arguments(plan))
     loader = DataLoader(dataset, batch_size=adapter.batch_size(plan), shuffle=True)
 
 Its ``Trainer`` is then less exact than autobatch:

@@ -1,5 +1,7 @@
 """A plan as arguments of Hugging Face ``transformers``.
 
+    from transformers import TrainingArguments
+
     args = TrainingArguments(output_dir="out", **autobatch.integrations.transformers.arguments(plan))
 
 Its ``Trainer`` is then less exact than autobatch:
