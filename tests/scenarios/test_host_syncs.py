@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.workload.contract import Loss
+from tests.support.syncs import forbidden_syncs
 from tests.support.training import make_workload
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
@@ -67,6 +69,7 @@ def test_no_value_leaves_the_device_during_accumulation(loss, precision) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("loss", [mean, counted])
 def test_torch_sees_no_synchronisation_on_a_gpu(loss, precision) -> None:
@@ -74,9 +77,21 @@ def test_torch_sees_no_synchronisation_on_a_gpu(loss, precision) -> None:
     train_state = train_state_of(loss, device, precision)
     given = batches(device)
     finish(train_state, accumulate(train_state, given, 12, lambda _: None), mark=lambda _: None)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbidden_syncs():
         accumulator = accumulate(train_state, given, 12, lambda _: None, measure_first=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert finish(train_state, accumulator, mark=lambda _: None).count == 12
+
+
+def test_the_warning_of_the_debug_mode_leaves_it_off(monkeypatch) -> None:
+    """torch warns once, after the mode was set, and warnings are errors here."""
+    modes: list[str] = []
+
+    def switch(mode: str) -> None:
+        modes.append(mode)
+        if len(modes) == 1:
+            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
+    with pytest.raises(ValueError, match="inside"), forbidden_syncs():
+        raise ValueError("inside")
+    assert modes == ["error", "default"]
