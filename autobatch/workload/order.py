@@ -1,16 +1,17 @@
 """The samples of each optimizer step, and their order.
 
 Batches of exactly ``target_batch`` sample ids are drawn from a permutation of each epoch, which depends on
-the seed and the epoch alone. It is computed for any place at once, so no epoch is held in memory. Batches are
-split into micro-batches afterwards. The order of the data therefore does not depend on the micro-batch, the
-number of workers, the ranks, or the step of a resume.
+the seed and the epoch alone. It is computed for any place at once, so no large epoch is held in memory.
+Batches are split into micro-batches afterwards. The order of the data therefore does not depend on the
+micro-batch, the number of workers, the ranks, or the step of a resume.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,8 @@ ORDER_VERSION = 2
 """Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
 BLOCK = 4096
 """Places of an epoch that are computed at once, because many small arrays cost more than a large one."""
+SMALL_EPOCH = 2**16
+"""Most samples of an epoch that is computed and held as a whole, in 2.5 MB at most."""
 ROUNDS = 8
 """Rounds of the Feistel network; four suffice in theory (Luby and Rackoff 1988)."""
 SMALL_BITS = 12
@@ -106,7 +109,7 @@ class GlobalBatchSampler:
             missing = self.size(index)
             while missing:
                 epoch, place = divmod(first + len(ids), self.samples)
-                number, offset = divmod(place, BLOCK)
+                number, offset = divmod(place, self._block_size)
                 if (epoch, number) != drawn:
                     block, drawn = self._block(epoch, number), (epoch, number)
                 ids += block[offset : offset + missing]
@@ -115,8 +118,13 @@ class GlobalBatchSampler:
 
     def _block(self, epoch: int, number: int) -> list[int]:
         """Draw the samples of an epoch that have the places of a block."""
-        start = number * BLOCK
-        return permutation(self.samples, seed=self.seed, epoch=epoch, start=start, stop=start + BLOCK)
+        start = number * self._block_size
+        stop = start + self._block_size
+        return permutation(self.samples, seed=self.seed, epoch=epoch, start=start, stop=stop)
+
+    @property
+    def _block_size(self) -> int:
+        return self.samples if self.samples <= SMALL_EPOCH else BLOCK
 
     def _position(self, index: int) -> int:
         """Return where a batch begins, counted in samples of all epochs in a row."""
@@ -142,12 +150,16 @@ def permutation(samples: int, *, seed: int, epoch: int, start: int = 0, stop: in
     """
     bits = (samples - 1).bit_length()
     keys = _round_keys(seed, epoch, ROUNDS_IF_SMALL if bits <= SMALL_BITS else ROUNDS)
+    stop = samples if stop is None else min(stop, samples)
     # NumPy, because an order is no part of the step: a budget counts the tensors of torch.
-    ids = np.arange(start, samples if stop is None else min(stop, samples), dtype=np.int64)
-    ids = _feistel(ids, bits, keys)
+    images: Callable[[Integers], Integers] = partial(_feistel, bits=bits, keys=keys)
+    if samples <= SMALL_EPOCH:
+        # One evaluation of all values, and further passes are look-ups.
+        images = images(np.arange(2**bits)).__getitem__
+    ids = images(np.arange(start, stop))
     outside = np.flatnonzero(ids >= samples)
     while len(outside):
-        again = _feistel(ids[outside], bits, keys)
+        again = images(ids[outside])
         ids[outside] = again
         outside = outside[again >= samples]
     found: list[int] = ids.tolist()

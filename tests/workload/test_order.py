@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.workload import order
-from autobatch.workload.order import BLOCK, GlobalBatchSampler, permutation
+from autobatch.workload.order import BLOCK, SMALL_EPOCH, GlobalBatchSampler, permutation
 
 PRIMES = (997, 7919, 65_537)
 AROUND_POWERS = tuple(2**bits + more for bits in (9, 12, 13, 16) for more in (-1, 0, 1))
@@ -196,12 +196,31 @@ def test_a_part_of_the_order_is_the_same_for_any_bounds() -> None:
 
 @pytest.mark.parametrize("target", [1000, BLOCK + 1, 30_000])
 def test_batches_across_blocks_and_epochs_are_parts_of_the_order(target: int) -> None:
-    samples = 2 * BLOCK + 100
+    samples = SMALL_EPOCH + 100
     sampler = GlobalBatchSampler(samples=samples, target_batch=target, seed=9, epochs=4)
     ids = [one for epoch in range(4) for one in permutation(samples, seed=9, epoch=epoch)]
     assert [batch.ids for batch in sampler.batches()] == [
         ids[start : start + target] for start in range(0, len(ids), target)
     ]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 100, 1797, 4096, 8193, SMALL_EPOCH])
+def test_a_small_epoch_has_the_order_of_a_large_one(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = permutation(samples, seed=5, epoch=2)
+    monkeypatch.setattr(order, "SMALL_EPOCH", 0)
+    assert whole == permutation(samples, seed=5, epoch=2)
+
+
+def test_a_small_epoch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs: list[int] = []
+
+    def counted(samples: int, *, epoch: int, **rest: int) -> list[int]:
+        epochs.append(epoch)
+        return permutation(samples, epoch=epoch, **rest)
+
+    monkeypatch.setattr(order, "permutation", counted)
+    batches = list(GlobalBatchSampler(samples=SMALL_EPOCH, target_batch=100, seed=0, epochs=2).batches())
+    assert (len(batches), epochs) == (math.ceil(2 * SMALL_EPOCH / 100), [0, 1])
 
 
 def test_a_billion_samples_are_resumed_anywhere_without_a_list_of_the_epoch() -> None:
