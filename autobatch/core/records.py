@@ -95,11 +95,48 @@ class Probe(Record, frozen=True, kw_only=True):
     """Bytes of other processes on the GPU at the end; `DeviceRecord` has the figure of the start."""
 
 
+class MicroBatchCost(Record, frozen=True, kw_only=True):
+    """Seconds of a micro-batch of m samples padded to a size L, fitted to measured ones.
+
+    It is ``fixed + m · (per_sample + per_size · L + per_size_squared · L²)``.
+    """
+
+    fixed: float
+    per_sample: float = 0.0
+    per_size: float = 0.0
+    per_size_squared: float = 0.0
+
+
+class SizeCut(Record, frozen=True, kw_only=True):
+    """Split by size: each batch is sorted by the sizes of its samples and cut at its own sizes."""
+
+    sizes: list[float]
+    """Sizes of samples in ascending order, the last that of the largest."""
+    micro_batches: list[int]
+    """Largest micro-batch of samples up to each of ``sizes``."""
+    limits_by: Literal["longest", "replay", "run"]
+    """Source of ``micro_batches``: the limit of the longest samples for all, replays, or runs per size."""
+    cost: MicroBatchCost | None = None
+    """Measured cost that the cut minimizes; None to cut into equal counts."""
+    padding_by_count: float | None = None
+    """Padded ÷ real size of a split by count, a mean over batches of the run."""
+    padding: float | None = None
+    """Padded ÷ real size of this split."""
+    steps_by_count: float | None = None
+    """Micro-batches of a batch that is split by count."""
+    steps: float | None = None
+    """Micro-batches of a batch in this split, a mean over batches of the run."""
+    expected_speedup: float | None = None
+    """Time of a step that is split by count ÷ time of a step in this split, by ``cost``; None if unknown."""
+    digest: str = ""
+    """Digest of the sizes of all samples."""
+
+
 class Plan(Record, frozen=True, kw_only=True):
     """A split of exactly ``target_batch`` samples per optimizer step over ranks and micro-batches.
 
     ``micro_batches`` are the sizes that one rank runs, in order. They differ by at most one, and their sum
-    over the ranks is the target batch.
+    over the ranks is the target batch. If ``size_cut`` is set, each batch is cut at its own sizes instead.
     """
 
     target_batch: int
@@ -118,6 +155,10 @@ class Plan(Record, frozen=True, kw_only=True):
     last_batch: Literal["carry", "flush", "drop"] = "carry"
     knobs: dict[str, str | int | float | bool | None] = {}
     """Other choices of the tuner, by the name of the knob."""
+    split: Literal["count", "size"] = "count"
+    """``count`` splits a batch into equal counts, ``size`` by the sizes of its samples."""
+    size_cut: SizeCut | None = None
+    """Rule of the split by size; None if batches are split by count."""
 
 
 class Trial(Record, frozen=True, kw_only=True):

@@ -95,6 +95,13 @@ _DEAD_CONTEXT = re.compile(
 )
 
 
+# CUDACachingAllocator.cpp, torch 2.13; older releases print the same sizes.
+_SIZE = r"(?P<size>[0-9.]+) (?P<unit>bytes|[KMGT]iB)"
+_REQUESTED = re.compile(rf"Tried to allocate {_SIZE}")
+_IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
 # The first of these in a chain counts.
 _BY_WEIGHT = (Verdict.FATAL, Verdict.DEVICE, Verdict.HOST, Verdict.SUSPECT)
 _COMPILED = tuple((row.verdict, re.compile(row.text)) for row in _PATTERNS)
@@ -120,6 +127,20 @@ def classify(error: BaseException) -> Verdict:
 def is_oom(error: BaseException) -> bool:
     """Return whether memory ran out for certain: on the device, on the host, or fatally."""
     return classify(error) in (Verdict.DEVICE, Verdict.HOST, Verdict.FATAL)
+
+
+def is_fragmented(error: BaseException) -> bool:
+    """Return whether memory ran out although the allocator held enough of it, in pieces that are too small.
+
+    CUDA's text tells: less was requested than "is reserved by PyTorch but unallocated". Emptying the cache
+    then lets the same request succeed.
+    """
+    for link in _chain(error):
+        text = _text(link)
+        asked, idle = _REQUESTED.search(text), _IDLE.search(text)
+        if asked and idle and _classify_one(link) is Verdict.DEVICE:
+            return _bytes_of(asked) <= _bytes_of(idle)
+    return False
 
 
 def first_line(error: BaseException) -> str:
@@ -164,6 +185,10 @@ def _classify_one(error: BaseException) -> Verdict:
         return Verdict.NONE
     text = _text(error)
     return next((verdict for verdict, pattern in _COMPILED if pattern.search(text)), Verdict.NONE)
+
+
+def _bytes_of(found: re.Match[str]) -> float:
+    return float(found["size"]) * _UNITS[found["unit"]]
 
 
 def _is_foreign(error: BaseException) -> bool:

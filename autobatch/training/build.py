@@ -19,11 +19,14 @@ from autobatch.step.train_state import build_train_state
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.evaluation import sanity_check_validation
 from autobatch.training.loop import Loop
+from autobatch.training.noise_scale import NoiseScale
 from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
 from autobatch.workload.order import GlobalBatchSampler, LastBatch
 from autobatch.workload.rng import seed_everything
+from autobatch.workload.size_split import SizeSplit, digest_of
+from autobatch.workload.split import CountSplit, Split
 from autobatch.workload.user_code import user_code
 
 
@@ -98,16 +101,36 @@ def open_loop(
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
     feed_options = _feed_options(plan, options, seeded_before, note)
+    split = split_of(setup, plan)
+    gpu = gpu_of(setup.device, plan.knobs)
     with (
         setup.device.training() as meter,
-        open_feed(
-            setup.workload, sampler.batches, gpu=gpu_of(setup.device, plan.knobs), **feed_options
-        ) as feed,
+        open_feed(setup.workload, sampler.batches, gpu=gpu, split=split, **feed_options) as feed,
     ):
         loop = _build_loop(setup, plan, options, sampler, meter)
-        loop.feed = feed
+        loop.feed, loop.split = feed, split
+        if isinstance(split, SizeSplit):
+            loop.micro_batch = split.largest
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
         yield loop
+
+
+def split_of(setup: TrainSetup, plan: Plan) -> Split:
+    """Return the split of a plan.
+
+    Raises:
+        InputError: it cuts by size, and the sizes of the samples are not those that it was planned for.
+    """
+    cut = plan.size_cut
+    if cut is None:
+        return CountSplit()
+    sizes = setup.worst_case.sizes()
+    if sizes is None or digest_of(sizes) != cut.digest:
+        raise InputError(
+            "the sizes of the training samples are not those that the plan was made for, so its batches "
+            "would be cut at other places: give the same data, or use --split count"
+        )
+    return SizeSplit(sizes=sizes, cut=cut, measured_every=NoiseScale.every)
 
 
 def _build_loop(
@@ -170,7 +193,8 @@ def _feed_options(
     workers = options.workers
     if workers is None:
         workers = int(plan.knobs.get(LOADER_WORKERS) or 0)
-    seeded = options.sample_seeds or workers > 0
+    # A split by size changes the order in which samples are fetched, which must not change their draws.
+    seeded = options.sample_seeds or workers > 0 or plan.size_cut is not None
     if seeded and seeded_before is False:
         note(
             "the run did not seed its samples one by one before the resume, and does from here on. If the "

@@ -1,9 +1,10 @@
 """Training loop: one `StepRecord` per batch, with recovery from out-of-memory errors.
 
 After an out-of-memory error the batch runs again: its partial gradients are dropped, random states and
-buffers are restored to the start of the step, and the same samples run in smaller micro-batches. The
-optimizer step is applied once. There is no recovery inside the optimizer step, which may have moved part of
-the weights.
+buffers are restored to the start of the step, and the cache of the allocator is emptied. If the memory was
+fragmented, the same micro-batches run again first, with the same result. Otherwise, or if that fails too, the
+same samples run in smaller micro-batches. The optimizer step is applied once. There is no recovery inside the
+optimizer step, which may have moved part of the weights.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from autobatch.core.errors import InputError, NonFiniteError, RestartSmallerErro
 from autobatch.core.records import StepRecord
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
-from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.planning import micro_batches
+from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
@@ -38,6 +38,7 @@ from autobatch.workload.feed import Feed
 from autobatch.workload.nested import feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
+from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 from autobatch.workload.user_code import user_code
 
 
@@ -85,7 +86,7 @@ def check_learning_rates(optimizers: Optimizers, step: int) -> float:
 
 
 MAX_REPLAYS = 2
-"""Times that a batch runs again after an out-of-memory error; after more, the cause lies elsewhere."""
+"""Times that a batch runs again in smaller micro-batches; after more, the cause lies elsewhere."""
 LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
 MAX_SKIPS_IN_A_ROW = 3
@@ -105,6 +106,8 @@ class Loop:
     meter: Meter
     micro_batch: int
     """The largest micro-batch to run; shrinks after an out-of-memory error."""
+    split: Split = field(default_factory=CountSplit)
+    """Forms the micro-batches of each batch."""
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
     """One per optimizer, or empty."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
@@ -150,8 +153,8 @@ class Loop:
             factor = warmup_factor(self.sampler.seen(batch.index + 1), self.warmup_samples)
             with scaled_learning_rate(self.train_state.optimizers, factor):
                 learning_rate = check_learning_rates(self.train_state.optimizers, batch.index + 1)
-                result, sizes, oom_message = self._train_batch(batch)
-            self._check(batch, sizes, result)
+                result, parts, oom_message = self._train_batch(batch)
+            self._check(batch, parts, result)
             self._advance(batch, result)
             done = batch.index - first_index
             is_due = done < MEMORY_READING_INTERVAL or done % MEMORY_READING_INTERVAL == 0
@@ -166,8 +169,8 @@ class Loop:
                 count=result.count,
                 learning_rate=learning_rate,
                 grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-                micro_batch=sizes[0],
-                accumulation_steps=len(sizes),
+                micro_batch=max(len(part.ids) for part in parts),
+                accumulation_steps=len(parts),
                 seconds=seconds,
                 samples_per_s=len(batch.ids) / seconds if seconds > 0 else None,
                 items_per_s=result.count / seconds if seconds > 0 else None,
@@ -189,58 +192,65 @@ class Loop:
         self.batches_seen = batch.index + 1
         self.is_intact = True
 
-    def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[int], str | None]:
-        """Train a batch, again and smaller after an out-of-memory error.
+    def _train_batch(self, batch: GlobalBatch) -> tuple[StepResult, list[MicroBatchIds], str | None]:
+        """Train a batch, again after an out-of-memory error.
 
         Returns:
             The result, the micro-batches, and the message of the last out-of-memory error.
         """
         oom: OutOfMemory | None = None
+        replays = 0
         items_per_sample = self.train_state.items_per_sample
-        for replay in range(MAX_REPLAYS + 1):
-            sizes = micro_batches(len(batch.ids), self.micro_batch)
+        while replays <= MAX_REPLAYS:
+            parts = self.split.parts(batch, self.micro_batch)
             before = capture_random_state()
             self.is_intact = False
-            with rescaled_momentum(self.rescaled_norms, len(sizes)):
-                outcome = self._attempt(batch, sizes, may_be_suspect=replay == 0 and sizes[0] > 1)
+            is_first = oom is None
+            with rescaled_momentum(self.rescaled_norms, len(parts)):
+                outcome = self._attempt(batch, parts, may_be_suspect=is_first and len(parts[0].ids) > 1)
             if isinstance(outcome, StepResult):
-                return outcome, sizes, None if oom is None else oom.message
+                return outcome, parts, None if oom is None else oom.message
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             oom = outcome
             self.train_state.items_per_sample = items_per_sample
             self.is_intact = self._undo(before, is_fatal=oom.is_fatal)
-            self.micro_batch = math.ceil(sizes[0] / 2)
-            end = error_before_step(
-                self.train_state, batch.index + 1, sizes[0], oom, is_intact=self.is_intact
-            )
-            if end is not None:
-                raise end
+            # Emptying the cache mends fragmentation, so the same micro-batches get one more try.
+            runs_unchanged = is_first and oom.is_fragmented and self.is_intact
+            failed = parts[oom.part]
+            if not runs_unchanged:
+                self.micro_batch = self.split.halved(failed, self.micro_batch)
+                size, step = len(failed.ids), batch.index + 1
+                end = error_before_step(self.train_state, step, size, oom, is_intact=self.is_intact)
+                if end is not None:
+                    raise end
+                replays += 1
             self.oom_recoveries += 1
         assert oom is not None
         raise RestartSmallerError(
             f"out of memory in step {batch.index + 1} {MAX_REPLAYS + 1} times in a row, last at a "
-            f"micro-batch of {sizes[0]}: {oom.message.rstrip('.')}. Something else is taking the memory"
+            f"micro-batch of {len(failed.ids)}: {oom.message.rstrip('.')}. Something else is taking the "
+            "memory"
         )
 
     def _attempt(
-        self, batch: GlobalBatch, sizes: list[int], *, may_be_suspect: bool
+        self, batch: GlobalBatch, parts: list[MicroBatchIds], *, may_be_suspect: bool
     ) -> StepResult | OutOfMemory:
         """Train a batch, or return the out-of-memory error that ended it before the optimizer step.
 
         Args:
             batch: the samples.
-            sizes: the micro-batches.
+            parts: the micro-batches.
             may_be_suspect: whether errors that only may be about memory count as such.
         """
+        fetched = _Fetched(self._fetch(batch, parts))
         try:
-            fetched = self._fetch(batch, sizes)
             twice = isinstance(self.train_state.loss, WholeBatchLoss)
             accumulator = accumulate(
                 self.train_state,
                 feed(fetched, self.train_state.device, self.meter, twice=twice),
                 len(batch.ids),
                 self.meter.mark,
-                measure_first=len(sizes) > 1 and self.noise.is_due(batch.index),
+                measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
             )
             return finish(self.train_state, accumulator, mark=self.meter.mark)
         except Exception as error:
@@ -249,10 +259,14 @@ class Loop:
                 raise
             if verdict is Verdict.SUSPECT and (self.train_state.stepping or not may_be_suspect):
                 raise
+            part = max(0, fetched.count - 1)
             if not self.train_state.stepping:
-                return OutOfMemory(first_line(error), is_fatal=verdict is Verdict.FATAL)
-            self.micro_batch = math.ceil(sizes[0] / 2)
-            raise error_in_step(self.train_state, batch.index + 1, sizes[0], first_line(error)) from error
+                is_fatal = verdict is Verdict.FATAL
+                fragmented = is_fragmented(error) and not is_fatal
+                return OutOfMemory(first_line(error), is_fatal, is_fragmented=fragmented, part=part)
+            self.micro_batch = self.split.halved(parts[part], self.micro_batch)
+            size = len(parts[part].ids)
+            raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
 
     def _undo(self, random_state: RandomState, *, is_fatal: bool) -> bool:
         """Return to the start of the batch.
@@ -271,16 +285,13 @@ class Loop:
             return False
         return is_restored
 
-    def _fetch(self, batch: GlobalBatch, sizes: list[int]) -> Iterator[tuple[Collated, int]]:
+    def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
         """Make the micro-batches on the host, each with its number of samples."""
         fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
-        first = 0
-        for size in sizes:
-            ids = batch.ids[first : first + size]
-            yield (load_micro_batch(self.workload, ids) if fed is None else next(fed)), size
-            first += size
+        for part in parts:
+            yield (load_micro_batch(self.workload, part.ids) if fed is None else next(fed)), len(part.ids)
 
-    def _check(self, batch: GlobalBatch, sizes: list[int], result: StepResult) -> None:
+    def _check(self, batch: GlobalBatch, parts: list[MicroBatchIds], result: StepResult) -> None:
         """Raise if the step was not applied because it is not finite, unless it may be skipped."""
         if result.applied:
             self.skipped_steps_in_a_row = 0
@@ -301,6 +312,21 @@ class Loop:
         at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
         raise NonFiniteError(
             f"the {what} of step {batch.index + 1} is not finite{at}{reason}, so the step was not applied: "
-            f"{find_nonfinite_sample(self.workload, self.train_state, batch.ids, sizes)}. "
+            f"{find_nonfinite_sample(self.workload, self.train_state, [part.ids for part in parts])}. "
             "Check these samples, the learning rate and the precision"
         )
+
+
+class _Fetched:
+    """Micro-batches of a batch, with a count of those that were fetched."""
+
+    def __init__(self, micro_batches: Iterator[tuple[Collated, int]]) -> None:
+        self._micro_batches = micro_batches
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[Collated, int]]:
+        for found in self._micro_batches:
+            self.count += 1
+            yield found
+            # The consumer alone holds a micro-batch while it trains on it.
+            del found

@@ -18,7 +18,7 @@ MAX_NAMED_SAMPLES = 8
 
 
 def find_nonfinite_sample(
-    workload: Workload, train_state: TrainState, ids: Sequence[int], sizes: Sequence[int]
+    workload: Workload, train_state: TrainState, micro_batches: Sequence[list[int]]
 ) -> str:
     """Name the sample whose own loss (or row, for a `WholeBatchLoss`) is not finite, else all samples.
 
@@ -28,17 +28,15 @@ def find_nonfinite_sample(
     Args:
         workload: has the data and the loss.
         train_state: the model, in the state in which the step failed.
-        ids: the samples of the batch.
-        sizes: its micro-batches.
+        micro_batches: the samples of each micro-batch of the batch.
     """
+    ids = [index for part in micro_batches for index in part]
     rest = f" and {len(ids) - MAX_NAMED_SAMPLES} more" if len(ids) > MAX_NAMED_SAMPLES else ""
     named = f"samples {list(ids[:MAX_NAMED_SAMPLES])}{rest}"
-    first = 0
     try:
         with preserved_random_state(), torch.no_grad():
-            for size in sizes:
-                part = ids[first : first + size]
-                first += size
+            for micro_batch in micro_batches:
+                part = micro_batch
                 if _is_finite(workload, train_state, part):
                     continue
                 while len(part) > 1:

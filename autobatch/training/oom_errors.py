@@ -17,6 +17,10 @@ class OutOfMemory(NamedTuple):
     message: str
     is_fatal: bool
     """True if this process cannot continue after it."""
+    is_fragmented: bool = False
+    """True if the allocator held enough free memory, but not in one piece."""
+    part: int = 0
+    """Number of the micro-batch that ran, from 0."""
 
 
 def error_before_step(

@@ -122,7 +122,9 @@ class _Run:
         fixed = settings.validation_micro_batch
         # If the meter sees no memory, only the end of the process would stop the growth.
         grows = fixed is None and loop.meter.stats().allocated_bytes is not None
-        self._validation_batch_size = ValidationBatchSize(fixed or loop.micro_batch, grows=grows)
+        self._validation_batch_size = ValidationBatchSize(
+            fixed or loop.split.of_longest(loop.micro_batch), grows=grows
+        )
 
     def train_batches(self, request: StopRequest, progress: Progress, totals: RunTotals) -> None:
         """Train the remaining batches, and write a checkpoint at the end.
@@ -264,7 +266,8 @@ def _restart_hint(loop: Loop, settings: RunSettings, error: AutobatchError) -> s
     write_atomic(settings.out / OOM_FILE, json.dumps(content, indent=1).encode())
     if has_checkpoint:
         return f"resume in smaller micro-batches with: {settings.resume_hint}"
-    return f"there is no checkpoint yet: start again with --max-micro-batch {loop.micro_batch}"
+    smaller = loop.split.of_longest(loop.micro_batch)
+    return f"there is no checkpoint yet: start again with --max-micro-batch {smaller}"
 
 
 def _apply_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) -> None:

@@ -77,7 +77,7 @@ class RunTotals:
             noise_scale=noise.noise_scale,
             noise_band=(noise.low, noise.high),
             noise_advice=None if noise.low is None else noise.sentence(round(self._last_count)),
-            micro_batch=loop.micro_batch,
+            micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
             failed_checkpoints=failed_checkpoints,
         )

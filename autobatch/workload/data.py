@@ -14,6 +14,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -120,6 +122,16 @@ class WorstCaseSampler:
     def known_costs(self) -> dict[int, float]:
         """Cost of each sample that was read, by its index; empty before the scan."""
         return dict(vars(self).get("_costs", {}))
+
+    def sizes(self) -> NDArray[np.float64] | None:
+        """Return the cost of each sample by its index; None if the time limit left some unread."""
+        costs = self._costs
+        count = len(self._workload.train_data)  # type: ignore[arg-type]
+        return np.fromiter((costs[i] for i in range(count)), float, count) if len(costs) == count else None
+
+    def take_sizes(self, sizes: NDArray[np.float64]) -> None:
+        """Take the costs that another sampler of the same data has read."""
+        self._costs = dict(enumerate(sizes.tolist()))
 
     def check_collate(self) -> None:
         """Collate the most expensive sample with the cheapest, as training will.

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from autobatch.planning import micro_batches
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_generators
+from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 
 COLLATING = -1
 """Takes the place of a sample's index in the seed of a collate function."""
@@ -28,18 +28,8 @@ AHEAD = 2
 """Micro-batches that a worker fetches ahead, as in torch's own loader."""
 
 
-class MicroBatchIds(NamedTuple):
-    """The sample ids of a micro-batch."""
-
-    batch_index: int
-    """Number of its batch in the run."""
-    first: int
-    """Place of its first sample in the batch."""
-    ids: list[int]
-
-
 class Feed(Protocol):
-    """Source of a loop's micro-batches."""
+    """Source of a loop's micro-batches, as its `autobatch.workload.split.Split` forms them."""
 
     def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """Yield the collated micro-batches of a batch, on the host.
@@ -77,24 +67,25 @@ class SeededCollate:
             None if it was asked to stop.
         """
         samples: list[Any] = []
-        for place, sample in enumerate(part.ids, part.first):
+        for place, sample in zip(part.places, part.ids, strict=True):
             if is_asked():
                 return None
             seed_generators(self.seed, part.batch_index, place, sample)
             samples += fetch(self.data, [sample])
-        seed_generators(self.seed, part.batch_index, part.first, COLLATING)
+        seed_generators(self.seed, part.batch_index, part.places[0], COLLATING)
         return collate_samples(samples, self.collate, option="Workload(collate=…)")
 
 
 class SeededFeed:
     """Micro-batches that this process collates on demand, without a trace in the loop's generators."""
 
-    def __init__(self, collate: SeededCollate) -> None:
+    def __init__(self, collate: SeededCollate, split: Split | None = None) -> None:
         self._collate = collate
+        self._split = CountSplit() if split is None else split
 
     def collated(self, batch: GlobalBatch, micro_batch: int) -> Iterator[Collated]:
         """See `Feed`."""
-        for part in micro_batch_ids(batch, micro_batch):
+        for part in self._split.parts(batch, micro_batch):
             yield self._collated(part)
 
     def _collated(self, part: MicroBatchIds) -> Collated:
@@ -104,11 +95,3 @@ class SeededFeed:
             return self._collate(part)
         finally:
             restore_random_state(before)
-
-
-def micro_batch_ids(batch: GlobalBatch, micro_batch: int) -> Iterator[MicroBatchIds]:
-    """Split a batch into micro-batches of at most ``micro_batch`` samples, as evenly as possible."""
-    first = 0
-    for size in micro_batches(len(batch.ids), micro_batch):
-        yield MicroBatchIds(batch.index, first, batch.ids[first : first + size])
-        first += size

@@ -12,6 +12,7 @@ from autobatch.device.base import Device
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.feed import AHEAD, Feed, SeededCollate, SeededFeed
 from autobatch.workload.nested import tensors_of
+from autobatch.workload.split import Split
 from autobatch.workload.worker import check_picklable, start_method
 from autobatch.workload.worker_feed import BatchesFrom, WorkerFeed
 
@@ -26,6 +27,7 @@ def open_feed(
     prefetch: int = AHEAD,
     sample_seeds: bool = False,
     gpu: torch.device | None = None,
+    split: Split | None = None,
 ) -> Iterator[Feed | None]:
     """Open the feed of a loop, and end its workers at the end of the block.
 
@@ -37,15 +39,16 @@ def open_feed(
         prefetch: micro-batches that each worker is ahead by.
         sample_seeds: seed every sample; always on with workers.
         gpu: copy the workers' micro-batches to pinned memory for this GPU; None not to copy.
+        split: forms the micro-batches; None for equal counts.
 
     Yields:
         None if the loop collates its own micro-batches, with the run's own generators.
     """
     collate = SeededCollate(data=workload.train_data, collate=workload.collate, seed=seed)
     if not workers:
-        yield SeededFeed(collate) if sample_seeds else None
+        yield SeededFeed(collate, split) if sample_seeds else None
         return
-    feed = WorkerFeed(collate, batches, workers=workers, prefetch=prefetch, gpu=gpu)
+    feed = WorkerFeed(collate, batches, workers=workers, prefetch=prefetch, gpu=gpu, split=split)
     try:
         yield feed
     finally:

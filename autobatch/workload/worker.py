@@ -17,7 +17,8 @@ from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.signals import STOPPING
 from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated
-from autobatch.workload.feed import MicroBatchIds, SeededCollate
+from autobatch.workload.feed import SeededCollate
+from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import to_picklable
 
 PR_SET_PDEATHSIG = 1

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.signals import STOPPING, hold_back_signals
-from autobatch.planning import micro_batches
 from autobatch.workload.contract import Collated
-from autobatch.workload.feed import MicroBatchIds, SeededCollate, micro_batch_ids
+from autobatch.workload.feed import SeededCollate
 from autobatch.workload.order import GlobalBatch
+from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 from autobatch.workload.worker import Failure, MicroBatchDataset, init_worker, start_method
 from autobatch.workload.worker_exit import WorkerExits
 
@@ -53,6 +53,7 @@ class WorkerFeed:
         prefetch: micro-batches that each worker is ahead by.
         gpu: copy micro-batches to pinned memory for this GPU; None not to copy.
         time_limit_s: longest wait for a micro-batch.
+        split: forms the micro-batches; None for equal counts.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class WorkerFeed:
         prefetch: int,
         gpu: torch.device | None = None,
         time_limit_s: float = TIME_LIMIT_S,
+        split: Split | None = None,
     ) -> None:
         self._collate = collate
+        self._split = CountSplit() if split is None else split
         self._time_limit_s = time_limit_s
         self._batches = batches
         self._settings: dict[str, Any] = {
@@ -90,7 +93,7 @@ class WorkerFeed:
             LoaderWorkerCrashed: a worker was killed, or crashed.
             LoaderWorkerTimeout: a worker sent nothing for the time limit.
         """
-        count = len(micro_batches(len(batch.ids), micro_batch))
+        count = len(self._split.parts(batch, micro_batch))
         if self._next != (batch.index, 0, micro_batch):
             self._start(batch.index, micro_batch)
         for number in range(1, count + 1):
@@ -129,7 +132,7 @@ class WorkerFeed:
         return DataLoader(
             MicroBatchDataset(self._collate, self._stop),
             batch_size=None,
-            sampler=_MicroBatchSampler(self._batches, index, micro_batch),
+            sampler=_MicroBatchSampler(self._batches, self._split, index, micro_batch),
             collate_fn=_unchanged,
             worker_init_fn=init_worker,
             # A generator of its own, so that the run's generators are not drawn from.
@@ -176,14 +179,15 @@ class WorkerFeed:
 class _MicroBatchSampler:
     """The sample ids of all micro-batches in the rest of the run, in order."""
 
-    def __init__(self, batches: BatchesFrom, first: int, micro_batch: int) -> None:
+    def __init__(self, batches: BatchesFrom, split: Split, first: int, micro_batch: int) -> None:
         self._batches = batches
+        self._split = split
         self._first = first
         self._micro_batch = micro_batch
 
     def __iter__(self) -> Iterator[MicroBatchIds]:
         for batch in self._batches(self._first):
-            yield from micro_batch_ids(batch, self._micro_batch)
+            yield from self._split.parts(batch, self._micro_batch)
 
 
 def _unchanged(batch: Collated) -> Collated:

@@ -20,7 +20,9 @@ from autobatch.core.errors import (
     NonFiniteError,
     RestartSmallerError,
 )
-from autobatch.device.oom import Verdict, classify, first_line, is_oom
+from autobatch.core.units import MiB
+from autobatch.device.allocator.ledger import BudgetExceeded, cuda_oom_text
+from autobatch.device.oom import Verdict, classify, first_line, is_fragmented, is_oom
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB of which 1 GiB "
@@ -262,6 +264,39 @@ def test_broken_text_does_not_hide_the_error() -> None:
 )
 def test_first_line(error: BaseException, line: str) -> None:
     assert first_line(error) == line
+
+
+@pytest.mark.parametrize(
+    ("asked", "idle", "expected"),
+    [
+        ("20.00 MiB", "23.00 MiB", True),
+        ("20.00 MiB", "19.99 MiB", False),
+        ("512 bytes", "4.00 KiB", True),
+        ("1.20 GiB", "900.00 MiB", False),
+    ],
+)
+def test_memory_is_fragmented_if_less_was_asked_for_than_lies_idle(
+    asked: str, idle: str, expected: bool
+) -> None:
+    text = (
+        f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 14.56 GiB of which "
+        f"4.00 MiB is free. Of the allocated memory 9.00 MiB is allocated by PyTorch, and {idle} is reserved "
+        "by PyTorch but unallocated. If reserved but unallocated memory is large try setting …"
+    )
+    assert is_fragmented(torch.OutOfMemoryError(text)) is expected
+    wrapped = RuntimeError("backward failed")
+    wrapped.__cause__ = torch.OutOfMemoryError(text)
+    assert is_fragmented(wrapped) is expected
+    assert not is_fragmented(ValueError(text))
+
+
+def test_the_simulated_text_tells_fragmentation_as_that_of_cuda() -> None:
+    for reserved, expected in ((64 * MiB, True), (41 * MiB, False)):
+        refusal = BudgetExceeded(
+            requested=1, attempted=20 * MiB, allocated=40 * MiB, reserved=reserved, limit=64 * MiB
+        )
+        error = torch.OutOfMemoryError(cuda_oom_text(refusal, total_bytes=128 * MiB))
+        assert is_fragmented(error) is expected
 
 
 def test_first_line_shows_the_link_that_ran_out_and_is_short() -> None:

@@ -219,3 +219,34 @@ def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
     smaller = fingerprint(train(plain(model=Average), None, shrink_to=2)[0].train_state.model)
     loop, _ = train(plain(model=Average), Fault(40))
     assert fingerprint(loop.train_state.model) == smaller
+
+
+FRAGMENTED = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 GiB of which 4.00 "
+    "MiB is free. Including non-PyTorch memory, this process has 32.00 MiB memory in use. 32.00 MiB allowed; "
+    "Of the allocated memory 9.00 MiB is allocated by PyTorch, and 23.00 MiB is reserved by PyTorch but "
+    "unallocated. If reserved but unallocated memory is large try setting …"
+)
+
+
+@pytest.mark.parametrize("make", [plain, stateful, contrastive])
+def test_after_fragmentation_the_same_micro_batches_run_again_with_the_same_bits(make) -> None:
+    undisturbed = fingerprint(train(make(), None)[0].train_state.model)
+    with phases_of(make()) as phases:
+        struck = [index for index, phase in phases if phase != "step"]
+    for index in struck[::5]:
+        fault = Fault(index, error=torch.OutOfMemoryError(FRAGMENTED))
+        loop, records = train(make(), fault)
+        assert fingerprint(loop.train_state.model) == undisturbed
+        assert [record.micro_batch for record in records] == [4, 4, 4]
+        assert [record.oom_recoveries for record in records] == [0, 1, 1]
+        assert [record.recovered is not None for record in records] == [False, True, False]
+
+
+def test_memory_that_is_fragmented_again_is_answered_by_smaller_micro_batches() -> None:
+    smaller = fingerprint(train(plain(), None, shrink_to=2)[0].train_state.model)
+    fault = Fault(10, 60, error=torch.OutOfMemoryError(FRAGMENTED))
+    loop, records = train(plain(), fault)
+    assert [record.micro_batch for record in records] == [4, 2, 2]
+    assert [record.oom_recoveries for record in records] == [0, 2, 2]
+    assert fingerprint(loop.train_state.model) == smaller

@@ -6,12 +6,11 @@ import random
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from autobatch.workload.feed import COLLATING, MicroBatchIds, SeededCollate, SeededFeed, micro_batch_ids
+from autobatch.workload.feed import COLLATING, SeededCollate, SeededFeed
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, seed_generators
+from autobatch.workload.split import CountSplit, MicroBatchIds
 from tests.support.feeds import Numbered
 from tests.support.kinds import Augmented
 from tests.support.training import points
@@ -25,18 +24,6 @@ def data() -> Numbered:
 
 def feed(seed: int = 1, collate=None) -> SeededFeed:
     return SeededFeed(SeededCollate(data=data(), collate=collate, seed=seed))
-
-
-@given(st.integers(1, 40), st.integers(1, 50))
-def test_a_batch_splits_into_micro_batches_that_hold_every_sample_in_order(samples: int, limit: int) -> None:
-    ids = list(range(100, 100 + samples))
-    parts = list(micro_batch_ids(GlobalBatch(4, 1, ids), limit))
-    assert [sample for part in parts for sample in part.ids] == ids
-    assert all(part.batch_index == 4 and ids[part.first] == part.ids[0] for part in parts)
-    sizes = [len(part.ids) for part in parts]
-    assert max(sizes) <= limit
-    assert max(sizes) - min(sizes) <= 1
-    assert len(parts) == -(-samples // limit)
 
 
 def test_draws_are_those_of_the_seed_written_out_by_hand() -> None:
@@ -54,8 +41,10 @@ def test_a_collate_function_is_seeded_by_the_first_sample_of_its_micro_batch() -
     def collate(samples):
         return random.random()
 
-    for part, found in zip(micro_batch_ids(BATCH, 2), feed(collate=collate).collated(BATCH, 2), strict=True):
-        seed_generators(1, 2, part.first, COLLATING)
+    for part, found in zip(
+        CountSplit().parts(BATCH, 2), feed(collate=collate).collated(BATCH, 2), strict=True
+    ):
+        seed_generators(1, 2, part.places[0], COLLATING)
         assert found == random.random()
 
 
@@ -77,7 +66,7 @@ def test_data_that_can_fetch_many_samples_is_asked_for_one_at_a_time() -> None:
             return [self[index] for index in indices]
 
     many = Many(*points(dtype=torch.float32).columns)
-    SeededCollate(data=many, collate=None, seed=0)(MicroBatchIds(0, 0, [4, 2, 9]))
+    SeededCollate(data=many, collate=None, seed=0)(MicroBatchIds(0, range(3), [4, 2, 9]))
     assert asked == [[4], [2], [9]]
 
 
@@ -91,5 +80,5 @@ def test_fetching_stops_when_it_is_asked_to() -> None:
             return super().__getitem__(index)
 
     collate = SeededCollate(data=Watched(*points().columns), collate=None, seed=0)
-    assert collate(MicroBatchIds(0, 0, [4, 2, 9, 1]), is_asked=lambda: next(answers)) is None
+    assert collate(MicroBatchIds(0, range(4), [4, 2, 9, 1]), is_asked=lambda: next(answers)) is None
     assert fetched == [4, 2]

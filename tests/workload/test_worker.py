@@ -13,7 +13,8 @@ import torch
 
 from autobatch.core.errors import InputError
 from autobatch.core.signals import STOPPING
-from autobatch.workload.feed import MicroBatchIds, SeededCollate
+from autobatch.workload.feed import SeededCollate
+from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.worker import (
     Failure,
     MicroBatchDataset,
@@ -23,7 +24,7 @@ from autobatch.workload.worker import (
 )
 from tests.support.training import points
 
-PART = MicroBatchIds(batch_index=0, first=0, ids=[2, 5])
+PART = MicroBatchIds(batch_index=0, places=[0, 1], ids=[2, 5])
 
 
 def dataset(collate=None, *, stop: bool = False) -> MicroBatchDataset:
