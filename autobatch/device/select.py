@@ -37,3 +37,44 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
         profile = load_profile(which, user_dir=data_home(environ))
         return SimulatedDevice(profile, memory_budget=memory_budget)
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
+
+
+def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -> str:
+    """Return the device that one of several ranks of this host opens for the one that was asked for.
+
+    Args:
+        spec: ``auto``, ``cuda``, ``cuda:N``, ``cpu`` or ``sim:PROFILE``.
+        local_rank: place among the ranks of this host.
+        local_world: ranks of this host.
+        gpus: GPUs that the process sees.
+
+    Raises:
+        InputError: several ranks would share a GPU.
+    """
+    kind, _, index = spec.partition(":")
+    if kind not in ("auto", "cuda") or (kind == "auto" and not gpus):
+        return spec
+    if index and local_world > 1:
+        raise InputError(
+            f"--device {spec} is one GPU, and {local_world} ranks run on this host: use --device cuda, which "
+            "gives each rank its own"
+        )
+    if index:
+        return spec
+    if gpus == 1:
+        # A scheduler may show each process its own GPU only; ranks that share one are found later.
+        return "cuda:0"
+    if local_rank >= gpus:
+        raise InputError(
+            f"{local_world} ranks run on this host, which shows {gpus} GPUs: start one rank per GPU with "
+            f"--nproc-per-node {gpus}"
+        )
+    return f"cuda:{local_rank}"
+
+
+def gpu_uuid(spec: str) -> str | None:
+    """Return the identifier of the GPU that a name stands for; None if it stands for none."""
+    kind, _, index = spec.partition(":")
+    if kind != "cuda" or not index:
+        return None
+    return str(torch.cuda.get_device_properties(int(index)).uuid)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.device.select import device_kind, open_device
+from autobatch.device.select import device_kind, device_of_rank, gpu_uuid, open_device
 
 
 @pytest.mark.parametrize(("spec", "kind"), [("cpu", "cpu"), ("sim:t4", "sim"), ("sim:l4", "sim")])
@@ -44,3 +44,27 @@ def test_auto_is_the_first_gpu_if_there_is_one(monkeypatch) -> None:
         open_device(spec, memory_budget="64MiB", environ={})
     assert [given["index"] for given in opened] == [0, 0, 2]
     assert {given["memory_budget"] for given in opened} == {"64MiB"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpus", "expected"),
+    [
+        ("auto", 4, "cuda:1"),
+        ("cuda", 4, "cuda:1"),
+        ("cuda", 1, "cuda:0"),
+        ("auto", 0, "auto"),
+        ("cpu", 4, "cpu"),
+        ("sim:t4", 4, "sim:t4"),
+    ],
+)
+def test_a_rank_opens_the_gpu_of_its_place(spec: str, gpus: int, expected: str) -> None:
+    assert device_of_rank(spec, local_rank=1, local_world=4, gpus=gpus) == expected
+    assert gpu_uuid("cpu") is None
+
+
+def test_a_gpu_is_not_given_to_several_ranks() -> None:
+    with pytest.raises(InputError, match=r"--device cuda:0 is one GPU, and 4 ranks run on this host"):
+        device_of_rank("cuda:0", local_rank=3, local_world=4, gpus=4)
+    with pytest.raises(InputError, match=r"which shows 3 GPUs: start one rank per GPU"):
+        device_of_rank("cuda", local_rank=3, local_world=4, gpus=3)
+    assert device_of_rank("cuda:2", local_rank=0, local_world=1, gpus=4) == "cuda:2"

@@ -1,0 +1,207 @@
+"""The ranks of a run as a process group of torch.distributed.
+
+The default group is gloo on the host. It carries votes and JSON, so that no message waits for a GPU, and the
+tensors of ranks that train on the CPU. GPUs get a group of NCCL besides, from `Group.tensor_group`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from autobatch.core.errors import AutobatchError, CheckpointError
+from autobatch.core.files import write_atomic
+from autobatch.device.select import device_of_rank, gpu_uuid
+from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
+from autobatch.distributed.launch import Launch, check_gpus, write_error_file
+
+VERDICT = "verdict.json"
+"""File in the folder of a run that keeps the exit code, which torchrun replaces by 1."""
+MEETING_S = 300.0
+"""Seconds in which all ranks must have started."""
+SIDE_TIMEOUT = datetime.timedelta(days=1)
+"""Longest wait for a vote: a rank may probe for long. The bell ends the wait for a rank that failed."""
+
+T = TypeVar("T")
+
+
+class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
+    """A collective failed, because another rank ended or cannot be reached."""
+
+
+class Group:
+    """The ranks that a launcher started; see `autobatch.distributed.ranks.Ranks`.
+
+    Args:
+        launch: the place of this process.
+
+    Raises:
+        EarlierVerdict: an earlier start of the same run ended for good.
+        RankLost: the ranks cannot meet.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._out: Path | None = None
+        self._tensor_group: dist.ProcessGroup | None = None
+        with _collective("meet the other ranks"):
+            hosts_store = launch.rank == 0 and not launch.has_agent_store
+            store = self._prefixed(self._connect(is_master=hosts_store))
+            check_earlier_starts(store, launch.restart)
+            self._store = store
+            self._bell = Bell(store, launch.restart)
+            self._bell.watch(lambda: self._prefixed(self._connect()), self._leave)
+            self._owns_group = not dist.is_initialized()
+            if self._owns_group:
+                dist.init_process_group(
+                    "gloo",
+                    store=PrefixStore(f"start/{launch.restart}", store),
+                    rank=launch.rank,
+                    world_size=launch.world,
+                    timeout=SIDE_TIMEOUT,
+                )
+            self._side = None if self._owns_group else dist.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
+
+    @property
+    def rank(self) -> int:
+        """See `Ranks.rank`."""
+        return self._launch.rank
+
+    @property
+    def world(self) -> int:
+        """See `Ranks.world`."""
+        return self._launch.world
+
+    @property
+    def restart(self) -> int:
+        """See `Ranks.restart`."""
+        return self._launch.restart
+
+    @property
+    def host(self) -> str:
+        """Name of the host of this rank."""
+        return self._launch.host
+
+    @property
+    def local_world(self) -> int:
+        """Ranks on this host."""
+        return self._launch.local_world
+
+    def device(self, spec: str) -> str:
+        """See `Ranks.device`."""
+        launch = self._launch
+        gpus = torch.cuda.device_count()
+        found = device_of_rank(spec, local_rank=launch.local_rank, local_world=launch.local_world, gpus=gpus)
+        check_gpus([(host, gpu) for host, gpu in self.gather([launch.host, gpu_uuid(found)])])
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """See `Ranks.gather`."""
+        return [msgspec.json.decode(one) for one in self.gather_bytes(msgspec.json.encode(value))]
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in order of the ranks."""
+        with _collective("exchange messages"):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            dist.all_gather(sizes, torch.tensor([len(content)]), group=self._side)
+            longest = max(int(size) for size in sizes)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(content)] = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[
+                : len(content)
+            ]
+            found = [torch.zeros_like(padded) for _ in range(self.world)]
+            dist.all_gather(found, padded, group=self._side)
+        return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
+
+    def once(self, act: Callable[[], T]) -> T:
+        """See `Ranks.once`."""
+        failure: CheckpointError | None = None
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = act()
+            except CheckpointError as error:
+                failure = error
+        told = self.gather(None if self.rank else [answer, None if failure is None else str(failure)])[0]
+        if failure is not None:
+            raise failure
+        if told[1] is not None:
+            raise CheckpointError(told[1])
+        return answer if self.rank == 0 else told[0]  # type: ignore[no-any-return]
+
+    def agree(self, flag: bool) -> bool:
+        """See `Ranks.agree`."""
+        vote = torch.tensor([int(flag)])
+        with _collective("vote"):
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side)
+        return bool(vote)
+
+    def enter(self, out: Path) -> None:
+        """See `Ranks.enter`."""
+        self._out = out
+
+    def fail(self, line: str, code: int) -> bool:
+        """See `Ranks.fail`."""
+        launch = self._launch
+        write_error_file(launch.error_file, line)
+        verdict = Verdict(
+            run_id=launch.run_id,
+            restart=launch.restart,
+            rank=launch.rank,
+            host=launch.host,
+            code=code,
+            line=line,
+        )
+        try:
+            first = self._bell.ring(verdict)
+        except RuntimeError:  # the store is gone, with the rank that kept it
+            first = verdict
+        if first != verdict:
+            return False
+        if self._out is not None and self._out.is_dir():
+            with suppress(OSError):
+                write_atomic(self._out / VERDICT, msgspec.json.format(msgspec.json.encode(verdict)))
+        return True
+
+    def close(self) -> None:
+        """Leave the ranks after all of them have ended well."""
+        self.agree(False)
+        self._bell.close()
+        if self._owns_group:
+            dist.destroy_process_group()
+
+    def _connect(self, *, is_master: bool = False) -> TCPStore:
+        launch = self._launch
+        timeout = datetime.timedelta(seconds=MEETING_S)
+        return TCPStore(launch.address, launch.port, None, is_master, timeout=timeout, wait_for_workers=False)
+
+    def _prefixed(self, store: Store) -> Store:
+        return PrefixStore(f"autobatch/{self._launch.run_id}", store)
+
+    def _leave(self, verdict: Verdict | None) -> NoReturn:
+        """End the process at once, from the thread of the bell, whatever the main thread waits for."""
+        os._exit(1 if verdict is None else verdict.code)
+
+
+@contextmanager
+def _collective(act: str) -> Iterator[None]:
+    """Turn a failure of torch.distributed within the block into a `RankLost`."""
+    try:
+        yield
+    except AutobatchError:
+        raise
+    except RuntimeError as error:
+        text = (str(error).splitlines() or [""])[0]
+        raise RankLost(
+            f"a rank ended or cannot be reached, so this one could not {act} ({text}): its own log or "
+            "torchrun's summary has the cause"
+        ) from error

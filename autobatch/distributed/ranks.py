@@ -1,0 +1,123 @@
+"""The ranks of a run, as everything above sees them: one process, or a group of processes.
+
+One process pays nothing: `Alone` answers without a message, and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from autobatch.distributed.launch import read_launch
+
+if TYPE_CHECKING:
+    from autobatch.distributed.group import Group
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The processes that train a batch together, seen from one of them."""
+
+    @property
+    def rank(self) -> int:
+        """Place of this process, from 0. Rank 0 alone prints, and writes the files of the run."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def restart(self) -> int:
+        """Times that the launcher has started the ranks again."""
+
+    def device(self, spec: str) -> str:
+        """Return the device that this rank opens for the one that was asked for.
+
+        Raises:
+            InputError: several ranks would share a GPU.
+        """
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in order of the ranks; all of them call it.
+
+        Args:
+            value: anything that JSON can hold.
+
+        Raises:
+            RankLost: another rank ended.
+        """
+
+    def once(self, act: Callable[[], T]) -> T:
+        """Run a function on rank 0 alone, and return its answer on every rank; all of them call it.
+
+        No rank goes on before the function has ended. Its answer must be what JSON can hold.
+
+        Raises:
+            CheckpointError: the function raised it on rank 0.
+            RankLost: another rank ended.
+        """
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether any rank gave True; all of them call it."""
+
+    def enter(self, out: Path) -> None:
+        """Set the folder of the run, for `fail`."""
+
+    def fail(self, line: str, code: int) -> bool:
+        """Tell all ranks, and the launcher, that the run ends with this line and exit code.
+
+        Returns:
+            True on the first rank that fails; the others are to stay silent.
+        """
+
+
+class Alone:
+    """The only process of a run."""
+
+    rank = 0
+    world = 1
+    restart = 0
+
+    def device(self, spec: str) -> str:
+        """See `Ranks.device`."""
+        return spec
+
+    def gather(self, value: Any) -> list[Any]:
+        """See `Ranks.gather`."""
+        return [value]
+
+    def once(self, act: Callable[[], T]) -> T:
+        """See `Ranks.once`."""
+        return act()
+
+    def agree(self, flag: bool) -> bool:
+        """See `Ranks.agree`."""
+        return flag
+
+    def enter(self, out: Path) -> None:
+        """Do nothing."""
+
+    def fail(self, line: str, code: int) -> bool:
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def open_ranks(environ: Mapping[str, str]) -> Alone | Group:
+    """Join the ranks that the launcher started; `Alone` if this process trains alone.
+
+    Raises:
+        InputError: the environment describes no launch.
+        EarlierVerdict: an earlier start of the same run ended for good.
+    """
+    launch = read_launch(environ)
+    if launch is None:
+        return Alone()
+    # Only here: torch.distributed is not needed by one process.
+    from autobatch.distributed.group import Group
+
+    return Group(launch)

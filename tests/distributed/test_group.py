@@ -1,0 +1,114 @@
+"""A group of real processes: messages, votes, and failures that all of them hear."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from autobatch.core.errors import CheckpointError
+from autobatch.distributed.bell import Verdict
+from autobatch.distributed.ranks import Ranks, open_ranks
+from tests.support.rank_server import RankServer
+
+pytestmark = pytest.mark.distributed
+
+
+def exchange() -> list[Any]:
+    ranks = open_ranks(os.environ)
+    found = [
+        ranks.gather({"rank": ranks.rank, "text": "x" * ranks.rank}),
+        ranks.once(lambda: f"of {ranks.rank}"),
+        ranks.agree(ranks.rank == 1),
+        ranks.agree(False),
+        ranks.gather(""),
+    ]
+    ranks.close()
+    return found
+
+
+def test_ranks_exchange_messages(server: RankServer) -> None:
+    expected = [[{"rank": r, "text": "x" * r} for r in range(3)], "of 0", True, False, ["", "", ""]]
+    assert server.values(exchange, world=3) == [expected] * 3
+
+
+def failing_once() -> str:
+    ranks = open_ranks(os.environ)
+
+    def act() -> None:
+        raise CheckpointError("the disk is full")
+
+    try:
+        ranks.once(act)
+    except CheckpointError as error:
+        ranks.close()
+        return str(error)
+    return ""
+
+
+def test_a_failed_write_fails_on_every_rank(server: RankServer) -> None:
+    assert server.values(failing_once) == ["the disk is full"] * 2
+
+
+def wait_in_a_collective(ranks: Ranks) -> None:
+    ranks.gather(None)
+
+
+def test_all_ranks_leave_with_the_code_of_the_first_failure(server: RankServer, tmp_path: Path) -> None:
+    ended = server.run(fails_then_leaves, str(tmp_path), 77, world=3)
+    assert [one.code for one in ended] == [77, 77, 77]
+    assert max(ended[0].ended_s, ended[2].ended_s) < ended[1].ended_s
+    verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
+    assert (verdict.rank, verdict.code, verdict.line) == (1, 77, "memory ran out")
+
+
+def fails_then_leaves(out: str, code: int) -> None:
+    ranks = open_ranks(os.environ)
+    ranks.enter(Path(out))
+    ranks.gather(None)
+    if ranks.rank == 1:
+        assert ranks.fail("memory ran out", code)
+        time.sleep(3)  # it still holds its sockets, so that only the bell ends the others
+        os._exit(code)
+    wait_in_a_collective(ranks)
+
+
+def later_start() -> str:
+    environ = {**os.environ, "TORCHELASTIC_RESTART_COUNT": "1"}
+    ranks = open_ranks(os.environ)
+    ranks.gather(None)
+    if ranks.rank == 0:
+        ranks.fail("a wrong option", 2)
+    else:
+        ranks._bell.close()  # type: ignore[union-attr]
+        time.sleep(0.5)
+    try:
+        open_ranks(environ)
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_a_restart_ends_at_once_after_invalid_input(server: RankServer) -> None:
+    assert server.values(later_start) == ["EarlierVerdict a wrong option"] * 2
+
+
+def one_dies() -> None:
+    ranks = open_ranks(os.environ)
+    ranks.gather(None)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), 9)
+    wait_in_a_collective(ranks)
+
+
+def test_a_rank_that_is_killed_is_noticed(server: RankServer) -> None:
+    ended = server.run(one_dies)
+    assert [one.code for one in ended] == [1, -9]
+    assert (
+        "RankLost: a rank ended or cannot be reached, so this one could not exchange messages"
+        in ended[0].error
+    )

@@ -1,0 +1,28 @@
+"""One process: it asks nobody, and imports nothing for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from autobatch.distributed.ranks import Alone, open_ranks
+
+
+def test_one_process_answers_itself() -> None:
+    ranks = open_ranks({})
+    assert isinstance(ranks, Alone)
+    assert (ranks.rank, ranks.world, ranks.restart) == (0, 1, 0)
+    assert ranks.gather({"a": 1}) == [{"a": 1}]
+    assert ranks.once(lambda: 3) == 3
+    assert ranks.agree(True)
+    assert not ranks.agree(False)
+    assert ranks.device("cuda") == "cuda"
+    assert ranks.fail("a line", 2)
+
+
+def test_one_process_imports_neither_torch_nor_torch_distributed() -> None:
+    code = (
+        "import sys; from autobatch.distributed.ranks import open_ranks; open_ranks({}).close(); "
+        "assert 'torch' not in sys.modules, 'torch'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

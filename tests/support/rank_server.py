@@ -1,0 +1,174 @@
+"""Ranks for tests: processes forked from one warm server, which meet at a store that outlives them.
+
+Importing torch and DDP takes seconds, and a fork of a process that has imported them takes none. The server
+never runs backward, after which a fork cannot train. It keeps the store, as torchrun's agent does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SECONDS = 60.0
+"""Wall limit of a case; all of its ranks are killed then."""
+
+
+class Ended(NamedTuple):
+    """The end of one rank."""
+
+    code: int
+    """Exit code; negative for a signal, as in `subprocess`."""
+    value: Any
+    """What the function returned; None if it did not."""
+    error: str
+    """Traceback, or nothing."""
+    ended_s: float
+    """Seconds from the start of the case to the end of the rank."""
+
+
+class RankServer:
+    """A server of ranks, in a process of its own."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int = 2,
+        environ: Mapping[str, str] | None = None,
+        of_rank: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> list[Ended]:
+        """Run a function of a module in every rank, and return how each of them ended."""
+        self._connection.send((function, args, world, dict(environ or {}), dict(of_rank or {})))
+        if not self._connection.poll(SECONDS + 60):
+            raise TimeoutError("the rank server does not answer")
+        found = self._connection.recv()
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return [Ended(*one) for one in found]
+
+    def values(self, function: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
+        """Run a function in every rank, and return their values; raise if one failed."""
+        ended = self.run(function, *args, **more)
+        for rank, one in enumerate(ended):
+            assert one.code == 0, f"rank {rank} ended with {one.code}:\n{one.error}"
+        return [one.value for one in ended]
+
+    def close(self) -> None:
+        """End the server."""
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+@contextlib.contextmanager
+def rank_server() -> Iterator[RankServer]:
+    server = RankServer()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch._dynamo  # DDP imports it, in 5 seconds
+    import torch.distributed
+    from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+
+    torch.set_num_threads(1)
+    # The first optimizer of a process imports many modules.
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    with contextlib.suppress(EOFError):
+        while (asked := connection.recv()) is not None:
+            try:
+                connection.send(_run_case(*asked))
+            except Exception:
+                connection.send(traceback.format_exc())
+
+
+def _run_case(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    world: int,
+    environ: Mapping[str, str],
+    of_rank: Mapping[int, Mapping[str, str]],
+) -> list[tuple[Any, ...]]:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **environ,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start = time.monotonic()
+        pids = {}
+        for rank in range(world):
+            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **of_rank.get(rank, {})}
+            pids[_fork(function, args, own, folder / str(rank))] = rank
+        codes = _wait(pids, start)
+        found = []
+        for rank in range(world):
+            value, error = None, ""
+            with contextlib.suppress(OSError, EOFError):
+                value, error = pickle.loads((folder / str(rank)).read_bytes())
+            found.append((codes[rank][0], value, error, codes[rank][1]))
+    return found
+
+
+def _fork(function: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str], path: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        os.environ.update(environ)
+        try:
+            path.write_bytes(pickle.dumps((function(*args), "")))
+            code = 0
+        except BaseException:
+            path.write_bytes(pickle.dumps((None, traceback.format_exc())))
+    finally:
+        os._exit(code)
+
+
+def _wait(pids: dict[int, int], start: float) -> dict[int, tuple[int, float]]:
+    found: dict[int, tuple[int, float]] = {}
+    left = dict(pids)
+    while left:
+        for pid in list(left):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                found[left.pop(pid)] = (os.waitstatus_to_exitcode(status), time.monotonic() - start)
+        if left and time.monotonic() - start > SECONDS:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return found
