@@ -54,6 +54,7 @@ from autobatch.training.run_folder import (
 from autobatch.training.train_plan import Resume, train_plan
 from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.sampler_order import epoch_of
 
 
 def run_fit(workload: Workload | str | None, options: FitOptions, context: RunContext) -> Result:
@@ -108,7 +109,7 @@ def _prepare(
     """Probe, plan and tune in one process, then open the setup for the training."""
     check_storage_option(options)
     with open_setup_process(workload, options, context) as process:
-        sampler = build_sampler(process.info.samples, settings)
+        sampler = build_sampler(process.info.epoch_samples, settings)
         out = _claim(folder_of(options.out, process.info.name, resume=False), context, held)
         result = uninterrupted(probe_and_plan(process, options, context))
         assert result.plan is not None
@@ -127,6 +128,7 @@ def _prepare(
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
     setup = process.setup if isinstance(process, ThisProcess) else _open_setup(workload, options, context)
+    sampler = _sampler_of(setup, settings)
     return _Ready(result, result.plan, setup, sampler, out, process.info.key)
 
 
@@ -139,7 +141,7 @@ def _prepare_resume(
 ) -> _Ready:
     """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
     progress, setup = context.progress, _open_setup(workload, options, context)
-    sampler = build_sampler(len(setup.workload.train_data), settings)  # type: ignore[arg-type]
+    sampler = _sampler_of(setup, settings)
     out = _claim(folder_of(options.out, setup.workload.name, resume=True), context, held)
     stored = load_run_state(out)
     for line in stored.passed_over:
@@ -172,6 +174,11 @@ def _prepare_resume(
 def _open_setup(workload: Workload | str | None, options: FitOptions, context: RunContext) -> TrainSetup:
     settings = unpack.setup_settings(options, options.target_batch)
     return open_setup(find_workload(workload), settings, environ=context.environ, is_demo=workload is None)
+
+
+def _sampler_of(setup: TrainSetup, settings: LoopSettings) -> GlobalBatchSampler:
+    samples, order = epoch_of(setup.workload, settings.seed)
+    return build_sampler(samples, settings, order)
 
 
 def _claim(out: Path, context: RunContext, held: ExitStack) -> Path:

@@ -100,8 +100,8 @@ def fit_tune_settings(options: FitOptions, info: SetupInfo, planned_steps: int) 
     return replace(
         tune_settings(options, info, planned_steps),
         run_samples=planned_steps * options.target_batch if options.trials is None else None,
-        workers=options.workers,
-        prefetch=options.prefetch,
+        workers=info.workers if options.workers is None else options.workers,
+        prefetch=info.prefetch if options.prefetch is None else options.prefetch,
         skips_nonfinite=options.on_nonfinite == "skip",
     )
 

@@ -27,6 +27,7 @@ from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.reference import DEMO, load_workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.user_code import user_code
 
 
@@ -55,6 +56,12 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Everything that changes what fits."""
     samples: int
     """Samples of the training data."""
+    epoch_samples: int
+    """Samples that one pass over the data takes."""
+    workers: int | None = None
+    """Loader processes that the workload asks for; None if it does not."""
+    prefetch: int | None = None
+    """Micro-batches that each of them is ahead by; None if the workload does not say."""
     learning_rate: float
     base_batch: int | None
     precision: Precision
@@ -175,6 +182,9 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         device=device,
         key=key,
         samples=len(workload.train_data),  # type: ignore[arg-type]
+        epoch_samples=epoch_of(workload, 0)[0],
+        workers=workload.loading.workers,
+        prefetch=workload.loading.prefetch,
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,
         precision=setup.precision,

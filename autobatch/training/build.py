@@ -23,7 +23,8 @@ from autobatch.training.noise_scale import NoiseScale
 from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
-from autobatch.workload.order import GlobalBatchSampler, LastBatch
+from autobatch.workload.loader_parts import Loading
+from autobatch.workload.order import GlobalBatchSampler, LastBatch, Order
 from autobatch.workload.rng import seed_everything
 from autobatch.workload.size_split import SizeSplit, digest_of
 from autobatch.workload.split import CountSplit, Split
@@ -55,8 +56,13 @@ class LoopSettings:
     sample_seeds: bool = False
 
 
-def build_sampler(samples: int, options: LoopSettings) -> GlobalBatchSampler:
+def build_sampler(samples: int, options: LoopSettings, order: Order | None = None) -> GlobalBatchSampler:
     """Build the sampler of all batches of a run.
+
+    Args:
+        samples: samples of an epoch.
+        options: options of the run.
+        order: order of an epoch; None for a permutation.
 
     Raises:
         InputError: the run would have no batch.
@@ -68,6 +74,7 @@ def build_sampler(samples: int, options: LoopSettings) -> GlobalBatchSampler:
         steps=options.steps,
         epochs=options.epochs,
         last_batch=options.last_batch,
+        order=order,
     )
     if sampler.total == 0:
         raise InputError(
@@ -100,9 +107,10 @@ def open_loop(
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
-    feed_options = _feed_options(plan, options, seeded_before, note)
+    loading = setup.workload.loading
+    feed_options = _feed_options(plan, options, loading, seeded_before, note)
     split = split_of(setup, plan)
-    gpu = gpu_of(setup.device, plan.knobs)
+    gpu = gpu_of(setup.device, plan.knobs, loading)
     with (
         setup.device.training() as meter,
         open_feed(setup.workload, sampler.batches, gpu=gpu, split=split, **feed_options) as feed,
@@ -187,12 +195,16 @@ def _build_schedules(
 
 
 def _feed_options(
-    plan: Plan, options: LoopSettings, seeded_before: bool | None, note: Callable[[str], None]
+    plan: Plan,
+    options: LoopSettings,
+    loading: Loading,
+    seeded_before: bool | None,
+    note: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return the options of the feed; a run that seeded its samples keeps doing so after a resume."""
     workers = options.workers
     if workers is None:
-        workers = int(plan.knobs.get(LOADER_WORKERS) or 0)
+        workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
     # A split by size changes the order in which samples are fetched, which must not change their draws.
     seeded = options.sample_seeds or workers > 0 or plan.size_cut is not None
     if seeded and seeded_before is False:
@@ -202,5 +214,5 @@ def _feed_options(
             "continue as before"
         )
     seeded = seeded or bool(seeded_before)
-    prefetch = options.prefetch or int(plan.knobs.get(PREFETCH) or AHEAD)
+    prefetch = options.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
     return {"seed": options.seed, "workers": workers, "prefetch": prefetch, "sample_seeds": seeded}

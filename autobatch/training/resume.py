@@ -18,7 +18,7 @@ from autobatch.training.checkpoint_content import check_content
 from autobatch.training.manifest import STATE
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler
+from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
 
 _BIT_EXACT_KEYS = {
     "device": "device",
@@ -81,6 +81,7 @@ def data_order_facts(sampler: GlobalBatchSampler) -> dict[str, Any]:
         "samples": sampler.samples,
         "last_batch": sampler.last_batch,
         "total_samples": sampler.seen(sampler.total),
+        "sampler": None if sampler.order is None else order_digest(sampler.order),
     }
 
 
@@ -109,6 +110,12 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
             f"the training data have {sampler.samples:,} samples, but had {facts['samples']:,} at the "
             f"checkpoint {resumed.path}, so the order of the data would change: give the same data, or start "
             "without --resume"
+        )
+    digest = None if sampler.order is None else order_digest(sampler.order)
+    if facts.get("sampler") != digest:
+        raise InputError(
+            f"the sampler draws another order than at the checkpoint {resumed.path}, so samples would repeat "
+            "or be left out: give the same sampler, or start without --resume"
         )
     if facts["last_batch"] != sampler.last_batch:
         raise InputError(_mismatch(resumed, "--last-batch", sampler.last_batch, facts["last_batch"]))

@@ -28,6 +28,7 @@ from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.sampler_order import epoch_of
 
 REACH = 32.0
 """Learning rates are tried from the default ÷ this to the default × this."""
@@ -153,8 +154,10 @@ def _train_batches(
     setup: TrainSetup, task: LrTrialSpec, train_state: TrainState, meter: Meter, seed: int
 ) -> Iterator[StepResult]:
     """Train the first steps of a run with this seed."""
-    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
-    sampler = GlobalBatchSampler(samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps)
+    samples, order = epoch_of(setup.workload, seed)
+    sampler = GlobalBatchSampler(
+        samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps, order=order
+    )
     for batch in sampler.batches():
         sizes = micro_batches(len(batch.ids), task.micro_batch)
         parts = batches_of(setup, meter, _fetched(setup.workload, batch.ids, sizes))

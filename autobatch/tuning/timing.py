@@ -136,7 +136,7 @@ def _time_fed(
     count = min(FED, len(sizes))
     samples = len(setup.workload.train_data)  # type: ignore[arg-type]
     batches = partial(_random_batches, samples, sizes[0] * count)
-    gpu = gpu_of(setup.device, setup.knobs)
+    gpu = gpu_of(setup.device, setup.knobs, setup.workload.loading)
     with open_feed(setup.workload, batches, seed=0, workers=workers, prefetch=prefetch, gpu=gpu) as feed:
         assert feed is not None
         sampler = batches(0)

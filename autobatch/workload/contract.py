@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar
 
 from autobatch.core.errors import InputError
+from autobatch.workload.loader_parts import Loading, parts_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.utils.data import Dataset
+    from torch.utils.data import DataLoader, Dataset
 
 
 Collated: TypeAlias = Any
@@ -105,9 +106,45 @@ class Workload:
     size_of: Callable[[Any], float] | None = None
     """Returns the cost of a sample, for example its length. The probe runs the most expensive samples; None
     to find them by a scan."""
+    sampler: Iterable[Any] | None = None
+    """Draws the indices of an epoch, or batches of them, in order; None for a new permutation per epoch."""
+    loading: Loading = field(default_factory=Loading)
+    """Processes that load the samples."""
     name: str = "workload"
     """Names the folder of the runs and the entries of the cache. The default is replaced by the name of the
     function that ``file.py:function`` refers to."""
+
+    @classmethod
+    def from_loader(
+        cls,
+        loader: DataLoader[Any],
+        *,
+        model: Callable[[], nn.Module],
+        loss: Callable[[nn.Module, Collated], Tensor | Loss],
+        learning_rate: float,
+        **others: Any,
+    ) -> Self:
+        """Build a workload from the parts of a ``DataLoader``.
+
+        Its data, collate function, sampler or batch sampler, workers and pinning are taken. The batch size is
+        not: autobatch finds the micro-batch. Options of a run decide about ``drop_last`` (``--last-batch``).
+
+        Args:
+            loader: of the training data.
+            model: builds the model.
+            loss: as in `Workload`.
+            learning_rate: of the optimizer.
+            others: the other fields of `Workload`. ``validation_data`` may be a ``DataLoader`` too, of which
+                only the data are taken.
+
+        Raises:
+            InputError: the loader makes no batches, or a field is invalid.
+        """
+        parts = parts_of(loader)._asdict()
+        validation = others.get("validation_data")
+        if is_loader(validation):
+            others["validation_data"] = parts_of(validation).train_data
+        return cls(model=model, loss=loss, learning_rate=learning_rate, **(parts | others))
 
     def __post_init__(self) -> None:
         """Check the fields without running anything.
@@ -127,33 +164,44 @@ class Workload:
             raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
 
     def _check_functions(self) -> None:
-        for field in ("model", "loss", "optimizer"):
-            if not callable(getattr(self, field)):
+        for name in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
                 raise InputError(
-                    f"Workload({field}=…) must be a function, found {kind_of(getattr(self, field))}"
+                    f"Workload({name}=…) must be a function, found {kind_of(getattr(self, name))}"
                 )
         if _is_module(self.model):
             raise InputError(
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
                 "that is already built: write model=lambda: …, so that every probe starts with a new model"
             )
-        for field in ("collate", "schedule", "metrics", "size_of"):
-            value = getattr(self, field)
+        for name in ("collate", "schedule", "metrics", "size_of"):
+            value = getattr(self, name)
             if value is not None and not callable(value):
-                raise InputError(f"Workload({field}=…) must be a function or None, found {kind_of(value)}")
+                raise InputError(f"Workload({name}=…) must be a function or None, found {kind_of(value)}")
+        if self.sampler is not None and not hasattr(self.sampler, "__iter__"):
+            raise InputError(
+                "Workload(sampler=…) must draw the indices of an epoch when it is iterated, found "
+                f"{kind_of(self.sampler)}"
+            )
 
     def _check_data(self) -> None:
-        for field in ("train_data", "validation_data"):
-            data = getattr(self, field)
-            if data is None and field == "validation_data":
+        for name in ("train_data", "validation_data"):
+            data = getattr(self, name)
+            if data is None and name == "validation_data":
                 continue
+            if is_loader(data):
+                raise InputError(
+                    f"Workload({name}=…) must be the data, found a DataLoader: write "
+                    "Workload.from_loader(loader, model=…, loss=…, …), which takes its data, collate "
+                    f"function, sampler and workers, or give {name}=loader.dataset and "
+                    "collate=loader.collate_fn"
+                )
             if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
                 raise InputError(
-                    f"Workload({field}=…) must have __getitem__ and __len__ (map-style), "
-                    f"found {kind_of(data)}"
+                    f"Workload({name}=…) must have __getitem__ and __len__ (map-style), found {kind_of(data)}"
                 )
             if not len(data):
-                raise InputError(f"Workload({field}=…) has 0 samples: at least 1 is needed")
+                raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
 
 
 def kind_of(value: object) -> str:
@@ -162,6 +210,12 @@ def kind_of(value: object) -> str:
         return "nothing (None)"
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
+    """Check for a ``DataLoader`` without importing torch: if nothing did, there is none."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(value, data.DataLoader)
 
 
 def _is_number(value: object, kind: type | UnionType = int | float) -> bool:

@@ -11,6 +11,7 @@ from autobatch.core.knobs import PIN_MEMORY, Configuration
 from autobatch.device.base import Device
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.feed import AHEAD, Feed, SeededCollate, SeededFeed
+from autobatch.workload.loader_parts import Loading
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.split import Split
 from autobatch.workload.worker import check_picklable, start_method
@@ -48,16 +49,25 @@ def open_feed(
     if not workers:
         yield SeededFeed(collate, split) if sample_seeds else None
         return
-    feed = WorkerFeed(collate, batches, workers=workers, prefetch=prefetch, gpu=gpu, split=split)
+    feed = WorkerFeed(
+        collate,
+        batches,
+        workers=workers,
+        prefetch=prefetch,
+        gpu=gpu,
+        split=split,
+        init_worker=workload.loading.init_worker,
+    )
     try:
         yield feed
     finally:
         feed.close()
 
 
-def gpu_of(device: Device, knobs: Configuration) -> torch.device | None:
-    """Return the GPU that `open_feed` pins memory for; None if the device or the knobs ask for none."""
-    return device.torch_device if device.reads_pinned_memory and knobs.get(PIN_MEMORY, True) else None
+def gpu_of(device: Device, knobs: Configuration, loading: Loading) -> torch.device | None:
+    """Return the GPU that `open_feed` pins memory for; None if the device or the choices ask for none."""
+    is_pinned = knobs.get(PIN_MEMORY, loading.pin_memory)
+    return device.torch_device if device.reads_pinned_memory and is_pinned else None
 
 
 def why_not_sent(collate: SeededCollate, batch: Collated) -> str | None:

@@ -8,17 +8,20 @@ micro-batch, the number of workers, the ranks, or the step of a resume.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 LastBatch = Literal["carry", "flush", "drop"]
+Order: TypeAlias = Callable[[int], list[int]]
+"""Returns the samples of an epoch in order, always equally many."""
 ORDER_VERSION = 2
 """Version of the order of an epoch, kept in checkpoints. Raise it if `permutation` changes any order."""
 BLOCK = 4096
@@ -51,7 +54,7 @@ class GlobalBatchSampler:
     """The batches of a run. Any batch can be found without drawing those before it."""
 
     samples: int
-    """Number of samples in the training data."""
+    """Number of samples in an epoch."""
     target_batch: int
     seed: int
     steps: int | None = None
@@ -62,6 +65,8 @@ class GlobalBatchSampler:
     last_batch: LastBatch = "carry"
     """Samples that an epoch leaves over: ``carry`` them into the next epoch, ``flush`` them as a short batch,
     or ``drop`` them."""
+    order: Order | None = None
+    """Order of an epoch; None for the permutation that the seed and the epoch give."""
 
     @property
     def total(self) -> int:
@@ -120,6 +125,8 @@ class GlobalBatchSampler:
         """Draw the samples of an epoch that have the places of a block."""
         start = number * self._block_size
         stop = start + self._block_size
+        if self.order is not None:
+            return self.order(epoch)[start:stop]
         return permutation(self.samples, seed=self.seed, epoch=epoch, start=start, stop=stop)
 
     @property
@@ -132,6 +139,11 @@ class GlobalBatchSampler:
             return index * self.target_batch
         epoch, place = divmod(index, self._per_epoch)
         return epoch * self.samples + place * self.target_batch
+
+
+def order_digest(order: Order) -> str:
+    """Return a text that tells an order from others, by its first epoch."""
+    return hashlib.sha256(repr(order(0)).encode()).hexdigest()[:16]
 
 
 def permutation(samples: int, *, seed: int, epoch: int, start: int = 0, stop: int | None = None) -> list[int]:
@@ -197,10 +209,15 @@ def _hash32(values: NDArray[np.uint32], first: int, second: int) -> NDArray[np.u
 
 def _round_keys(seed: int, epoch: int, rounds: int) -> list[tuple[int, int]]:
     """Return two keys of 32 bits per round, from SplitMix64 (Steele et al. 2014)."""
-    # The seed is mixed before the epoch is added, so that epochs of neighbouring seeds do not coincide.
-    state = _mix64(_mix64(seed % 2**64) + epoch)
+    state = mix_seed(seed, epoch)
     mixed = [_mix64(state + number * _GOLDEN_GAMMA) for number in range(1, rounds + 1)]
     return [(key & _MASK32, key >> 32) for key in mixed]
+
+
+def mix_seed(seed: int, epoch: int) -> int:
+    """Return a seed of 64 bits for an epoch of a run."""
+    # The seed is mixed before the epoch is added, so that epochs of neighbouring seeds do not coincide.
+    return _mix64(_mix64(seed % 2**64) + epoch)
 
 
 def _mix64(value: int) -> int:

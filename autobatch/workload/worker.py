@@ -6,6 +6,7 @@ import ctypes
 import io
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -91,13 +92,15 @@ def _check_sendable(batch: Collated) -> None:
         ) from error
 
 
-def init_worker(_: int) -> None:
-    """Ignore the signals that ask the run to stop, and end this worker when its parent ends."""
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
+def start_worker(init: Callable[[int], object] | None, number: int) -> None:
+    """Ignore the signals that ask the run to stop, end this worker with its parent, then call ``init``."""
+    for stopping in STOPPING:
+        signal.signal(stopping, signal.SIG_IGN)
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if init is not None:
+        init(number)

@@ -16,6 +16,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from autobatch.workload.contract import Collated
 from autobatch.workload.feed import SeededCollate
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import CountSplit, MicroBatchIds, Split
-from autobatch.workload.worker import Failure, MicroBatchDataset, init_worker, start_method
+from autobatch.workload.worker import Failure, MicroBatchDataset, start_method, start_worker
 from autobatch.workload.worker_exit import WorkerExits
 
 BatchesFrom: TypeAlias = Callable[[int], Iterator[GlobalBatch]]
@@ -54,6 +55,7 @@ class WorkerFeed:
         gpu: copy micro-batches to pinned memory for this GPU; None not to copy.
         time_limit_s: longest wait for a micro-batch.
         split: forms the micro-batches; None for equal counts.
+        init_worker: the user's function, called in each worker with its number; None for none.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class WorkerFeed:
         gpu: torch.device | None = None,
         time_limit_s: float = TIME_LIMIT_S,
         split: Split | None = None,
+        init_worker: Callable[[int], object] | None = None,
     ) -> None:
         self._collate = collate
         self._split = CountSplit() if split is None else split
@@ -78,6 +81,7 @@ class WorkerFeed:
             "timeout": min(POLL_S, time_limit_s),
         }
         self._gpu = gpu
+        self._init_worker = partial(start_worker, init_worker)
         self._context = multiprocessing.get_context(start_method())
         self._stop = self._context.RawValue(ctypes.c_bool, False)
         self._exits = WorkerExits()
@@ -134,7 +138,7 @@ class WorkerFeed:
             batch_size=None,
             sampler=_MicroBatchSampler(self._batches, self._split, index, micro_batch),
             collate_fn=_unchanged,
-            worker_init_fn=init_worker,
+            worker_init_fn=self._init_worker,
             # A generator of its own, so that the run's generators are not drawn from.
             generator=torch.Generator(),
             multiprocessing_context=self._context,

@@ -14,6 +14,7 @@ from autobatch.core.knobs import PIN_MEMORY
 from autobatch.device.cpu import CpuDevice
 from autobatch.workload.feed import SeededCollate, SeededFeed
 from autobatch.workload.loader import gpu_of, open_feed, why_not_sent
+from autobatch.workload.loader_parts import Loading
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.worker_feed import WorkerFeed
 from tests.support.feeds import augmented
@@ -38,7 +39,7 @@ def test_workers_start_with_the_first_batch_and_end_with_the_feed() -> None:
 
 
 def test_memory_is_pinned_for_gpus_alone() -> None:
-    assert gpu_of(CpuDevice(memory_budget="1GiB"), {PIN_MEMORY: True}) is None
+    assert gpu_of(CpuDevice(memory_budget="1GiB"), {PIN_MEMORY: True}, Loading()) is None
 
 
 def test_samples_that_cannot_be_sent_to_or_from_workers_are_known_before(
@@ -66,4 +67,10 @@ def test_samples_that_cannot_be_sent_to_or_from_workers_are_known_before(
 )
 def test_workers_pin_memory_for_a_gpu_unless_the_knob_forbids_it(reads, knobs, is_gpu) -> None:
     device = SimpleNamespace(reads_pinned_memory=reads, torch_device=torch.device("cuda", 1))
-    assert gpu_of(device, knobs) == (device.torch_device if is_gpu else None)
+    assert gpu_of(device, knobs, Loading()) == (device.torch_device if is_gpu else None)
+
+
+def test_a_loader_without_pinning_is_not_pinned_unless_the_knob_asks() -> None:
+    device = SimpleNamespace(reads_pinned_memory=True, torch_device=torch.device("cuda", 1))
+    assert gpu_of(device, {}, Loading(pin_memory=False)) is None
+    assert gpu_of(device, {PIN_MEMORY: True}, Loading(pin_memory=False)) == device.torch_device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -19,10 +20,20 @@ from autobatch.workload.worker import (
     Failure,
     MicroBatchDataset,
     check_picklable,
-    init_worker,
     start_method,
+    start_worker,
 )
 from tests.support.training import points
+
+
+def test_a_worker_calls_the_function_of_the_user_with_its_number() -> None:
+    code = (
+        "from autobatch.workload.worker import start_worker\n"
+        "start_worker(lambda number: print('worker', number), 3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "worker 3\n"
+
 
 PART = MicroBatchIds(batch_index=0, places=[0, 1], ids=[2, 5])
 
@@ -85,7 +96,7 @@ def test_a_worker_ignores_stop_signals_and_ends_with_its_parent() -> None:
         code = 1
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-            init_worker(0)
+            start_worker(None, 0)
             sent = ctypes.c_int()
             ctypes.CDLL(None).prctl(2, ctypes.byref(sent))  # PR_GET_PDEATHSIG
             for number in STOPPING:
