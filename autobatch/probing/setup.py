@@ -21,6 +21,7 @@ from autobatch.device.select import device_kind, open_device
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
+from autobatch.step.optimizers import argument_of
 from autobatch.workload.contract import WholeBatchLoss, Workload, kind_of
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.demo import MEMORY_BUDGET
@@ -279,8 +280,9 @@ def _optimizer_line(workload: Workload) -> str:
 
 def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
     """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
+    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1))])
     try:
-        made = workload.optimizer([nn.Parameter(torch.zeros(1))], workload.learning_rate)
+        made = workload.optimizer(argument_of(workload, stand_in), workload.learning_rate)
     except Exception:
         return []
     several = made if isinstance(made, list | tuple) else [made]

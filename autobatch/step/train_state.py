@@ -14,9 +14,9 @@ from autobatch.core.records import Precision
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers
+from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload, kind_of
-from autobatch.workload.user_code import user_code
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,7 +76,7 @@ def build_train_state(
     """
     knobs = knobs or {}
     apply_layout(model, knobs)
-    optimizers = _build_optimizers(workload, model, learning_rate)
+    optimizers = build_optimizers(workload, model, learning_rate)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     apply_implementation(optimizers, knobs)
     parameters = list({id(p): p for group in groups for p in group["params"]}.values())
@@ -104,19 +104,6 @@ def build_train_state(
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         average=None if ema is None else WeightAverage(parameters, ema),
     )
-
-
-def _build_optimizers(workload: Workload, model: nn.Module, learning_rate: float) -> Optimizers:
-    with user_code("optimizer"):
-        made = workload.optimizer(model.parameters(), learning_rate)
-    optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise InputError(
-                "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
-                f"{kind_of(one)}"
-            )
-    return optimizers
 
 
 def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[object]:

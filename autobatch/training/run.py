@@ -27,8 +27,10 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Training
 from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.device.oom import first_line
+from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
 from autobatch.training.evaluation import ValidationBatchSize, evaluate
+from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
 from autobatch.training.metrics import (
@@ -38,7 +40,7 @@ from autobatch.training.metrics import (
     open_tensorboard,
     rewind_metrics,
 )
-from autobatch.training.run_folder import CHECKPOINTS, METRICS, export_weights
+from autobatch.training.run_folder import CHECKPOINTS, METRICS
 from autobatch.training.totals import RunTotals
 from autobatch.workload.rng import preserved_random_state
 
@@ -80,6 +82,7 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     settings.out.mkdir(parents=True, exist_ok=True)
     _apply_smaller_micro_batch(loop, settings.out, resumed)
     check_checkpoint_state(capture_loop(loop))
+    check_exportable(loop.train_state.model)
     totals = RunTotals()
     rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
     run = _Run(loop, settings, resumed)
@@ -93,6 +96,8 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
         if (hint := _restart_hint(loop, settings, error)) is not None:
             error.add_note(hint)
         raise
+    # The run is over: what is exported, and what the caller gets, are the averaged weights.
+    switch(loop.train_state.optimizers, train=False)
     export_weights(loop.train_state, settings.out)
     return totals.summary(
         loop,
@@ -176,7 +181,8 @@ class _Run:
 
         average = loop.train_state.average
         swapped = nullcontext() if average is None else average.swapped_in()
-        with suppress(_StopRequested), preserved_random_state(), swapped:
+        switched = averaged_weights(loop.train_state.optimizers)
+        with suppress(_StopRequested), preserved_random_state(), switched, swapped:
             metrics = evaluate(
                 loop.workload,
                 loop.train_state,

@@ -9,11 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch import nn
-
-from autobatch.core.errors import CheckpointError, InputError
-from autobatch.core.files import create_file
-from autobatch.step.train_state import TrainState
+from autobatch.core.errors import InputError
 
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
@@ -23,39 +19,6 @@ AVERAGED_WEIGHTS = "model-ema.safetensors"
 """The averages in place of the weights, with the buffers of the model."""
 RESULT = "result.json"
 REPORT = "report.html"
-
-
-def export_weights(train_state: TrainState, folder: Path) -> None:
-    """Write the weights as safetensors, and their averages if there are any.
-
-    Raises:
-        CheckpointError: a file cannot be written.
-    """
-    _export(train_state.model, folder / WEIGHTS)
-    if train_state.average is not None:
-        with train_state.average.swapped_in():
-            _export(train_state.model, folder / AVERAGED_WEIGHTS)
-
-
-def _export(model: nn.Module, path: Path) -> None:
-    """Write one file atomically; tied parameters are stored once."""
-    from safetensors.torch import save_model
-
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.unlink(missing_ok=True)
-        os.close(create_file(temporary))
-        mode = temporary.stat().st_mode & 0o777
-        save_model(model, str(temporary))
-        temporary.chmod(mode)  # safetensors makes it readable for its owner only
-        temporary.replace(path)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            raise CheckpointError(
-                f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
-            ) from error
-        raise
 
 
 def folder_of(asked: str | None, name: str, *, resume: bool) -> Path:

@@ -87,10 +87,12 @@ class Workload:
     loss: Callable[[nn.Module, Collated], Tensor | Loss]
     """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. Or a `WholeBatchLoss`."""
     optimizer: Callable[
-        [Iterable[nn.Parameter], float],
+        [Any, float],
         torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...],
     ]
-    """Maps ``(parameters, learning_rate)`` to an optimizer, or to several."""
+    """Maps ``(parameters, learning_rate)`` to an optimizer, or to several. It gets the model itself if its
+    first argument is called ``model``, and pairs of name and parameter if it is called
+    ``named_parameters``."""
     learning_rate: float
     base_batch: int | None = None
     """The batch that ``learning_rate`` was tuned for; None if unknown."""

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import autobatch
 from autobatch.core.errors import InputError
 from autobatch.workload.sampler_order import SamplerOrder
+from tests.support.libraries import installed
 
 SAMPLES = 20
 DRAW = torch.Generator().manual_seed(5)
@@ -82,3 +84,50 @@ def test_a_resume_with_another_sampler_is_refused(tmp_path: Path) -> None:
     autobatch.fit(weighted(1.0, 9.0), steps=1, out=tmp_path / "run", **OPTIONS)
     with pytest.raises(InputError, match="the sampler draws another order than at the checkpoint"):
         autobatch.fit(weighted(9.0, 1.0), steps=2, out=tmp_path / "run", resume=True, **OPTIONS)
+
+
+def test_the_averaged_weights_of_a_schedule_free_optimizer_are_validated_and_exported(
+    tmp_path: Path,
+) -> None:
+    """The oracle trains by hand as the library documents it: train() around steps, eval() after them."""
+    library = installed("schedulefree")
+
+    def optimizer(params: Any, learning_rate: float) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = library.SGDScheduleFree(params, lr=learning_rate)
+        return made
+
+    workload = autobatch.Workload(
+        model=build,
+        train_data=DATA,
+        sampler=range(SAMPLES),
+        validation_data=DATA,
+        loss=squares,
+        optimizer=optimizer,
+        learning_rate=0.1,
+    )
+    result = autobatch.fit(
+        workload, steps=6, out=tmp_path / "run", max_micro_batch=4, validate_every=2, **OPTIONS
+    )
+    torch.manual_seed(0)
+    model = build()
+    made: Any = optimizer(model.parameters(), 0.1)
+    made.train()
+    for step in range(6):
+        ids = [(6 * step + place) % SAMPLES for place in range(6)]
+        made.zero_grad()
+        squares(model, [tensor[ids] for tensor in DATA.tensors]).backward()
+        made.step()
+    trained = weights_of(model).clone()
+    made.eval()
+    assert not torch.allclose(trained, weights_of(model))
+    assert torch.allclose(weights_of(result.model), weights_of(model), rtol=1e-12)
+    exported = load_file(tmp_path / "run" / "model.safetensors")
+    assert torch.allclose(exported["weight"], model.weight, rtol=1e-12)
+    assert result.training is not None
+    expected = float(squares(model, DATA.tensors).detach())
+    assert result.training.validation["loss"] == pytest.approx(expected, rel=1e-12)
+    parts = {"out": tmp_path / "parts", "max_micro_batch": 4, **OPTIONS}
+    autobatch.fit(workload, steps=4, **parts)
+    assert torch.equal(
+        weights_of(autobatch.fit(workload, steps=6, resume=True, **parts).model), weights_of(result.model)
+    )

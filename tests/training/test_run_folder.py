@@ -9,13 +9,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, load_model
-from torch import nn
 
-from autobatch.core.errors import CheckpointError, InputError
-from autobatch.training.run_folder import claim_folder, export_weights, folder_of, move_earlier_run
-from tests.support.training import make_loop, make_workload
+from autobatch.core.errors import InputError
+from autobatch.training.run_folder import claim_folder, folder_of, move_earlier_run
 
 
 def hold(out: Path, talk: Connection) -> None:
@@ -123,43 +119,3 @@ def test_an_earlier_run_is_moved_out_of_the_way_and_other_files_stay(tmp_path: P
         assert (moved / "checkpoints" / f"step-{number}").is_dir()
         assert (moved / "metrics.jsonl").read_text() == str(number)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "previous-1", "previous-2"]
-
-
-class Tied(nn.Module):
-    """Model whose output layer has the weight of its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.output = nn.Linear(4, 7, bias=False)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.output(self.embedding(ids))
-
-
-def test_exported_weights_load_into_the_model_and_tied_ones_are_stored_once(tmp_path: Path) -> None:
-    train_state = make_loop(make_workload(model=Tied)).train_state
-    export_weights(train_state, tmp_path)
-    assert len(load_file(tmp_path / "model.safetensors")) == 1
-    other = Tied()
-    load_model(other, str(tmp_path / "model.safetensors"))
-    assert torch.equal(other.output.weight, train_state.model.output.weight)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
-def test_exported_weights_honour_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
-    before = os.umask(mask)
-    try:
-        export_weights(make_loop(make_workload()).train_state, tmp_path)
-    finally:
-        os.umask(before)
-    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
-
-
-def test_weights_that_cannot_be_written_are_named_and_leave_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match=r"could not be written to .*model\.safetensors"):
-        export_weights(make_loop(make_workload()).train_state, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

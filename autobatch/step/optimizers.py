@@ -1,0 +1,91 @@
+"""The optimizers of a workload: built from the model, checked, and switched to averaged weights and back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch.core.errors import InputError
+from autobatch.step.gradients import Optimizers
+from autobatch.workload.contract import Workload, kind_of
+from autobatch.workload.user_code import user_code
+
+MODEL = ("model", "module")
+NAMED = ("named_parameters", "named_params")
+"""Names of the first argument of ``Workload(optimizer=…)`` that ask for something else than parameters."""
+
+
+def build_optimizers(workload: Workload, model: nn.Module, learning_rate: float) -> Optimizers:
+    """Build the optimizers of a model, ready to train.
+
+    Raises:
+        InputError: ``Workload(optimizer=…)`` returns no optimizer, or one whose step needs a closure.
+    """
+    with user_code("optimizer"):
+        made: Any = workload.optimizer(argument_of(workload, model), learning_rate)
+    optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise InputError(
+                "Workload(optimizer=…) must return a torch.optim.Optimizer or a list of them, found "
+                f"{kind_of(one)}"
+            )
+        refuse_closure(one)
+    switch(optimizers, train=True)
+    return optimizers
+
+
+def argument_of(workload: Workload, model: nn.Module) -> Any:
+    """Return what the optimizer function takes first, which the name of its argument tells.
+
+    Returns:
+        The model for ``model`` or ``module``, pairs of name and parameter for ``named_parameters`` or
+        ``named_params``, and the parameters for any other name.
+    """
+    try:
+        name = next(iter(inspect.signature(workload.optimizer).parameters), "")
+    except (TypeError, ValueError):  # a class or a built-in without a signature
+        name = ""
+    if name in MODEL:
+        return model
+    return model.named_parameters() if name in NAMED else model.parameters()
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer steps without a closure.
+
+    Raises:
+        InputError: it needs one, for example LBFGS.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise InputError(
+            f"{name} needs a closure, which runs the loss of the whole batch again within the step, and a "
+            "batch in micro-batches has no such loss: use an optimizer whose step() takes no closure, for "
+            "example AdamW or Muon"
+        )
+
+
+def switch(optimizers: Optimizers, *, train: bool) -> None:
+    """Switch optimizers that average the weights (schedule-free) to their training or averaged weights."""
+    for one in optimizers:
+        change = getattr(one, "train" if train else "eval", None)
+        if callable(change) and callable(getattr(one, "eval", None)):
+            with user_code("optimizer"):
+                change()
+
+
+@contextmanager
+def averaged_weights(optimizers: Optimizers) -> Iterator[None]:
+    """Hold the weights that such optimizers average within the block; training weights return at its end."""
+    switch(optimizers, train=False)
+    try:
+        yield
+    finally:
+        switch(optimizers, train=True)

@@ -1,0 +1,89 @@
+"""The trained weights as safetensors, and a check before the first step that they can be written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.files import create_file
+from autobatch.step.train_state import TrainState
+from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
+from autobatch.workload.contract import kind_of
+
+
+def export_weights(train_state: TrainState, folder: Path) -> None:
+    """Write the weights as safetensors, and their averages if there are any.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    _export(train_state.model, folder / WEIGHTS)
+    if train_state.average is not None:
+        with train_state.average.swapped_in():
+            _export(train_state.model, folder / AVERAGED_WEIGHTS)
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Check before the first step that the weights can be written to a safetensors file after the last.
+
+    Raises:
+        InputError: a tensor cannot be written; the message names it.
+    """
+    shared: dict[int, dict[str, bool]] = {}
+    for name, value in model.state_dict().items():
+        reason = _not_exportable(value)
+        if reason is not None:
+            raise InputError(
+                f"the weights could not be exported after training: {name} is {reason}, which safetensors "
+                "cannot hold. Keep it in another type, or out of the state dict (persistent=False)"
+            )
+        storage = value.untyped_storage()
+        is_whole = value.numel() * value.element_size() == storage.nbytes()
+        if storage.data_ptr():
+            shared.setdefault(storage.data_ptr(), {})[name] = is_whole
+    for names in shared.values():
+        if len(names) > 1 and not any(names.values()):
+            raise InputError(
+                f"the weights could not be exported after training: {' and '.join(names)} are parts of one "
+                "larger tensor. Make them tensors of their own, with .clone()"
+            )
+
+
+def _not_exportable(value: object) -> str | None:
+    """Return what makes a value of a state dict one that safetensors cannot hold; None if it can."""
+    from safetensors.torch import save
+
+    if not isinstance(value, Tensor):
+        return kind_of(value)
+    if value.layout is not torch.strided:
+        return f"a tensor in the layout {str(value.layout).removeprefix('torch.')}"
+    try:
+        save({"one": torch.zeros(1, dtype=value.dtype)})
+    except Exception:  # whatever it raises for a type that it does not know
+        return f"of type {str(value.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _export(model: nn.Module, path: Path) -> None:
+    """Write one file atomically; tied parameters are stored once."""
+    from safetensors.torch import save_model
+
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        os.close(create_file(temporary))
+        mode = temporary.stat().st_mode & 0o777
+        save_model(model, str(temporary))
+        temporary.chmod(mode)  # safetensors makes it readable for its owner only
+        temporary.replace(path)
+    except Exception as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise CheckpointError(
+                f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
+            ) from error
+        raise

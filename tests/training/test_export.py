@@ -1,0 +1,126 @@
+"""The exported weights: what is written, and what is known before to be impossible to write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.training.export import check_exportable, export_weights
+from tests.support.training import make_loop, make_workload
+
+
+class Tied(nn.Module):
+    """Model whose output layer has the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.output = nn.Linear(4, 7, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embedding(ids))
+
+
+def test_exported_weights_load_into_the_model_and_tied_ones_are_stored_once(tmp_path: Path) -> None:
+    train_state = make_loop(make_workload(model=Tied)).train_state
+    export_weights(train_state, tmp_path)
+    assert len(load_file(tmp_path / "model.safetensors")) == 1
+    other = Tied()
+    load_model(other, str(tmp_path / "model.safetensors"))
+    assert torch.equal(other.output.weight, train_state.model.output.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
+def test_exported_weights_honour_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        export_weights(make_loop(make_workload()).train_state, tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
+
+
+def test_weights_that_cannot_be_written_are_named_and_leave_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"could not be written to .*model\.safetensors"):
+        export_weights(make_loop(make_workload()).train_state, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+class Holder(nn.Module):
+    """A model whose state dict holds the given tensors."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+WHOLE = torch.zeros(8)
+CANNOT = {
+    "complex128": ({"a": torch.zeros(2, dtype=torch.complex128)}, "a is of type complex128"),
+    "sparse": ({"a": torch.eye(3).to_sparse()}, "a is a tensor in the layout sparse_coo"),
+    "parts": ({"a": WHOLE[:5], "b": WHOLE[3:]}, "a and b are parts of one larger tensor"),
+}
+CAN = {
+    "types": {
+        f"of_{str(dtype).removeprefix('torch.')}": torch.zeros(2, dtype=dtype)
+        for dtype in (torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.int64)
+    },
+    "one whole among parts": {"a": WHOLE, "b": WHOLE[3:]},
+    "empty": {"a": torch.zeros(0), "b": torch.zeros(0)},
+    "transposed": {"a": torch.zeros(2, 3).t()},
+}
+
+
+@pytest.mark.parametrize("kind", CANNOT)
+def test_weights_that_cannot_be_exported_are_known_before(kind: str, tmp_path: Path) -> None:
+    tensors, message = CANNOT[kind]
+    loop = make_loop(make_workload())
+    loop.train_state.model = Holder(**tensors)
+    with pytest.raises(InputError, match=message):
+        check_exportable(loop.train_state.model)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - safetensors raises many kinds
+        export_weights(loop.train_state, tmp_path)
+
+
+@pytest.mark.parametrize("kind", CAN)
+def test_weights_that_pass_the_check_are_exported(kind: str, tmp_path: Path) -> None:
+    loop = make_loop(make_workload())
+    loop.train_state.model = Holder(**CAN[kind])
+    check_exportable(loop.train_state.model)
+    export_weights(loop.train_state, tmp_path)
+
+
+def test_a_state_dict_with_other_objects_is_refused() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 3}
+
+    with pytest.raises(InputError, match="_extra_state is a dict, which safetensors cannot hold"):
+        check_exportable(Extra(1, 1))
+
+
+def test_a_run_ends_before_its_first_step(tmp_path: Path) -> None:
+    import autobatch
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x[:, :2]).abs().sum(dim=1)
+
+    workload = make_workload(model=Complex, loss=lambda model, batch: model(batch[0]).mean())
+    with pytest.raises(InputError, match="weight is of type complex128"):
+        autobatch.fit(workload, target_batch=6, steps=3, device="cpu", trials=0, out=tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
