@@ -23,6 +23,7 @@ from autobatch.api.pipeline import (
     refuse_split,
     uninterrupted,
 )
+from autobatch.api.split import add_split, sizes_of
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import FitOptions
@@ -35,7 +36,7 @@ from autobatch.probing.cache import KeyValue
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.setup import device_key, find_workload, open_setup
 from autobatch.report.result import Result, load_run
-from autobatch.training.build import LoopSettings, build_sampler
+from autobatch.training.build import LoopSettings, build_sampler, split_changes
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.resume import (
     changes_since_checkpoint,
@@ -125,10 +126,14 @@ def _prepare(
             result = add_tuning(tuner, result)
         if options.tune_lr:
             result = add_learning_rate(tuner, result)
+        result = add_split(process, result, options, context.progress)
+        sizes = sizes_of(process, result)
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
     setup = process.setup if isinstance(process, ThisProcess) else _open_setup(workload, options, context)
     sampler = _sampler_of(setup, settings)
+    if sizes is not None:
+        setup.worst_case.take_sizes(sizes)
     return _Ready(result, result.plan, setup, sampler, out, process.info.key)
 
 
@@ -149,6 +154,7 @@ def _prepare_resume(
     plan = load_plan(stored, settings)
     check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
     changes = changes_since_checkpoint(stored, device_key(setup), plan, options.max_micro_batch)
+    changes += split_changes(setup, plan, options.split)
     if not changes:
         progress.note(f"resuming from {stored.path} on the same hardware, bit for bit")
         device = setup.device.describe()
@@ -163,6 +169,7 @@ def _prepare_resume(
     )
     with open_setup_process(workload, options, context) as process:
         result = uninterrupted(probe_and_plan(process, options, context))
+        result = add_split(process, result, options, progress)
     assert result.plan is not None
     rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
     plan = msgspec.structs.replace(result.plan, **rate)

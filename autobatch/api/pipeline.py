@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api import unpack
+from autobatch.api.split import add_split
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, TuneOptions
 from autobatch.core.progress import Progress
@@ -85,7 +86,7 @@ def run_plan(workload: Workload | str | None, options: PlanOptions, context: Run
     with open_setup_process(workload, options, context) as process:
         result = probe_and_plan(process, options, context)
         note_split(process, result, context.progress)
-        return result
+        return add_split(process, result, options, context.progress)
 
 
 def run_estimate(
@@ -106,6 +107,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         tuner = open_tuner(process, settings, context, options.timeout)
         if settings.trials or not options.tune_lr:
             result = add_tuning(tuner, result)
+        result = add_split(process, result, options, context.progress)
         if not options.tune_lr:
             return result
         try:

@@ -38,7 +38,10 @@ def describe_plan(plan: Plan) -> str:
     elif plan.learning_rate_rule != "none":
         rate += f" ({plan.learning_rate_rule} rule, × {plan.learning_rate_factor:.3g})"
     knobs = "".join(f", {name} {value}" for name, value in plan.knobs.items())
-    return f"{plan.target_batch:,} = {' + '.join(parts)}{ranks}, {plan.precision}{knobs}, {rate}"
+    split = " + ".join(parts)
+    if plan.size_cut is not None and plan.size_cut.steps is not None:
+        split = f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
+    return f"{plan.target_batch:,} = {split}{ranks}, {plan.precision}{knobs}, {rate}"
 
 
 def describe_tuning(tuning: Tuning) -> str:

@@ -43,6 +43,7 @@ class PlanKeywords(SearchKeywords, total=False):
     """Keywords of `autobatch.plan`."""
 
     target_batch: Required[int]
+    split: Literal["auto", "count", "size"]
     lr_rule: LearningRateRule
     base_batch: int | None
 

@@ -109,6 +109,14 @@ class PlanOptions(SearchOptions, frozen=True, kw_only=True, forbid_unknown_field
     target_batch: Annotated[
         AtLeastOne, OptionHelp("Samples per optimizer step, exactly.", "what to train", "N", common=True)
     ]
+    split: Annotated[
+        Literal["auto", "count", "size"],
+        OptionHelp(
+            "Split each batch into equal counts, or by the sizes of its samples, which saves padding. auto: "
+            "by size if that is faster and changes no result.",
+            "memory",
+        ),
+    ] = "auto"
     lr_rule: Annotated[
         LearningRateRule,
         OptionHelp("Scale the rate with the batch.", "learning rate", common=True),

@@ -141,6 +141,17 @@ def split_of(setup: TrainSetup, plan: Plan) -> Split:
     return SizeSplit(sizes=sizes, cut=cut, measured_every=NoiseScale.every)
 
 
+def split_changes(setup: TrainSetup, plan: Plan, split: Literal["auto", "count", "size"]) -> list[str]:
+    """Return the changes to the split of a stored plan that rule out a bit-exact resume."""
+    if split not in ("auto", plan.split):
+        return ["--split"]
+    try:
+        split_of(setup, plan)
+    except InputError:
+        return ["sizes of the samples"]
+    return []
+
+
 def _build_loop(
     setup: TrainSetup, plan: Plan, options: LoopSettings, sampler: GlobalBatchSampler, meter: Meter
 ) -> Loop:

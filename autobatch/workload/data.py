@@ -187,6 +187,10 @@ class WorstCaseSampler:
             )
         return costs
 
+    def read_size(self, index: int) -> float:
+        """Read the cost of one sample again."""
+        return self._cost(index)
+
     def _cost(self, index: int) -> float:
         with user_code("data"):
             sample = self._workload.train_data[index]

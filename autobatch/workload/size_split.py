@@ -27,7 +27,7 @@ from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import MicroBatchIds
 
 Sizes = NDArray[np.float64]
-MEASURED_SHARE = 8
+MEASURED_SHARE = 16
 """A batch whose noise is measured begins with this share of its samples, drawn at random: one in so many."""
 
 

@@ -19,9 +19,9 @@ from tests.support.probes import work
 PRINTING = {"json", "quiet", "verbose"}
 READ_BY_STAGES = {
     "probe": {"micro_batch"},
-    "plan": set(),
-    "tune": {"timeout", "tune_lr"},
-    "fit": {"timeout", "tune_lr", "resume", "out", "split_check"},
+    "plan": {"split"},
+    "tune": {"split", "timeout", "tune_lr"},
+    "fit": {"split", "timeout", "tune_lr", "resume", "out", "split_check"},
     "estimate": set(),
 }
 """Options that decide which stages run, and with which folder, time and check."""

@@ -35,6 +35,7 @@ CHANGED: dict[str, Any] = {
     "resume": True,
     "sample_seeds": True,
     "seed": 7,
+    "split": "size",
     "split_check": "note",
     "steps": 9,
     "storage": "journal.log",

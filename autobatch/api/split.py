@@ -1,0 +1,55 @@
+"""The stage that chooses how batches are split, after a plan and its tuning."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.options import PlanOptions
+from autobatch.core.progress import Progress
+from autobatch.probing.child import ChildCrashed, SetupProcess
+from autobatch.probing.plan_split import SplitChoice, SplitSettings, choose_split, read_sizes
+from autobatch.report.result import Result
+
+
+def add_split(process: SetupProcess, result: Result, options: PlanOptions, progress: Progress) -> Result:
+    """Put the split into the plan of a result, with a note on the choice.
+
+    A choice that fails is no reason to end a run that can split by count.
+
+    Raises:
+        InputError: a split by size was asked for, and would change results.
+    """
+    plan, probe = result.plan, result.probe
+    if plan is None or probe is None or probe.stopped_by == "interrupt":
+        return result
+    cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
+    settings = SplitSettings(options.split, probe.micro_batch, min(cap, options.target_batch), options.seed)
+    try:
+        choice = process.call("the choice of the split", choose_split, plan, settings)
+    except InputError:
+        raise
+    except ChildCrashed as crash:
+        process.restart()
+        choice = SplitChoice(None, f"batches are split by count: {crash}")
+    except AutobatchError as error:
+        choice = SplitChoice(None, f"batches are split by count: {error}")
+    if choice.note is not None:
+        progress.note(choice.note)
+    if choice.cut is None:
+        return result
+    plan = msgspec.structs.replace(plan, split="size", size_cut=choice.cut)
+    return msgspec.structs.replace(result, plan=plan)
+
+
+def sizes_of(process: SetupProcess, result: Result) -> NDArray[np.float64] | None:
+    """Return the sizes that a process has read, so that another need not read them again.
+
+    Returns:
+        None if the plan does not need them.
+    """
+    if result.plan is None or result.plan.size_cut is None:
+        return None
+    return process.call("reading the sizes of the samples", read_sizes)

@@ -1,0 +1,167 @@
+"""The choice between a split by count and a split by size, with the saving that is expected."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import PRECISION, memory_signature
+from autobatch.core.records import MicroBatchCost, Plan, SizeCut
+from autobatch.probing.attempt import TrainSetup
+from autobatch.probing.child import Session
+from autobatch.probing.setup import with_knobs
+from autobatch.probing.size_cost import measure_cost
+from autobatch.probing.size_hazards import find_obstacle
+from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.size_split import SizeSplit, digest_of, padded_and_real
+from autobatch.workload.split import CountSplit, Split
+
+Sizes = NDArray[np.float64]
+BY_COUNT = "batches are split by count"
+BATCHES = 8
+"""Batches of the run over which the savings are averaged."""
+LEAST_GAIN = 1.03
+"""Ratio of times, or of padded sizes if times are unknown, from which ``auto`` splits by size."""
+MEASURED_EVERY = 4
+"""Batches from one measurement of the noise scale to the next; see `autobatch.training.noise_scale`."""
+
+
+class SplitSettings(NamedTuple):
+    """Settings of the choice: plain values, which travel to a child process."""
+
+    split: Literal["auto", "count", "size"]
+    limit: int
+    """The largest micro-batch that fits, on the longest samples."""
+    cap: int
+    """The largest micro-batch to run on samples of any size."""
+    seed: int
+
+
+class SplitChoice(NamedTuple):
+    """A chosen split."""
+
+    cut: SizeCut | None
+    """None to split by count."""
+    note: str | None
+    """The choice in words; None if there was none to make."""
+
+
+def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> SplitChoice:
+    """Choose the split of a plan; the setup stays unchanged.
+
+    Raises:
+        InputError: a split by size was asked for, and would change results.
+    """
+    if settings.split == "count":
+        return SplitChoice(None, None)
+    setup = with_knobs(session.setup, {**plan.knobs, PRECISION: plan.precision})
+    obstacle = find_obstacle(setup)
+    if obstacle is not None:
+        if settings.split == "size" and obstacle.is_hazard:
+            raise InputError(f"--split size is not possible: {obstacle.reason}. Use --split count")
+        sizes = setup.worst_case.sizes()
+        is_worth_saying = settings.split == "size" or (sizes is not None and sizes.min() < sizes.max())
+        return SplitChoice(
+            None, f"batches are split by count: {obstacle.reason}" if is_worth_saying else None
+        )
+    # Another precision, and every knob that changes memory, has a limit of its own.
+    has_own_limit = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
+    return _compare(setup, plan, settings, plan.micro_batch if has_own_limit else settings.limit)
+
+
+def read_sizes(session: Session) -> Sizes | None:
+    """Return the size of each sample; None if some are unknown."""
+    return session.setup.worst_case.sizes()
+
+
+def _compare(setup: TrainSetup, plan: Plan, settings: SplitSettings, limit: int) -> SplitChoice:
+    """Plan a split by size, and take it if it saves enough or was asked for."""
+    sizes = setup.worst_case.sizes()
+    assert sizes is not None
+    cost = measure_cost(setup, sizes, limit)
+    cut = SizeCut(
+        sizes=[float(sizes.max())],
+        micro_batches=[min(limit, settings.cap)],
+        limits_by="longest",
+        cost=cost,
+        digest=digest_of(sizes),
+    )
+    cut = with_expectations(cut, sizes, plan, settings.seed)
+    gain = cut.expected_speedup or (cut.padding_by_count or 1.0) / (cut.padding or 1.0)
+    if settings.split == "auto" and gain < LEAST_GAIN:
+        return SplitChoice(
+            None, f"batches are split by count: by size would save {max(0.0, 1 - 1 / gain):.0%}"
+        )
+    return SplitChoice(cut, describe_cut(cut))
+
+
+def describe_cut(cut: SizeCut) -> str:
+    """Describe a split by size and its saving, in one line."""
+    text = (
+        "batches are split by the sizes of their samples: padded ÷ real "
+        f"{cut.padding_by_count:.2f} → {cut.padding:.2f}, {cut.steps_by_count:.0f} → {cut.steps:.1f} "
+        "micro-batches"
+    )
+    if cut.expected_speedup is not None:
+        text += f", {cut.expected_speedup:.2f} × as fast as by count in theory"
+    return text
+
+
+def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> SizeCut:
+    """Fill in padding, micro-batches and speed-up, as means over the first batches of the run."""
+    split = SizeSplit(sizes=sizes, cut=cut, measured_every=MEASURED_EVERY)
+    sampler = GlobalBatchSampler(
+        samples=len(sizes),
+        target_batch=plan.target_batch,
+        seed=seed,
+        steps=BATCHES,
+        last_batch=plan.last_batch,
+    )
+    if plan.last_batch == "drop" and len(sizes) < plan.target_batch:
+        return cut
+    by_count = _totals(CountSplit(), sampler, sizes, plan.micro_batch, cut.cost)
+    by_size = _totals(split, sampler, sizes, split.largest, cut.cost)
+    speedup = by_count.seconds / by_size.seconds if cut.cost and by_size.seconds else None
+    return msgspec.structs.replace(
+        cut,
+        padding_by_count=by_count.padding,
+        padding=by_size.padding,
+        steps_by_count=by_count.steps,
+        steps=by_size.steps,
+        expected_speedup=speedup,
+    )
+
+
+class _Totals(NamedTuple):
+    padding: float
+    """Padded ÷ real."""
+    steps: float
+    """Micro-batches of a batch."""
+    seconds: float
+
+
+def _totals(
+    split: Split, sampler: GlobalBatchSampler, sizes: Sizes, micro_batch: int, cost: MicroBatchCost | None
+) -> _Totals:
+    padded = real = seconds = 0.0
+    count = batches = 0
+    for batch in sampler.batches():
+        batches += 1
+        parts = [part.ids for part in split.parts(batch, micro_batch)]
+        more = [padded_and_real(sizes[ids], [range(len(ids))]) for ids in parts]
+        padded += sum(one for one, _ in more)
+        real += sum(one for _, one in more)
+        count += len(parts)
+        if cost is not None:
+            seconds += math.fsum(seconds_of(cost, len(ids), float(sizes[ids].max())) for ids in parts)
+    return _Totals(padded / real if real else 1.0, count / max(1, batches), seconds)
+
+
+def seconds_of(cost: MicroBatchCost, samples: int, size: float) -> float:
+    """Return the seconds of a micro-batch."""
+    return cost.fixed + samples * (cost.per_sample + cost.per_size * size + cost.per_size_squared * size**2)

@@ -1,0 +1,126 @@
+"""The time of a micro-batch as a function of its samples and of their size, measured on a few shapes.
+
+The cheapest cut depends on it. If launches of kernels bind, a few large micro-batches are the fastest; if
+arithmetic binds, many with little padding are. So the cost is measured and not assumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autobatch.core.records import MicroBatchCost
+from autobatch.device.base import Meter
+from autobatch.device.oom import Verdict, classify
+from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
+from autobatch.step.restore import temporary_weights
+from autobatch.step.train_state import TrainState
+from autobatch.step.train_step import accumulate
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.rng import preserved_random_state
+
+SECONDS = 4.0
+"""Time limit of all measurements."""
+SECONDS_PER_SHAPE = 0.2
+REPEATS = 3
+"""Fewest measurements of a shape; the fastest counts, because disturbances only add."""
+LEAST_SHAPES = 4
+TERMS = 4
+"""Terms of `MicroBatchCost`."""
+
+
+class TimedShape(NamedTuple):
+    """Seconds of a micro-batch of equal samples."""
+
+    micro_batch: int
+    size: float
+    seconds: float
+
+
+def measure_cost(setup: TrainSetup, sizes: NDArray[np.float64], limit: int) -> MicroBatchCost | None:
+    """Measure micro-batches of a few shapes, and fit their cost. The model and the random states stay.
+
+    Args:
+        setup: the model and the data.
+        sizes: size of each sample, by its index.
+        limit: the largest micro-batch of the longest samples.
+
+    Returns:
+        None if memory or time does not suffice.
+    """
+    timed: list[TimedShape] = []
+    try:
+        with (
+            preserved_random_state(),
+            setup.device.training() as meter,
+            temporary_weights(setup.model, setup.device.torch_device),
+        ):
+            train_state = open_train_state(setup, meter)
+            start = setup.clock()
+            for index, count in _shapes(sizes, limit):
+                seconds = _time(setup, train_state, meter, [index] * count)
+                timed.append(TimedShape(count, float(sizes[index]), seconds))
+                if setup.clock() - start > SECONDS:
+                    break
+            train_state.gradients.clear()
+            del train_state
+    except Exception as error:
+        if classify(error) is Verdict.NONE:
+            raise
+    setup.device.release()
+    return fit_cost(timed) if len(timed) >= LEAST_SHAPES else None
+
+
+def _shapes(sizes: NDArray[np.float64], limit: int) -> list[tuple[int, int]]:
+    """Return samples of several sizes with a number of copies each, the cheapest first."""
+    order = np.argsort(sizes, kind="stable")
+    samples = [int(order[round(share * (len(order) - 1))]) for share in (0.1, 0.5, 0.9, 1.0)]
+    counts = sorted({1, max(1, round(math.sqrt(limit))), limit})
+    shapes = set(itertools.product(samples, counts))
+    return sorted(shapes, key=lambda shape: (sizes[shape[0]] * shape[1], shape))
+
+
+def _time(setup: TrainSetup, train_state: TrainState, meter: Meter, ids: Sequence[int]) -> float:
+    """Return the least time of a micro-batch, fetched, collated, forward and backward."""
+
+    def run() -> float:
+        start = setup.clock()
+        fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for _ in range(1))
+        accumulate(train_state, batches_of(setup, meter, fetched), len(ids), lambda _: None)
+        setup.device.synchronize()
+        return setup.clock() - start
+
+    run()
+    begun = setup.clock()
+    times: list[float] = []
+    while len(times) < REPEATS and (not times or setup.clock() - begun < SECONDS_PER_SHAPE):
+        times.append(run())
+    return min(times)
+
+
+def fit_cost(timed: Sequence[TimedShape]) -> MicroBatchCost:
+    """Fit a cost to measured shapes: least squares of relative errors, without negative terms."""
+    rows = np.array([[1.0, m, m * size, m * size**2] for m, size, _ in timed])
+    rows /= np.array([shape.seconds for shape in timed])[:, None]
+    best: tuple[float, NDArray[np.float64]] | None = None
+    for kept in itertools.chain.from_iterable(
+        itertools.combinations(range(TERMS), number) for number in range(1, TERMS + 1)
+    ):
+        found, *_ = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)), rcond=None)
+        if (found < 0).any():
+            continue
+        error = float(((rows[:, kept] @ found - 1) ** 2).sum())
+        if best is None or error < best[0]:
+            terms = np.zeros(TERMS)
+            terms[list(kept)] = found
+            best = error, terms
+    assert best is not None, "a single term is never negative"
+    fixed, per_sample, per_size, per_size_squared = best[1].tolist()
+    return MicroBatchCost(
+        fixed=fixed, per_sample=per_sample, per_size=per_size, per_size_squared=per_size_squared
+    )

@@ -1,0 +1,190 @@
+"""Reasons against a split by size: models and data whose results would change, or that would gain nothing.
+
+Sorting the samples of a batch keeps Σ totals ÷ Σ counts. It changes results if a layer or a loss sees more
+than one sample at a time, or sees the padding. Such a workload depends on the micro-batch in any split, but a
+split by size makes the error systematic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autobatch.core.knobs import COMPILE
+from autobatch.device.oom import Verdict, classify
+from autobatch.probing.attempt import TrainSetup
+from autobatch.step.restore import temporary_weights
+from autobatch.workload.contract import Loss, WholeBatchLoss
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.nested import tensors_of, to_device
+from autobatch.workload.rng import preserved_random_state, seed_everything
+
+Sizes = NDArray[np.float64]
+CHECKED = 32
+"""Samples whose sizes are compared with the numbers in their collated batches."""
+LEAST_CORRELATION = 0.5
+"""Rank correlation of sizes and numbers below which a size does not explain memory."""
+PADDED_SHARE = 0.25
+"""Share of the room beside a short sample that must be filled for samples to count as padded."""
+TOLERANCE = 0.01
+"""Share of a sample's loss that may depend on its neighbours: rounding stays far below."""
+ROUNDING = 1e-3
+"""Share of its neighbour's loss that rounding may add, in TF32."""
+
+
+class Obstacle(NamedTuple):
+    """Reason against a split by size."""
+
+    reason: str
+    """In words that follow "batches are split by count: "."""
+    is_hazard: bool = False
+    """True if results would be wrong; False if there is nothing to gain or to go by."""
+
+
+def find_obstacle(setup: TrainSetup) -> Obstacle | None:
+    """Return the first obstacle to a split by size; None if there is none.
+
+    The weights, the random states and the position in the data stay.
+    """
+    sizes = setup.worst_case.sizes()
+    if sizes is None:
+        return Obstacle(
+            "the sizes of some samples are unknown, because reading all takes too long: give "
+            "Workload(size_of=…)"
+        )
+    if float(sizes.min()) == float(sizes.max()):
+        return Obstacle("all samples have one size")
+    with preserved_random_state():
+        for obstacle in _obstacles(setup, sizes):
+            if obstacle is not None:
+                return obstacle
+    return None
+
+
+def _obstacles(setup: TrainSetup, sizes: Sizes) -> Iterator[Obstacle | None]:
+    """Make the checks in order, cheap ones first."""
+    yield _in_model(setup)
+    yield _in_data(setup, sizes)
+    yield _in_collate(setup, sizes)
+    yield _in_padding(setup, sizes)
+
+
+def _in_model(setup: TrainSetup) -> Obstacle | None:
+    """Check for layers, losses and compilers that a split by size disturbs."""
+    if isinstance(setup.workload.loss, WholeBatchLoss):
+        return Obstacle("a WholeBatchLoss needs its rows in the order of the batch", is_hazard=True)
+    if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
+        return Obstacle(
+            "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ",
+            is_hazard=True,
+        )
+    is_compiled = hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off"
+    if is_compiled:
+        return Obstacle("a compiled model compiles anew for most micro-batches of other shapes")
+    return None
+
+
+def _in_data(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+    """Check that a sample has the same size each time that it is read."""
+    order = np.argsort(sizes, kind="stable")
+    for index in (int(order[0]), int(order[len(order) // 2]), int(order[-1])):
+        seed_everything(index + 1)
+        found = setup.worst_case.read_size(index)
+        if found != sizes[index]:
+            return Obstacle(
+                f"sample {index} had a size of {sizes[index]:g} and now has {found:g}, so sizes are drawn at "
+                "random"
+            )
+    return None
+
+
+def _in_collate(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+    """Check that batches may have any number of samples, are padded, and grow with the size."""
+    order = np.argsort(sizes, kind="stable").tolist()
+    short, longest = order[len(order) // 4], order[-1]
+    counts = []
+    for ids in ([short], [longest], [short, longest], [longest, longest, short]):
+        try:
+            counts.append(_numbers(setup, ids))
+        except Exception:
+            if len(ids) == 1:
+                return None  # another stage reports it
+            return Obstacle("the collate function takes a fixed number of samples only")
+    one, other, both, _ = counts
+    if not other:
+        return None  # what it returns holds no tensors to go by
+    if one < other and both - one - other < PADDED_SHARE * (other - one):
+        return Obstacle("the collate function does not pad, so there is nothing to save")
+    chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
+    if _rank_correlation(sizes[chosen], np.array([_numbers(setup, [i]) for i in chosen])) < LEAST_CORRELATION:
+        return Obstacle("size does not explain memory: larger samples do not make larger micro-batches")
+    return None
+
+
+def _numbers(setup: TrainSetup, ids: list[int]) -> int:
+    """Count the numbers in the collated batch of some samples."""
+    return sum(tensor.numel() for tensor in tensors_of(load_micro_batch(setup.workload, ids)))
+
+
+def _rank_correlation(one: NDArray[np.float64], other: NDArray[np.int64]) -> float:
+    """Return Spearman's rank correlation; 0 if either is constant."""
+    ranks = [np.searchsorted(np.sort(values), values) for values in (one, other)]
+    if any(int(each.min()) == int(each.max()) for each in ranks):
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _in_padding(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+    """Compare the loss of a short sample alone with its loss beside the longest one."""
+    order = np.argsort(sizes, kind="stable")
+    short, longest = int(order[len(order) // 4]), int(order[-1])
+    difference: float | None = None
+    try:
+        difference = _change_beside(setup, short, longest)
+    except Exception as error:  # other stages report what the workload raises
+        if classify(error) is Verdict.NONE:
+            return None
+    if difference is None or difference <= TOLERANCE:
+        return None
+    return Obstacle(
+        f"the loss of sample {short} changes by {difference:.1%} beside sample {longest}, so it depends on "
+        "its padding: let the model ignore padding with a mask, and return Loss(total, count) if the loss is "
+        "a mean over tokens",
+        is_hazard=True,
+    )
+
+
+def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
+    """Return the share by which a sample's loss changes beside another; None if the loss draws at random."""
+    with (
+        setup.device.training() as meter,
+        temporary_weights(setup.model, setup.device.torch_device) as model,
+        torch.no_grad(),
+    ):
+        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+        model.eval()
+        alone, again = (_total(setup, model, [short], seed) for seed in (1, 2))
+        if alone != again:
+            return None
+        other, both = _total(setup, model, [longest], 1), _total(setup, model, [short, longest], 1)
+    if not alone[0]:
+        return None
+    excess = abs(both[0] - alone[0] - other[0]) - ROUNDING * abs(other[0])
+    counted = abs(both[1] - alone[1] - other[1])
+    return max(excess / abs(alone[0]), counted / alone[1] if alone[1] else 0.0)
+
+
+def _total(setup: TrainSetup, model: nn.Module, ids: list[int], seed: int) -> tuple[float, float]:
+    """Return the sum of the loss over some samples, and the count that it is a sum over."""
+    seed_everything(seed)
+    batch = to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device)
+    loss = setup.workload.loss(model, batch)
+    if isinstance(loss, Loss):
+        return float(loss.total), float(loss.count)
+    return float(loss) * len(ids), float(len(ids))

@@ -1,0 +1,64 @@
+"""The stage that chooses the split: the plan that results, and failures that end no run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autobatch.api import split
+from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.options import PlanOptions, options_from
+from autobatch.core.progress import Progress
+from tests.support.ragged import ragged_workload
+from tests.support.training import language_model
+
+
+class Noting(Progress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def plan(home: Path, workload, **values: Any):
+    options = {"target_batch": 24, "device": "cpu", "memory_budget": "2MiB", **values}
+    listener = Noting()
+    context = RunContext(environ={"AUTOBATCH_HOME": str(home)}, progress=listener)
+    return run_plan(workload, options_from(PlanOptions, options), context), listener.notes
+
+
+def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(tmp_path: Path) -> None:
+    found, notes = plan(tmp_path, ragged_workload(), split="size")
+    assert found.plan.split == "size"
+    cut = found.plan.size_cut
+    assert cut.padding <= cut.padding_by_count
+    assert cut.micro_batches == [min(found.probe.micro_batch, 24)]
+    assert any("padded ÷ real" in line for line in notes)
+
+
+def test_a_plan_by_count_stays_as_it_was(tmp_path: Path) -> None:
+    found, notes = plan(tmp_path, ragged_workload(), split="count")
+    assert (found.plan.split, found.plan.size_cut) == ("count", None)
+    assert not any("split" in line for line in notes)
+
+
+def test_a_hazard_ends_a_run_that_asked_for_it(tmp_path: Path) -> None:
+    def mean(model, batch):
+        return model(batch[0]).mean()
+
+    with pytest.raises(InputError, match="--split size is not possible"):
+        plan(tmp_path, ragged_workload(loss=mean, model=language_model), split="size")
+
+
+def test_a_choice_that_fails_leaves_a_plan_by_count(tmp_path: Path, monkeypatch) -> None:
+    def broken(*_: object):
+        raise AutobatchError("the clock stands still")
+
+    monkeypatch.setattr(split, "choose_split", broken)
+    found, notes = plan(tmp_path, ragged_workload())
+    assert found.plan.split == "count"
+    assert "batches are split by count: the clock stands still" in notes

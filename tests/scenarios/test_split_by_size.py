@@ -1,0 +1,106 @@
+"""Batches that are split by size: the same gradient, the same draws, exact recovery and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autobatch.core.progress import Progress
+from autobatch.training.checkpoint import load_newest
+from autobatch.training.loop_state import restore_loop
+from autobatch.training.run import train
+from autobatch.workload.loader import open_feed
+from tests.support.faults import Fault, Watching
+from tests.support.ragged import Sequences, ragged_split, ragged_workload
+from tests.support.runs import settings
+from tests.support.training import apart, fingerprint, make_loop, weights
+
+
+def loop_of(workload, *, by_size: bool = True, limit: int = 5, **options):
+    options = {"target_batch": 24, "steps": 6, **options}
+    if not by_size:
+        return make_loop(workload, micro_batch=limit, **options)
+    split = ragged_split(workload, limit)
+    return make_loop(workload, micro_batch=split.largest, split=split, **options)
+
+
+def feed_of(loop, workers: int = 0):
+    return open_feed(
+        loop.workload, loop.sampler.batches, seed=0, workers=workers, sample_seeds=True, split=loop.split
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 3, 24])
+def test_the_weights_are_those_of_whole_batches(limit: int) -> None:
+    workload = ragged_workload()
+    whole = loop_of(workload, by_size=False, limit=24)
+    list(whole.run())
+    split = loop_of(workload, limit=limit)
+    records = list(split.run())
+    assert apart(weights(split.train_state.model), weights(whole.train_state.model)) <= 1e-12
+    assert len({record.accumulation_steps for record in records}) >= 1
+    assert all(record.accumulation_steps > 1 for record in records if limit < 24)
+
+
+def test_random_draws_of_the_data_belong_to_the_sample_and_not_to_the_split() -> None:
+    workload = ragged_workload(train_data=Sequences(noise=0.7))
+    found = []
+    for by_size, workers in ((False, 0), (True, 0), (True, 2)):
+        loop = loop_of(workload, by_size=by_size)
+        with feed_of(loop, workers) as feed:
+            loop.feed = feed
+            list(loop.run())
+        found.append(weights(loop.train_state.model))
+    assert apart(found[0], found[1]) <= 1e-12
+    assert torch.equal(found[1], found[2])
+
+
+def test_a_resume_is_bit_exact(tmp_path: Path) -> None:
+    workload = ragged_workload(train_data=Sequences(noise=0.7))
+    whole = loop_of(workload)
+    with feed_of(whole) as whole.feed:
+        list(whole.run())
+    first = loop_of(workload, steps=3)
+    with feed_of(first) as first.feed:
+        train(first, settings(tmp_path), Progress(), None)
+    second = loop_of(workload)
+    resumed = load_newest(tmp_path / "checkpoints")
+    restore_loop(second, resumed.state, same_hardware=True)
+    with feed_of(second) as second.feed:
+        train(second, settings(tmp_path), Progress(), resumed)
+    assert fingerprint(second.train_state.model) == fingerprint(whole.train_state.model)
+    assert second.noise.state_dict() == whole.noise.state_dict()
+
+
+def test_out_of_memory_halves_the_failed_micro_batch_and_keeps_the_gradient() -> None:
+    workload = ragged_workload()
+    undisturbed = loop_of(workload)
+    list(undisturbed.run())
+    fault = Fault(150)
+    loop = loop_of(workload, meter=Watching(fault))
+    before = loop.split.parts(next(loop.sampler.batches(1)), loop.micro_batch)
+    records = []
+    with fault:
+        run = loop.run()
+        records.append(next(run))
+        fault.armed = True
+        records.append(next(run))
+        fault.armed = False
+        records += run
+    assert records[1].recovered is not None
+    assert records[1].accumulation_steps > len(before)
+    assert loop.oom_recoveries == 1
+    assert apart(weights(loop.train_state.model), weights(undisturbed.train_state.model)) <= 1e-12
+
+
+def test_the_noise_scale_is_measured_on_samples_as_they_were_drawn() -> None:
+    """The first micro-batch by size holds the longest samples, whose gradient would be no fair draw."""
+    loop = loop_of(ragged_workload(train_data=Sequences(samples=96)), target_batch=48, steps=8)
+    for batch in loop.sampler.batches():
+        first = loop.split.parts(batch, loop.micro_batch)[0]
+        if loop.noise.is_due(batch.index):
+            assert first.ids == batch.ids[: len(first.ids)]
+        else:
+            assert max(loop.split.sizes[batch.ids]) == loop.split.sizes[first.ids[0]]

@@ -1,0 +1,77 @@
+"""Workloads with samples of different sizes, and splits of their batches."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from autobatch.core.records import MicroBatchCost, SizeCut
+from autobatch.workload.contract import Collated, Loss, Workload
+from autobatch.workload.data import WorstCaseSampler
+from autobatch.workload.size_split import SizeSplit, digest_of
+from tests.support.training import IGNORED, language_model
+
+COST = MicroBatchCost(fixed=1.0, per_sample=0.1, per_size=0.2)
+
+
+class Sequences:
+    """Sequences of 1 to ``longest`` tokens; a quarter of the labels is ignored."""
+
+    def __init__(self, samples: int = 48, longest: int = 24, *, noise: float = 0.0) -> None:
+        self.samples, self.longest, self.noise = samples, longest, noise
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        length = 1 + (index * 7919) % self.longest
+        ids = torch.randint(7, (length + 1,), generator=draw)
+        if self.noise and random.random() < self.noise:
+            ids = (ids + int(np.random.randint(7))) % 7
+        labels = ids[1:].masked_fill(torch.rand(length, generator=draw) < 0.25, IGNORED)
+        return ids[:-1], labels
+
+
+def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    ids, labels = zip(*samples, strict=True)
+    return (
+        pad_sequence(list(ids), batch_first=True),
+        pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
+    )
+
+
+def sequence_loss(model: nn.Module, batch: Collated) -> Loss:
+    ids, labels = batch
+    total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return Loss(total, (labels != IGNORED).sum())
+
+
+def ragged_workload(**changes: Any) -> Workload:
+    fields: dict[str, Any] = {
+        "model": language_model,
+        "train_data": Sequences(),
+        "collate": pad,
+        "loss": sequence_loss,
+        "optimizer": lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
+        "learning_rate": 0.01,
+        "size_of": lambda sample: len(sample[0]),
+        "name": "ragged",
+    }
+    return Workload(**{**fields, **changes})
+
+
+def ragged_split(workload: Workload, limit: int = 5, *, measured_every: int | None = 4) -> SizeSplit:
+    """Make a split whose short samples may share larger micro-batches."""
+    sizes = WorstCaseSampler(workload).sizes()
+    assert sizes is not None
+    knots = sorted({float(size) for size in sizes})
+    limits = [limit + 2 * (len(knots) - 1 - number) for number in range(len(knots))]
+    cut = SizeCut(sizes=knots, micro_batches=limits, limits_by="replay", cost=COST, digest=digest_of(sizes))
+    return SizeSplit(sizes=sizes, cut=cut, measured_every=measured_every)
