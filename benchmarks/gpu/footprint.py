@@ -1,124 +1,42 @@
-"""Accuracy of the predicted memory of a GPU, against the GPU of this machine.
-
-    python -m benchmarks.gpu.footprint --out DIR [--only gpt …] [--precisions bf16 …] [--caps 8 …]
-
-For every workload and precision, runs give the peaks at a few micro-batches and the largest micro-batch under
-caps on the allocator. A trace on tensors without memory predicts both before. The result also has the entries
-of the allocator for one step (``golden_*.json.gz``, to check the model of the allocator without a GPU), the
-growth of the context, and the workspaces of cuBLAS. It is written after every workload, so a run that is cut
-short keeps its results. Without a GPU nothing is measured, and the exit code is 0.
-"""
+"""Predicted memory against a GPU: peaks, largest micro-batches, and the allocator entry by entry."""
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import gzip
 import json
-import platform
-import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autobatch.core.errors import AutobatchError
 from autobatch.core.units import GiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.device.cuda import CudaDevice
+from autobatch.device.base import Device
 from autobatch.footprint.predict import Footprint, footprint, predict, with_workspaces
 from autobatch.footprint.trace_step import Setting
 from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
 from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import search
-from benchmarks.footprint.table import gpu_summary, gpu_text
 from benchmarks.footprint.truth import Onlooker, train
-from benchmarks.gpu.cases import CASES, SAMPLES, Made
-from benchmarks.gpu.golden import WORKSPACES, lasting, mismatches, reduced
+from benchmarks.gpu.cases import SAMPLES, Case, Made
+from benchmarks.gpu.golden import WORKSPACES, mismatches, reduced
+from benchmarks.gpu.machine import Machine
 
-PRECISIONS = ("fp32", "bf16", "fp16")
 SIZES = (4, 16, 64, 256)
-CAPS_GIB = (8, 16, 24, 40, 80)
-GOLDEN = ("gpt", "bf16", 16)
-"""The step whose entries are stored."""
+"""Micro-batches whose peaks are compared."""
+TRACED = (2, 8, 16, 31, 32, 48, 64)
+"""Micro-batches whose events are compared with each other."""
 HEADROOM_BYTES = 2 * GiB
 """Free memory above a cap, because the context grows and other processes may start."""
+GOLDEN_FILE = "golden.json.gz"
+TRACES_FILE = "traces.jsonl.gz"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--caps", nargs="*", type=int, default=list(CAPS_GIB), help="GiB")
-    parser.add_argument("--seconds", type=float, default=540.0, help="start nothing after this time")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks.gpu.footprint: no CUDA GPU found, nothing was measured")
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    content = header()
-    for name in options.only:
-        for precision in options.precisions:
-            if time.perf_counter() - start > options.seconds:
-                content["left_out"].append([name, precision])
-                continue
-            content["workloads"].append(measure(name, precision, options.caps, content["workspaces"]))
-            if (name, precision) == GOLDEN[:2]:
-                content["golden"] = keep_golden(options.out)
-            content["context_bytes"].append(outside_bytes())
-            content["wall_seconds"] = round(time.perf_counter() - start)
-            content["summary"] = gpu_summary(content["workloads"])
-            write(options.out, content)
-    print(gpu_text(content))
-
-
-def header() -> dict[str, Any]:
-    """Return the GPU, the versions, and the figures that are measured once."""
-    properties = torch.cuda.get_device_properties(0)
-    before = outside_bytes()
-    return {
-        "benchmark": "footprint-gpu",
-        "command": "python -m benchmarks.gpu.footprint",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "gpu": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "total_bytes": properties.total_memory,
-        "versions": {
-            "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "python": platform.python_version(),
-        },
-        "context_bytes": [before],
-        "workspaces": workspaces(),
-        "golden": None,
-        "left_out": [],
-        "workloads": [],
-        "summary": None,
-        "wall_seconds": 0,
-    }
-
-
-def outside_bytes() -> int:
-    """Return the bytes outside the allocator of this process: context, kernels and other processes."""
-    free, total = torch.cuda.mem_get_info(0)
-    return total - free - torch.cuda.memory_reserved(0)
-
-
-def workspaces() -> dict[str, int]:
-    """Return the workspaces that cuBLAS keeps for a product in the forward and in the backward thread."""
-    ran = attempt(setup_of("mlp", "fp32", CudaDevice(index=0, memory_budget=8 * GiB)), 4)
-    if ran.trace is None:
-        return {}
-    return {str(size): count for size, count in lasting(ran.trace).items()}
-
-
-def setup_of(name: str, precision: str, device: CudaDevice) -> TrainSetup:
-    case = CASES[name]()
+def setup_of(case: Case, precision: str, device: Device) -> TrainSetup:
+    """Return a setup of a case, whose batches are created at once."""
     torch.manual_seed(0)
     return TrainSetup(
         workload=case.workload,
@@ -131,42 +49,48 @@ def setup_of(name: str, precision: str, device: CudaDevice) -> TrainSetup:
     )
 
 
-def measure(name: str, precision: str, caps: list[int], found: dict[str, int]) -> dict[str, Any]:
-    """Measure one workload in one precision. A failure is part of the result."""
-    device = CudaDevice(index=0, memory_budget=None)
-    setup = setup_of(name, precision, device)
-    row: dict[str, Any] = {"workload": name, "precision": precision, "sizes": [], "limits": [], "notes": []}
-    try:
-        step = footprint(setting_of(setup))
-    except AutobatchError as error:
-        return row | {"failure": str(error)}
-    row["cpu_estimate_seconds"], row["notes"] = step.seconds, list(step.notes)
-    taken = next(((int(size), count) for size, count in found.items()), (WORKSPACES[0], 2))
+def peaks_and_limits(
+    machine: Machine, case: Case, precision: str, caps: Iterable[int] = (), most: int = SAMPLES
+) -> dict[str, Any]:
+    """Return peaks at a few micro-batches and the limits under caps (bytes), predicted and found by runs."""
+    setup = setup_of(case, precision, machine.open())
+    step = footprint(setting_of(setup))
+    taken = workspaces_of(setup.device)
+    row: dict[str, Any] = {"workload": case.workload.name, "precision": precision, "notes": list(step.notes)}
+    row |= {"cpu_estimate_seconds": step.seconds, "sizes": [], "limits": []}
     for size in SIZES:
         ran = attempt(setup, size).attempt
         if not ran.fits:
             break
+        gpu = {"allocated": ran.peak_allocated_bytes, "reserved": ran.peak_reserved_bytes}
         row["sizes"].append(
             {
                 "micro_batch": size,
                 "predicted": peaks(step, taken, size),
-                "gpu": {"allocated": ran.peak_allocated_bytes, "reserved": ran.peak_reserved_bytes},
-                "seconds": ran.seconds,
+                "gpu": gpu,
+                "seconds": ran.step_seconds,
             }
         )
-    free, _ = torch.cuda.mem_get_info(0)
-    room = free + torch.cuda.memory_reserved(0) - HEADROOM_BYTES
-    row["limits"] = [limit(setup, step, taken, cap * GiB) for cap in caps if cap * GiB <= room]
+    room = machine.free_and_total()[0] + machine.reserved() - HEADROOM_BYTES
+    for cap in caps:
+        if cap <= room:
+            row["limits"].append(limit(setup, machine, step, taken, cap, most))
     return row
 
 
+def workspaces_of(device: Device) -> tuple[int, int]:
+    """Return the size and the number of cuBLAS' workspaces (CublasHandlePool.cpp, until torch 2.14)."""
+    return (WORKSPACES[1] if (device.compute_capability or (0, 0)) >= (9, 0) else WORKSPACES[0], 2)
+
+
 def setting_of(setup: TrainSetup) -> Setting:
+    """Return what a trace without memory needs."""
     return Setting(
         workload=setup.workload,
         model=setup.model,
         batch_of=setup.worst_case.batch,
         precision=setup.precision,
-        capability=torch.cuda.get_device_capability(0),
+        capability=setup.device.compute_capability,
         steps=ATTEMPT_STEPS,
         max_grad_norm=1.0,
         knobs=setup.knobs,
@@ -174,19 +98,22 @@ def setting_of(setup: TrainSetup) -> Setting:
 
 
 def peaks(step: Footprint, taken: tuple[int, int], size: int) -> dict[str, int]:
+    """Return the predicted peaks of a micro-batch, in bytes."""
     found = replay(with_workspaces(step, taken).at(size), CachingAllocator())
     return {"allocated": found.peak_allocated_bytes, "reserved": found.peak_reserved_bytes}
 
 
-def limit(setup: TrainSetup, step: Footprint, taken: tuple[int, int], cap_bytes: int) -> dict[str, Any]:
+def limit(
+    setup: TrainSetup, machine: Machine, step: Footprint, taken: tuple[int, int], cap: int, most: int
+) -> dict[str, Any]:
     """Return the largest micro-batch under a cap, predicted and found by runs."""
-    estimate = predict(step, budget_bytes=cap_bytes, cap=SAMPLES, workspaces=taken)
-    gpu = replace(setup, device=CudaDevice(index=0, memory_budget=cap_bytes))
-    program = with_workspaces(step, taken)
-    predictor = ReplayPredictor(lambda: CachingAllocator(cap_bytes), program)
-    true = search(lambda size: attempt(gpu, size), cap=SAMPLES, predictor=predictor)
+    budget = machine.budget(cap)
+    estimate = predict(step, budget_bytes=budget, cap=most, workspaces=taken)
+    capped = replace(setup, device=machine.open(budget))
+    predictor = ReplayPredictor(lambda: CachingAllocator(budget), with_workspaces(step, taken))
+    true = search(lambda size: attempt(capped, size), cap=most, predictor=predictor)
     return {
-        "cap_bytes": cap_bytes,
+        "cap_bytes": cap,
         "predicted": estimate.micro_batch,
         "predicted_low": estimate.micro_batch_low,
         "predicted_high": estimate.micro_batch_high,
@@ -197,33 +124,58 @@ def limit(setup: TrainSetup, step: Footprint, taken: tuple[int, int], cap_bytes:
     }
 
 
-def keep_golden(out: Path) -> dict[str, Any]:
-    """Store the allocator's entries of one step, and compare the model with them."""
-    name, precision, size = GOLDEN
-    setup = setup_of(name, precision, CudaDevice(index=0, memory_budget=None))
-    with setup.device.enforced():
+def golden(machine: Machine, case: Case, precision: str, size: int, out: Path) -> dict[str, Any]:
+    """Store the allocator's entries of one step, and compare the model of the allocator with them."""
+    setup = setup_of(case, precision, machine.open())
+    machine.empty()
+    # `training` records nothing for itself, and the cache is empty.
+    with setup.device.training(), machine.recorded() as entries:
         train(setup, size, Onlooker())
-        snapshot = torch.cuda.memory._snapshot(0)
-    entries = reduced(snapshot["device_traces"][0])
-    wrong = mismatches(entries)
-    content = {
-        "workload": name,
+        seen = reduced(entries())
+    wrong = mismatches(seen)
+    content = machine.about() | {
+        "workload": case.workload.name,
         "precision": precision,
         "micro_batch": size,
-        "gpu": torch.cuda.get_device_name(0),
-        "torch": str(torch.__version__),
-        "entries": entries,
+        "entries": seen,
     }
-    path = out / "golden_allocator.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
-    return {"file": path.name, "entries": len(entries), "mismatches": len(wrong), "first": wrong[:3]}
+    (out / GOLDEN_FILE).write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
+    return {
+        "file": GOLDEN_FILE,
+        "entries": len(seen),
+        "mismatches": len(wrong),
+        "first": [one._asdict() for one in wrong[:3]],
+    }
 
 
-def write(out: Path, content: dict[str, Any]) -> None:
-    slug = content["gpu"].lower().replace(" ", "-")
-    path = out / f"footprint_{slug}_{content['date']}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+def traces(machine: Machine, case: Case, precision: str, out: Path) -> dict[str, Any]:
+    """Store the events of a step at several micro-batches, and return how they differ.
 
-
-if __name__ == "__main__":
-    main()
+    ``bent`` has the sizes at 16, 32 and 64 of events that are no straight line through the three.
+    """
+    setup = setup_of(case, precision, machine.open())
+    found: dict[int, Any] = {}
+    for size in TRACED:
+        trace = attempt(setup, size).trace
+        found[size] = None if trace is None else trace.canonical().events
+    again = attempt(setup, TRACED[-1]).trace
+    lines = [
+        {"workload": case.workload.name, "precision": precision, "micro_batch": size, "events": events}
+        for size, events in found.items()
+        if events is not None
+    ]
+    with (out / TRACES_FILE).open("ab") as file:  # a gzip file may have several members
+        file.write(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0))
+    a, b, c = (found[size] or () for size in (16, 32, 64))
+    bent = []
+    if len(a) == len(b) == len(c):
+        sizes = zip((e[1] for e in a), (e[1] for e in b), (e[1] for e in c), strict=True)
+        bent = [(x, y, z) for x, y, z in sizes if x >= 0 and z - y != 2 * (y - x)]
+    return {
+        "events": {str(size): None if events is None else len(events) for size, events in found.items()},
+        "same_twice": again is not None and again.canonical().events == found[TRACED[-1]],
+        "alike": len(a) == len(b) == len(c),
+        "bent": len(bent),
+        "largest_bent": max((z for *_, z in bent), default=0),
+        "first_bent": bent[:8],
+    }

@@ -10,7 +10,7 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 
-KEPT = ("alloc", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
+KEPT = ("alloc", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap")
 """Actions of ``torch.cuda.memory._snapshot()["device_traces"]`` that a replay needs."""
 WORKSPACES = (4096 * KiB * 2 + 16 * KiB * 8, 32 * MiB)
 """Sizes of cuBLAS' workspaces: ``:4096:2:16:8``, and on capability 9.0 and later (CublasHandlePool.cpp)."""
@@ -27,6 +27,7 @@ class Mismatch(NamedTuple):
 
 def reduced(entries: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
     """Return action, address and size of the entries that a replay needs, relative to the lowest address."""
+    # An allocation that failed has no address, and reserves nothing.
     kept = [(e["action"], int(e["addr"]), int(e["size"])) for e in entries if e["action"] in KEPT]
     lowest = min((address for _, address, _ in kept), default=0)
     return [(action, address - lowest, size) for action, address, size in kept]

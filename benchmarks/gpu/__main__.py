@@ -1,0 +1,78 @@
+"""All measurements on a GPU with one command, for a GPU that is here for minutes only.
+
+    python -m benchmarks.gpu --out DIR [--minutes 9] [--part facts] [--device stand-in]
+
+The measurements run in the order that yields the most per minute. Each is written to ``DIR/rows.jsonl`` as
+soon as it ends. A failure is a row, too, and the next measurement follows, in a new process if the GPU's
+context is lost. A second call with the same DIR continues: first what was never tried, then what failed or
+was cut off. At the end, ``DIR/table.md`` sets every claim beside what was measured.
+
+``--device stand-in`` rehearses everything without a GPU. ``python -m benchmarks.gpu.keep DIR`` turns the
+results into fixtures of the tests and into figures of a profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.gpu.claims import table
+from benchmarks.gpu.journal import CUT, FAILED, Journal, last_call
+from benchmarks.gpu.work import LOST, PARTS
+
+
+def main() -> int:
+    """Measure until everything is tried or the time is over."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="end by then")
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--device", choices=("cuda", "stand-in"), default="cuda")
+    options = parser.parse_args()
+    until = time.time() + 60 * options.minutes
+    options.out.mkdir(parents=True, exist_ok=True)
+    journal = Journal(options.out, last_call(options.out) + 1)
+    command = [sys.executable, "-m", "benchmarks.gpu.work", "--out", str(options.out)]
+    command += ["--call", str(journal.call), "--until", str(until)]
+    command += ["--device", options.device, "--part", *options.part]
+    while measure(command, journal, until):
+        pass
+    text = table(journal.rows())
+    (options.out / "table.md").write_text(text)
+    print(text)
+    return 0
+
+
+def measure(command: list[str], journal: Journal, until: float) -> bool:
+    """Run units in a process of their own, and return whether another process must go on."""
+    before = len(journal.rows())
+    # A group of its own, because a unit may start processes, too.
+    process = subprocess.Popen(command, process_group=0)
+    try:
+        code = process.wait(timeout=max(1.0, until - time.time()))
+        status, why = FAILED, f"the process ended with {code}"
+    except subprocess.TimeoutExpired:
+        code, status, why = 0, CUT, "the time was over"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    unit = journal.unfinished()
+    if unit is not None:
+        journal.write(unit, status, error=why)
+    # A process that dies before its first unit would die again.
+    return (code == LOST or unit is not None) and len(journal.rows()) > before and time.time() < until
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The claims of the project that only a GPU can confirm, each beside what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from autobatch.core.units import MiB, format_bytes
+from benchmarks.footprint.table import gpu_summary
+from benchmarks.gpu.journal import DONE, latest
+
+Found = dict[str, dict[str, Any]]
+"""What each unit found, by name."""
+UNKNOWN = "not measured"
+NOTABLE_GROWTH_BYTES = 64 * MiB
+"""Growth outside the allocator from which a probe tells that other processes took memory."""
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return Markdown: the GPU, every claim and what was measured, and what failed or is left."""
+    last = latest(rows)
+    found = {name: row["found"] for name, row in last.items() if row["status"] == DONE}
+    lines = [heading(found), "", "| claimed | measured |", "|---|---|"]
+    lines += [f"| {claim} | {_measured(read, found)} |" for claim, read in CLAIMS.items()]
+    bad = [f"- {name}: {row.get('error')}" for name, row in last.items() if row["status"] != DONE]
+    if bad:
+        lines += ["", "Not measured:", "", *bad]
+    return "\n".join(lines) + "\n"
+
+
+def heading(found: Found) -> str:
+    """Return the GPU and the versions in one line."""
+    about = found.get("facts/versions", {})
+    return f"{about.get('gpu', 'unknown GPU')}, torch {about.get('torch')}, CUDA {about.get('cuda')}"
+
+
+def limits(found: Found) -> str:
+    """Return how many limits are exact, with runs and errors."""
+    rows = part(found, "probe/")
+    exact = sum(row["exact"] for row in rows)
+    runs, ooms = ([row.get(name, 0) for row in rows] for name in ("runs", "ooms"))
+    return (
+        f"{exact} of {len(rows)} exact; {statistics.median(runs):g} runs and {statistics.median(ooms):g} "
+        f"out-of-memory errors in the median, {max(runs)} and {max(ooms)} at most"
+    )
+
+
+def memory(found: Found) -> str:
+    """Return the errors of predicted peaks."""
+    summary = gpu_summary(part(found, "footprint/", "sizes"))
+    return "; ".join(
+        f"{name}: median {summary[name]['median']:.2%}, worst {summary[name]['worst']:+.2%} of "
+        f"{summary[name]['cases']}"
+        for name in ("allocated", "reserved")
+    )
+
+
+def predicted_limits(found: Found) -> str:
+    """Return the errors of largest micro-batches that were predicted without a run."""
+    summary = gpu_summary(part(found, "footprint/", "sizes"))
+    inside, cases = summary["limits_in_interval"], summary["limits"]["cases"]
+    return f"exact in {summary['limits_exact']}, within the interval in {inside} of {cases}"
+
+
+def allocator(found: Found) -> str:
+    """Return how often the model of the allocator reserves another amount."""
+    row = found["footprint/golden"]
+    return f"{row['mismatches']} of {row['entries']} entries differ"
+
+
+def alike(found: Found) -> str:
+    """Return whether equal runs have equal events, and how many events are no straight line."""
+    rows = part(found, "facts/traces")
+    same = sum(row["same_twice"] for row in rows)
+    bent = ", ".join(str(row["bent"]) for row in rows)
+    structure = sum(row["alike"] for row in rows)
+    return (
+        f"same events twice in {same} of {len(rows)}; alike at 16, 32 and 64 in {structure}; "
+        f"bent events: {bent}"
+    )
+
+
+def cap(found: Found) -> str:
+    """Return how full the budget became, and by how much it was exceeded."""
+    rows = {name: row for name, row in found["facts/cap"].items() if isinstance(row, dict)}
+    return "; ".join(
+        f"{name}: {row['pieces']} of 50 pieces, peak {format_bytes(row['peak_reserved_bytes'])} of "
+        f"{format_bytes(row['budget_bytes'])}"
+        for name, row in rows.items()
+    )
+
+
+def sessions(found: Found) -> str:
+    """Return what is reserved as sessions start."""
+    return f"reserved at the start: {found['facts/sessions']['reserved_bytes']}"
+
+
+def workspaces(found: Found) -> str:
+    """Return the blocks that products keep."""
+    kept = {
+        str(row["kept"]) if row["kept"] else f"none (took {row['taken']})"
+        for row in found["facts/workspaces"].values()
+    }
+    return " or ".join(sorted(kept))
+
+
+def growth(found: Found) -> str:
+    """Return what kernels and libraries add outside of the allocator."""
+    sizes = list(found["facts/context"].values())
+    grown = sizes[-1] - sizes[0]
+    more = "more" if grown > NOTABLE_GROWTH_BYTES else "less"
+    return f"{format_bytes(sizes[0])}, then {format_bytes(grown)} more ({more} than the notable 64 MiB)"
+
+
+def copies(found: Found) -> str:
+    """Return the longest call of a copy while the GPU is busy, from pageable and from pinned memory."""
+    rows = found["facts/copies"]
+    longest = {
+        kind: max(seconds for name, seconds in rows.items() if name.startswith(kind))
+        for kind in ("pageable", "pinned")
+    }
+    return ", ".join(f"{kind}: {1000 * seconds:.1f} ms" for kind, seconds in longest.items())
+
+
+def loop(found: Found) -> str:
+    """Return the ratios of the loop, and where the host waits."""
+    rows = part(found, "loop/")
+    ratios = ", ".join(
+        f"{row['workload']} {row['ratio']:.3f} ({row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f})"
+        for row in rows
+    )
+    waits = [row["waits_within_a_step"] for row in rows if row["waits_within_a_step"]]
+    return f"{ratios}; waits within a step: {waits[0] if waits else 'none'}"
+
+
+def commands(found: Found) -> str:
+    """Return exit codes and seconds of the demo."""
+    row = found["fit/demo"]
+    return ", ".join(
+        f"{name}: exit {row[name]['exit']}, {row[name]['seconds']} s" for name in ("first", "second")
+    )
+
+
+def other_processes(found: Found) -> str:
+    """Return whether the demo tells of other processes."""
+    said = " ".join(found["fit/demo"]["first"]["said"])
+    return "a note tells of other processes" if "other processes" in said else "no note"
+
+
+def resume(found: Found) -> str:
+    """Return whether the weights of a resumed run are equal."""
+    row = found["fit/resume"]
+    if not row["stopped_within"]:
+        return f"the run ended before it was stopped: exits {row['exits']}"
+    return "equal weights" if row["equal"] else f"other weights: exits {row['exits']}"
+
+
+def tests(found: Found) -> str:
+    """Return the outcomes of the tests for a GPU."""
+    row = found["tests/gpu"]
+    names = "; ".join(row["failures"])
+    return f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped" + (
+        f": {names}" if names else ""
+    )
+
+
+def gain(found: Found) -> str:
+    """Return what tuning gains."""
+    return ", ".join(
+        f"{row['workload']} {row['over_default']:.2f} (over fp32: {row['over_fp32']:.2f})"
+        for row in part(found, "tune/")
+    )
+
+
+def part(found: Found, prefix: str, key: str | None = None) -> list[dict[str, Any]]:
+    """Return what the units of a part found, or those that have a key.
+
+    Raises:
+        KeyError: There are none.
+    """
+    rows = [row for name, row in found.items() if name.startswith(prefix) and (key is None or key in row)]
+    if not rows:
+        raise KeyError(prefix)
+    return rows
+
+
+def _measured(read: Callable[[Found], str], found: Found) -> str:
+    try:
+        return read(found)
+    except (KeyError, TypeError):  # the unit is missing, or has no figure
+        return UNKNOWN
+
+
+CLAIMS: dict[str, Callable[[Found], str]] = {
+    "the probe finds the largest micro-batch, usually in 1 run and without an error": limits,
+    "predicted peaks agree with real runs": memory,
+    "predicted largest micro-batches lie within their interval": predicted_limits,
+    "the model of the allocator reserves what the GPU reserves": allocator,
+    "events are the same in equal runs, and straight lines over the micro-batch": alike,
+    "the budget is never exceeded, and can be filled": cap,
+    "sessions start from nothing": sessions,
+    "cuBLAS keeps two workspaces of 32 MiB (9.0 and later, until torch 2.14)": workspaces,
+    "what grows outside the allocator stays within the headroom": growth,
+    "copies do not wait for the GPU": copies,
+    "the loop costs at most 2 % over one written by hand, and the host waits for nothing within a step": loop,
+    "the demo runs, and the saved limit answers the second time": commands,
+    "other processes are only told of where there are some": other_processes,
+    "a resumed run has the same weights, bit for bit": resume,
+    "the tests for a GPU pass": tests,
+    "tuning gains over the largest micro-batch": gain,
+}
+"""Every claim, and the function that reads what was measured for it."""

@@ -1,0 +1,149 @@
+"""Whole commands on a GPU: doctor, the demo twice, a plan, a run that is stopped and resumed, the tests."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.machine import Machine
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "autobatch"]
+STOPPED = 143
+
+
+@contextmanager
+def fresh_home() -> Iterator[dict[str, str]]:
+    """Return an environment without saved limits."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield os.environ | {"AUTOBATCH_HOME": folder, "PYTHONPATH": str(ROOT)}
+
+
+def run(arguments: list[str], environ: dict[str, str], folder: str | None = None) -> dict[str, Any]:
+    """Run a command, and return its exit code, seconds, JSON and the end of what it said."""
+    start = time.perf_counter()
+    done = subprocess.run(
+        [*COMMAND, *arguments], env=environ, cwd=folder, capture_output=True, text=True, check=False
+    )
+    try:
+        content = json.loads(done.stdout)
+    except ValueError:
+        content = None
+    return {
+        "command": " ".join(arguments),
+        "exit": done.returncode,
+        "seconds": round(time.perf_counter() - start, 2),
+        "json": content,
+        "said": done.stderr.splitlines()[-12:],
+    }
+
+
+def doctor() -> dict[str, Any]:
+    """Run ``autobatch doctor``."""
+    with fresh_home() as environ:
+        return run(["doctor", "--json"], environ)
+
+
+def demo(machine: Machine, more: list[str]) -> dict[str, Any]:
+    """Fit the demo twice: the second time, the saved limit answers."""
+    with fresh_home() as environ, tempfile.TemporaryDirectory() as folder:
+        given = ["fit", "--target-batch", "1024", "--device", machine.name, "--json", *more]
+        if importlib.util.find_spec("optuna") is None:
+            given += ["--trials", "0"]
+        return {
+            "first": run([*given, "--out", "one"], environ, folder),
+            "second": run([*given, "--out", "two"], environ, folder),
+        }
+
+
+def plan(machine: Machine) -> dict[str, Any]:
+    """Plan the demo in a small budget."""
+    given = ["plan", "--device", machine.name, "--memory-budget", "2GiB", "--target-batch", "256", "--json"]
+    with fresh_home() as environ:
+        return run(given, environ)
+
+
+def resume(machine: Machine, steps: int) -> dict[str, Any]:
+    """Stop a run by SIGTERM, resume it, and compare its weights with an uninterrupted run, bit for bit."""
+    given = ["fit", "--target-batch", "256", "--steps", str(steps), "--trials", "0", "--device", machine.name]
+    given += ["--checkpoint-every", "5", "--json"]
+    with fresh_home() as environ, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = run([*given, "--out", "whole"], environ, name)
+        stopped = stop_after(
+            10, folder / "parts" / "metrics.jsonl", [*given, "--out", "parts"], environ, name
+        )
+        resumed = run([*given, "--out", "parts", "--resume"], environ, name)
+        sums = [digest(folder / which / "model.safetensors") for which in ("whole", "parts")]
+        return {
+            "exits": [whole["exit"], stopped, resumed["exit"]],
+            "stopped_within": stopped == STOPPED,
+            "equal": sums[0] is not None and sums[0] == sums[1],
+            "said": resumed["said"],
+        }
+
+
+def stop_after(rows: int, metrics: Path, arguments: list[str], environ: dict[str, str], folder: str) -> int:
+    """Start a run, send SIGTERM after some steps, and return its exit code."""
+    with subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=environ,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while process.poll() is None:
+            if metrics.exists() and metrics.read_text().count("\n") >= rows:
+                process.send_signal(signal.SIGTERM)
+                break
+            time.sleep(0.01)
+        return process.wait()
+
+
+def digest(file: Path) -> str | None:
+    """Return the SHA-256 of a file; None without one."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
+
+
+def tests(machine: Machine, files: list[str], out: Path) -> dict[str, Any]:
+    """Run the tests that need a GPU, with warnings as warnings, and count their outcomes."""
+    report = out / "tests.xml"
+    given = ["-m", "pytest", "-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-q"]
+    given += [f"--junitxml={report}", *(files or gpu_tests())]
+    with fresh_home() as environ:
+        done = subprocess.run(
+            [sys.executable, *given], env=environ, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    return outcomes(report) | {"exit": done.returncode, "said": done.stdout.splitlines()[-15:]}
+
+
+def gpu_tests() -> list[str]:
+    """Return the test files that have a test for a GPU."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text()]
+
+
+def outcomes(report: Path) -> dict[str, Any]:
+    """Read a JUnit file: how many tests passed, and what the others said."""
+    passed, skipped, failures = 0, 0, {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        bad = [*case.findall("failure"), *case.findall("error")]
+        if bad:
+            failures[f"{case.get('classname')}::{case.get('name')}"] = (bad[0].get("message") or "")[:500]
+        elif case.findall("skipped"):
+            skipped += 1
+        else:
+            passed += 1
+    return {"passed": passed, "skipped": skipped, "failed": len(failures), "failures": failures}
