@@ -12,7 +12,6 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import LearningRateRule, Plan, Precision
 
 RULE_SOURCES: dict[LearningRateRule, str] = {
-    "none": "no rule: accumulation alone does not change the learning rate",
     "linear": "Goyal et al. 2017, arXiv:1706.02677 (SGD): learning rate × (batch ÷ base batch)",
     "sqrt": "Malladi et al. 2022, arXiv:2205.10287 (Adam): learning rate × √(batch ÷ base batch)",
 }
@@ -49,6 +48,27 @@ def learning_rate_factor(rule: LearningRateRule, *, target_batch: int, base_batc
         )
     ratio = target_batch / base_batch
     return ratio if rule == "linear" else math.sqrt(ratio)
+
+
+def rate_source(
+    rule: LearningRateRule, *, learning_rate: float, target_batch: int, base_batch: int | None
+) -> str:
+    """Return the origin of the learning rate in words, and what speaks against keeping it."""
+    if rule != "none":
+        return RULE_SOURCES[rule]
+    if base_batch is None:
+        return "kept as declared; the batch that it was tuned for is unknown (base_batch)"
+    if base_batch == target_batch:
+        return "kept as declared: it was tuned for this batch"
+    linear, root = (
+        learning_rate * learning_rate_factor(one, target_batch=target_batch, base_batch=base_batch)
+        for one in ("linear", "sqrt")
+    )
+    return (
+        f"kept as declared, but it was tuned for a batch of {base_batch:,} and this one is "
+        f"{target_batch / base_batch:.3g} × as large: the linear rule gives {linear:.3g}, the sqrt rule "
+        f"{root:.3g}, and --tune-lr measures"
+    )
 
 
 def make_plan(
@@ -104,7 +124,9 @@ def make_plan(
         learning_rate=learning_rate * factor,
         learning_rate_rule=rule,
         learning_rate_factor=factor,
-        learning_rate_source=RULE_SOURCES[rule],
+        learning_rate_source=rate_source(
+            rule, learning_rate=learning_rate, target_batch=target_batch, base_batch=base_batch
+        ),
         precision=precision,
     )
 

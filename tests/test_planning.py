@@ -113,3 +113,21 @@ def test_equal_micro_batches_are_the_largest_that_fit(ranks: int) -> None:
 def test_unequal_shares_are_refused_with_targets_that_divide() -> None:
     with pytest.raises(InputError, match=r"24 over 5 ranks.*ask for 20 or 25"):
         even_split(make_plan(target_batch=24, micro_batch_limit=7, learning_rate=0.1, world_size=5))
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        (None, "kept as declared; the batch that it was tuned for is unknown (base_batch)"),
+        (1024, "kept as declared: it was tuned for this batch"),
+        (
+            256,
+            "kept as declared, but it was tuned for a batch of 256 and this one is 4 × as large: the "
+            "linear rule gives 0.0012, the sqrt rule 0.0006, and --tune-lr measures",
+        ),
+    ],
+)
+def test_a_learning_rate_that_is_kept_says_for_which_batch_it_was_tuned(base: int | None, words: str) -> None:
+    plan = make_plan(target_batch=1024, micro_batch_limit=64, learning_rate=3e-4, base_batch=base)
+    assert plan.learning_rate == 3e-4
+    assert plan.learning_rate_source == words

@@ -13,6 +13,8 @@ import msgspec
 
 from autobatch.api import unpack
 from autobatch.api.pipeline import (
+    CHECKING_SPLIT,
+    OPENING,
     RunContext,
     add_learning_rate,
     add_tuning,
@@ -120,6 +122,7 @@ def _prepare(
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
         is_tuned = tune_settings.trials or options.tune_lr
         if is_tuned and options.split_check == "error" and result.plan.accumulation_steps > 1:
+            context.progress.doing(CHECKING_SPLIT)
             refuse_split(process, result.plan.micro_batch)
         tuner = open_tuner(process, tune_settings, context, options.timeout)
         if tune_settings.trials:
@@ -180,6 +183,7 @@ def _prepare_resume(
 
 def _open_setup(workload: Workload | str | None, options: FitOptions, context: RunContext) -> TrainSetup:
     settings = unpack.setup_settings(options, options.target_batch)
+    context.progress.doing(OPENING)
     return open_setup(find_workload(workload), settings, environ=context.environ, is_demo=workload is None)
 
 
@@ -225,6 +229,7 @@ def _write(result: Result, out: Path, progress: Progress) -> Result:
         checkpoints=[int(path.name.removeprefix("step-")) for path in list_checkpoints(out / CHECKPOINTS)],
     )
     _write_json(result, out)
+    progress.doing("writing the report")
     # Only here: matplotlib takes half a second to import.
     from autobatch.report.page import write_report
 

@@ -35,6 +35,8 @@ from autobatch.training.preflight import Finding, examine
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
 from autobatch.workload.contract import Workload
 
+CHECKING_SPLIT = "checking that the loss can be split into micro-batches"
+OPENING = "opening the workload"
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
 
@@ -67,6 +69,7 @@ class RunContext:
 def run_probe(workload: Workload | str | None, options: ProbeOptions, context: RunContext) -> Result:
     """Run ``autobatch probe``."""
     limits, progress = unpack.probe_limits(options), context.progress
+    progress.doing(OPENING)
     with open_process(workload, unpack.setup_settings(options), isolated=context.isolated) as process:
         device = process.info.device
         if options.micro_batch is not None:
@@ -123,6 +126,7 @@ def open_setup_process(
 ) -> AbstractContextManager[SetupProcess]:
     """Open the setup of a batch in a process that can be asked to try it."""
     settings = unpack.setup_settings(options, options.target_batch)
+    context.progress.doing(OPENING)
     return open_process(workload, settings, isolated=context.isolated)
 
 
@@ -140,6 +144,9 @@ def probe_and_plan(process: SetupProcess, options: PlanOptions, context: RunCont
     limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
     plan = unpack.plan_for(info, limit.probe.micro_batch, options)
     progress.planned(plan)
+    if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
+        progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
+    progress.doing("predicting the memory of a step")
     predicted, curve = predicted_memory(limit.footprint, info, limit.probe.micro_batch)
     return Result(
         device=info.device,
@@ -168,6 +175,7 @@ def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_
     if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt":
         return
     micro_batch = probe.micro_batch if plan is None else plan.micro_batch
+    progress.doing(CHECKING_SPLIT)
     try:
         found = process.call("the check of the loss", examine, micro_batch)
     except ChildCrashed as crash:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from autobatch.core.text import one_line, printable_lines, quoted
+from autobatch.core.text import encodable, one_line, printable_lines, quoted
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
@@ -155,19 +155,22 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
 def _result_of(
     name: str, workload: str | None, options: Options, stream: SafeStream, log: RunLog
 ) -> Result | Estimates:
-    from autobatch.api.fit import run_fit
-    from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
     from autobatch.cli.terminal import Terminal
 
-    run_it: dict[str, Callable[[Any, Any, RunContext], Result]] = {
-        "fit": run_fit,
-        "plan": run_plan,
-        "probe": run_probe,
-        "tune": run_tune,
-    }
     with Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal:
         terminal.begin(workload, predicts=name == "estimate")
+        terminal.doing("importing torch")
+        from autobatch.api.fit import run_fit
+        from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
+
+        run_it: dict[str, Callable[[Any, Any, RunContext], Result]] = {
+            "fit": run_fit,
+            "plan": run_plan,
+            "probe": run_probe,
+            "tune": run_tune,
+        }
         if name == "estimate":
+            terminal.doing("predicting what fits")
             estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
             terminal.estimated(estimates)
             return estimates
@@ -196,7 +199,15 @@ def _complain(error: BaseException, log: RunLog, *, verbose: bool) -> int:
 
 
 def _print_error(line: str) -> None:
-    print(f"autobatch: {one_line(line)}", file=sys.stderr)
+    """Print one line, red on a terminal with colours."""
+    text = encodable(f"autobatch: {one_line(line)}", sys.stderr.encoding)
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        Console(stderr=True, highlight=False).print(Text(text, style="red"), soft_wrap=True)
+        return
+    print(text, file=sys.stderr)
 
 
 def _undelivered(error: OSError) -> int:

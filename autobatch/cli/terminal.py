@@ -1,37 +1,39 @@
 """Terminal output: progress during a run, and its result at the end.
 
-A terminal shows progress as a live line. Otherwise the same facts are printed as a few plain lines.
+A terminal shows the current act as a live line. Otherwise the same facts are printed as a few plain lines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from autobatch.cli.summary import LIMITS, describe_plan, describe_tuning, summary_lines
+from autobatch.cli.estimate_table import gpu_table, memory_table, remedy_lines
+from autobatch.cli.live import LiveLine
 from autobatch.core.progress import Progress
-from autobatch.core.text import LONGEST_VALUE, printable
+from autobatch.core.text import LONGEST_VALUE, encodable, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
+from autobatch.report.sentences import knobs_in_words, ratio_in_words
+from autobatch.report.summary import (
+    Line,
+    describe_budget,
+    describe_limit,
+    describe_plan,
+    describe_trial,
+    describe_tuning,
+    summary_lines,
+)
 
 if TYPE_CHECKING:
-    from autobatch.core.records import (
-        Attempt,
-        DeviceRecord,
-        Estimate,
-        Plan,
-        Probe,
-        StepRecord,
-        Tuning,
-    )
+    from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Trial, Tuning
     from autobatch.report.result import Estimates, Result
 
 
@@ -39,8 +41,10 @@ PLAIN_LINES = 10
 """Lines of training progress if the output is no terminal."""
 WIDEST = 400
 """Maximum width of the table of GPUs, in columns."""
-TOP_MODULES = 5
-"""Modules that an explanation names, those with the most activations."""
+NARROW = 70
+"""Columns below which a frame would wrap."""
+LABEL = 11
+"""Columns of a label of the summary."""
 
 
 class Terminal(Progress):
@@ -56,18 +60,19 @@ class Terminal(Progress):
         self._console = Console(
             file=stream, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty()
         )
-        self._live = self._console.is_terminal and not quiet
         self._quiet = quiet
-        self._stack = ExitStack()
-        self._bar: ProgressBar | None = None
-        self._status = self._console.status("") if self._live else None
+        is_live = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
+        self._live = LiveLine(self._console) if is_live else None
+        self._best: Trial | None = None
+        self._best_words = ""
 
     def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._idle()
-        self._stack.close()
+        self._end()
 
     def begin(self, workload: str | None, *, predicts: bool = False) -> None:
         """Print what is about to run. A command that only predicts does not use the budget of the demo."""
@@ -78,7 +83,14 @@ class Terminal(Progress):
         if not predicts:
             self._say("It trains on 1,797 handwritten digits. Its memory budget is small, so that the")
             self._say("batch needs accumulation; --memory-budget overrides it. To train your model:")
-            self._say("autobatch fit train.py:workload --target-batch 1024")
+            self._say("autobatch fit train.py --target-batch 1024")
+
+    def doing(self, act: str) -> None:
+        """Show what happens from now on. Only a terminal shows it, which removes the line again."""
+        if self._live is not None:
+            self._live.act(act, self._best_words if act.startswith(("trial", "comparing")) else "")
+        elif self._console.is_dumb_terminal and not self._quiet:
+            self._say(f"… {act}")
 
     def note(self, text: str) -> None:
         """Print a remark."""
@@ -86,22 +98,23 @@ class Terminal(Progress):
 
     def opened(self, device: DeviceRecord) -> None:
         """Print the device and its budget."""
-        table = Table.grid(padding=(0, 2))
-        table.add_row("device", printable(f"{device.name} ({device.kind})"))
-        table.add_row("total", format_bytes(device.total_bytes))
-        table.add_row("budget", f"{format_bytes(device.budget_bytes)}: {printable(device.budget_source)}")
+        rows = [("device", printable(f"{device.name} ({device.kind})"))]
+        rows.append(("total", format_bytes(device.total_bytes)))
+        rows.append(("budget", printable(describe_budget(device))))
         if device.other_processes_bytes is not None:
-            table.add_row("others", format_bytes(device.other_processes_bytes))
+            rows.append(("others", format_bytes(device.other_processes_bytes)))
         for holder in device.holders:
             who = f"process {holder.pid}" if holder.pid is not None else "a process"
             name = printable(holder.name or "", limit=LONGEST_VALUE)
-            table.add_row("", f"{who} {name}: {format_bytes(holder.used_bytes)}")
-        if self._live:
-            self._console.print(Panel(table, title="memory", title_align="left", border_style="dim"))
-        else:
-            for label, value in zip(*(column.cells for column in table.columns), strict=True):
+            rows.append(("", f"{who} {name}: {format_bytes(holder.used_bytes)}"))
+        if self._live is None or self._console.width < NARROW:
+            for label, value in rows:
                 self._say(f"{label:<8}{value}")
-        self._busy("probing …")
+            return
+        table = Table.grid(padding=(0, 2))
+        for label, value in rows:
+            table.add_row(*(self._shown(cell) for cell in (label, value)))
+        self._console.print(Panel(table, title="memory", title_align="left", border_style="dim"))
 
     def attempted(self, attempt: Attempt) -> None:
         """Print a micro-batch that ran."""
@@ -113,47 +126,42 @@ class Terminal(Progress):
         )
 
     def probed(self, probe: Probe) -> None:
-        """Print the largest micro-batch, and what limits it."""
-        if probe.source == "asked":
-            return  # the attempt was printed already
-        more = f"{probe.micro_batch + 1:,}"
-        bound = {
-            "run": f"{more} ran and does not fit",
-            "replay": f"{more} does not fit, by replaying the runs",
-            "cap": f"limited by {LIMITS[probe.limited_by]}",
-            None: f"the {probe.stopped_by} ended the search, more may fit",
-        }[probe.upper_bound_by]
-        source = "" if probe.source == "search" else f", {probe.source}, confirmed by one run"
-        largest = "micro-batch" if probe.stopped_by is not None else "largest micro-batch"
-        self._say(f"{largest} {probe.micro_batch:,} ({bound}{source})", style="bold")
+        """Print the largest micro-batch, and the evidence."""
+        if probe.source != "asked":  # else the attempt was printed already
+            self._say(describe_limit(probe), style="bold")
 
     def planned(self, plan: Plan) -> None:
         """Print the split of the batch."""
         self._say(f"plan    {describe_plan(plan)}")
 
-    def measured(
-        self, number: int, of: int, values: Mapping[str, object], samples_per_s: float, failure: str | None
-    ) -> None:
+    def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
         """Print a trial of the tuner."""
-        choice = " ".join(f"{name}={value}" for name, value in values.items()) or "default"
-        figure = f"left out: {failure}" if failure else f"{samples_per_s:,.0f} samples/s"
-        self._say(f"trial   {number}/{of}  {choice}  {figure}")
-        self._busy("tuning …")
+        self._say(f"trial   {trial.number + 1}/{of}  {describe_trial(trial, changes)}")
+        if trial.feasible and (trial.relative or 0.0) > (
+            (self._best.relative if self._best else None) or 1.0
+        ):
+            self._best = trial
+            words = knobs_in_words(changes)
+            self._best_words = f"best so far {ratio_in_words(trial.relative or 1.0)}: {words}"
 
     def tried_rate(
         self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
     ) -> None:
         """Print a learning rate that was tried."""
-        figure = f"left out: {failure}" if failure else f"loss {loss:.4g}"
+        figure = f"left out, {failure}" if failure else f"loss {loss:.4g}"
         self._say(f"rate    {number}/{of}  {learning_rate:.3g}  {figure}")
-        self._busy("trying learning rates …")
 
     def tuned(self, tuning: Tuning) -> None:
         """Print the choice of the tuner."""
         self._say(f"tuned   {describe_tuning(tuning)}", style="bold")
 
+    def saved(self, step: int) -> None:
+        """Show the last checkpoint on the line of the training."""
+        if self._live is not None:
+            self._live.save(step)
+
     def stepped(self, step: StepRecord, of: int) -> None:
-        """Show a training step; without a terminal print about ten steps of the run."""
+        """Show a training step; without a live line print about ten steps of the run."""
         if step.recovered is not None:
             self._say(
                 f"step {step.step}: out of memory, repeated at micro-batch {step.micro_batch}: "
@@ -162,55 +170,27 @@ class Terminal(Progress):
             )
         if not step.applied and step.count:
             self._say(f"step {step.step}: skipped, the loss or the gradient is not finite", style="yellow")
-        loss = "–" if step.loss is None else f"{step.loss:.4f}"
-        if not self._live:
-            stride = max(1, of // PLAIN_LINES)
-            if step.step % stride == 0 or step.step == of:
-                rate = "" if step.samples_per_s is None else f"  {step.samples_per_s:,.0f} samples/s"
-                self._say(f"step    {step.step:>6,}/{of:,}  loss {loss}{rate}")
+        if self._live is not None:
+            self._live.train(step, of)
             return
-        self._idle()
-        if self._bar is None:
-            self._bar = self._stack.enter_context(
-                ProgressBar(
-                    TextColumn("train"),
-                    BarColumn(),
-                    MofNCompleteColumn(),
-                    TextColumn("{task.fields[loss]}"),
-                    TimeRemainingColumn(),
-                    console=self._console,
-                )
-            )
-            self._bar.add_task("train", total=of, loss="")
-        self._bar.update(self._bar.task_ids[0], completed=step.step, loss=f"loss {loss}")
+        stride = max(1, of // PLAIN_LINES)
+        if step.step % stride == 0 or step.step == of:
+            loss = "–" if step.loss is None else f"{step.loss:.4f}"
+            rate = "" if step.samples_per_s is None else f"  {step.samples_per_s:,.0f} samples/s"
+            self._say(f"step    {step.step:>6,}/{of:,}  loss {loss}{rate}")
 
     def finish(self, result: Result) -> None:
-        """Print the result, even if quiet."""
-        self._idle()
-        self._stack.close()
-        for label, value in summary_lines(result):
-            self._console.print(Text(printable(f"{label:<11}{value}")), soft_wrap=True)
+        """Print the result, even if quiet: what fits, what was reached and where it is, then the details."""
+        self._end()
+        for line in summary_lines(result):
+            self._print_line(line)
 
     def estimated(self, estimates: Estimates) -> None:
         """Print what is predicted to fit, even if quiet."""
-        self._idle()
+        self._end()
         for line in estimates.notes:
             self.note(line)
-        table = Table(box=None, pad_edge=False)
-        for name, side in (("GPU", "left"), ("budget", "right"), ("micro-batch", "right")):
-            table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-        for name in ("largest", "reserved", "precision", "steps"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for one in estimates.estimates:
-            table.add_row(
-                printable(one.profile),
-                format_bytes(one.budget_bytes),
-                f"{one.micro_batch:,}" if one.fits else "does not fit",
-                f"{one.micro_batch_low:,} to {one.micro_batch_high:,}",
-                format_bytes(one.peak_reserved_bytes),
-                one.precision,
-                "" if one.plan is None else f"{one.plan.accumulation_steps:,}",
-            )
+        table = gpu_table(estimates)
         # A table wider than the terminal is better than figures that are cut off.
         needed = self._console.measure(table, options=self._console.options.update(max_width=WIDEST)).maximum
         wide = Console(
@@ -221,42 +201,42 @@ class Terminal(Progress):
             emoji=False,
         )
         wide.print(table)
-        if len(estimates.estimates) == 1:
-            self._explain(estimates.estimates[0])
-
-    def _explain(self, one: Estimate) -> None:
-        """Print what uses the memory on one GPU, and what would help."""
-        total = sum(one.memory.values())
-        modules = [(f"  {name}", size) for name, size in list(one.modules.items())[:TOP_MODULES] if size]
-        parts: list[tuple[str, int]] = []
-        for kind, size in one.memory.items():
-            parts += [(kind, size)] if size else []
-            parts += modules if kind == "activations" else []
-        at = f"memory at the peak of micro-batch {max(1, one.micro_batch):,}, phase {one.phase}"
-        table = Table(box=None, pad_edge=False)
-        table.add_column(at, overflow="fold")
-        table.add_column("bytes", justify="right", no_wrap=True)
-        table.add_column("share", justify="right", no_wrap=True)
-        for name, size in parts:
-            table.add_row(printable(name), format_bytes(size), f"{size / max(total, 1):.0%}")
+        if len(estimates.estimates) != 1:
+            return
+        one = estimates.estimates[0]
         self._console.print()
-        self._console.print(table)
+        self._console.print(memory_table(one))
         if one.remedies:
             self._console.print("\npredicted micro-batch with a change:")
-        for remedy in one.remedies or ():
-            figure = f"{remedy.micro_batch:,}" if remedy.micro_batch else "does not fit"
-            line = f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})"
-            self._console.print(Text(printable(line)), soft_wrap=True)
+        for text in remedy_lines(one):
+            self._console.print(Text(self._shown(text)), soft_wrap=True)
+
+    def _print_line(self, line: Line) -> None:
+        """Print a line of the summary; a long text continues below its beginning, and a path is a link."""
+        style = Style.parse({"main": "bold", "detail": "dim", "path": "dim"}[line.kind])
+        if line.kind == "path" and self._console.is_terminal:
+            style += Style(link=Path(line.text).absolute().as_uri())
+        text = Text(self._shown(line.text), style=style)
+        label = Text(f"{line.label:<{LABEL}}", style="bold" if line.kind == "main" else "dim")
+        is_one_word = line.kind == "path" or line.label == "run again"
+        if is_one_word or not self._console.is_terminal:
+            # A path or a command that is broken into lines cannot be copied.
+            self._console.print(label + text, soft_wrap=True)
+            return
+        grid = Table.grid()
+        grid.add_column(width=LABEL)
+        grid.add_column(overflow="fold")
+        grid.add_row(label, text)
+        self._console.print(grid)
 
     def _say(self, text: str, style: str | None = None) -> None:
         if not self._quiet:
-            self._console.print(Text(printable(text), style=style or ""))
+            self._console.print(Text(self._shown(text), style=style or ""))
 
-    def _busy(self, what: str) -> None:
-        if self._status is not None:
-            self._status.update(what)
-            self._status.start()
+    def _shown(self, text: str) -> str:
+        return encodable(printable(text), self._console.encoding)
 
-    def _idle(self) -> None:
-        if self._status is not None:
-            self._status.stop()
+    def _end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

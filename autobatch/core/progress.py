@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Tuning
+    from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Trial, Tuning
 
 
 class Progress:
@@ -14,6 +14,9 @@ class Progress:
 
     Events arrive in the order in which they happen.
     """
+
+    def doing(self, act: str) -> None:
+        """Report what happens from now on until the next event, for example ``tracing a step``."""
 
     def note(self, text: str) -> None:
         """Report a remark for the user, in one line."""
@@ -30,10 +33,8 @@ class Progress:
     def planned(self, plan: Plan) -> None:
         """Report the split of the batch."""
 
-    def measured(
-        self, number: int, of: int, values: Mapping[str, object], samples_per_s: float, failure: str | None
-    ) -> None:
-        """Report a trial of the tuner."""
+    def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
+        """Report a trial of the tuner, and the values of its configuration that differ from the default."""
 
     def tried_rate(
         self, number: int, of: int, learning_rate: float, loss: float | None, failure: str | None
@@ -43,5 +44,12 @@ class Progress:
     def tuned(self, tuning: Tuning) -> None:
         """Report the choice of the tuner."""
 
+    def saved(self, step: int) -> None:
+        """Report a checkpoint."""
+
     def stepped(self, step: StepRecord, of: int) -> None:
         """Report a training step."""
+
+
+SILENT = Progress()
+"""Listener that ignores every event."""

@@ -93,6 +93,8 @@ class Probe(Record, frozen=True, kw_only=True):
     """``time limit`` or ``interrupt`` if the answer is the largest size found before; None if complete."""
     other_processes_bytes: int | None = None
     """Bytes of other processes on the GPU at the end; `DeviceRecord` has the figure of the start."""
+    precision: Precision | None = None
+    """Precision of the attempts; None if unknown."""
 
 
 class MicroBatchCost(Record, frozen=True, kw_only=True):
@@ -174,6 +176,24 @@ class Trial(Record, frozen=True, kw_only=True):
     """Micro-batch of the run; None if it did not run."""
     note: str | None = None
     """Reason why it is not feasible, or the origin of its figure."""
+    relative: float | None = None
+    """Throughput ÷ that of the default around the same time; None if not measured."""
+    started: str | None = None
+    """Start of the search that ran it: ISO date and time, UTC. A study may go on later."""
+
+
+class TrialComparison(Record, frozen=True, kw_only=True):
+    """A configuration that ran side by side with the default, in several rounds."""
+
+    changes: dict[str, str | int | float | bool | None]
+    """Values that differ from the default."""
+    ratio: float
+    """Throughput ÷ the default's: geometric mean over the rounds."""
+    low: float | None
+    """Lower end of the 95 % interval of the ratio; None if unknown."""
+    high: float | None
+    rounds: int
+    chosen: bool = False
 
 
 class LrTrial(Record, frozen=True, kw_only=True):
@@ -237,8 +257,10 @@ class Tuning(Record, frozen=True, kw_only=True):
     study: str
     history: list[Trial] = []
     """Every configuration that was measured, in order."""
-    importance: dict[str, float] = {}
-    """Importance of each knob, by name; the shares sum to one."""
+    comparisons: list[TrialComparison] = []
+    """The best configurations beside the default, which decided the choice."""
+    remembered: int = 0
+    """Trials of ``history`` that earlier searches of the study ran."""
     sampler: str = ""
     """Sampler that proposed the trials, in words."""
     seconds: float = 0.0
@@ -311,6 +333,9 @@ class Training(Record, frozen=True, kw_only=True):
     """Micro-batch at the end, smaller than the plan's after a recovery."""
     ema: float | None = None
     """Decay of the averaged weights that were validated; None if the weights themselves were."""
+    peak_allocated_bytes: int | None = None
+    """Largest peak of a step; None if the device does not count it."""
+    peak_reserved_bytes: int | None = None
     failed_checkpoints: list[int] = []
     """Steps after which a checkpoint could not be written and the run continued."""
 

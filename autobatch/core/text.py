@@ -11,6 +11,20 @@ LONGEST_ERROR = 500
 LONGEST_VALUE = 120
 """Characters of a value inside a message."""
 ELLIPSIS = " … "
+_IN_ASCII = str.maketrans(
+    {
+        "×": "x",
+        "÷": "/",
+        "…": "...",
+        "→": "->",
+        "·": "-",
+        "–": "-",
+        "—": "-",
+        "−": "-",
+        "µ": "u",
+        "√": "sqrt ",
+    }
+)
 
 
 def printable(text: object, *, limit: int | None = LONGEST_LINE) -> str:
@@ -63,6 +77,15 @@ def error_text(error: BaseException, *, first_line: bool = False) -> str:
 def is_text(text: str) -> bool:
     """Return whether a text is valid UTF-8 without NUL, so that files and JSON can hold it."""
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """Return a text with the signs that an encoding lacks written in ASCII: ``x`` for ``×``."""
+    try:
+        text.encode(encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(_IN_ASCII)
+    return text
 
 
 def cut(text: str, limit: int | None) -> str:

@@ -42,7 +42,7 @@ def resolve_budget(
                 f"the memory budget is {format_bytes(budget_bytes)} ({asked}), but {owner} has "
                 f"{format_bytes(total_bytes)} ({total_bytes} bytes): ask for no more than that"
             )
-        return budget_bytes, f"as asked: {asked}"
+        return budget_bytes, f"as set: {asked}"
     headroom_bytes = max(int(total_bytes * headroom_share), HEADROOM_LEAST_BYTES)
     budget_bytes = min(sum(size for size, _ in available), total_bytes) - headroom_bytes
     headroom = (

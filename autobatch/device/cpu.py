@@ -95,7 +95,6 @@ class CpuDevice(CpuOperators):
             total_bytes=self._budget_bytes if total is None else total,
             budget_bytes=self._budget_bytes,
             budget_source=self._budget_source,
-            notes=["the budget is for tensors: the interpreter and its libraries need memory besides"],
         )
 
     @contextmanager
@@ -141,7 +140,7 @@ def _budget(asked: str | int | None, memory: HostMemory) -> tuple[int, str]:
             f"memory_budget={asked!r} is a share, but {memory.source}: write a size such as 6GiB"
         )
     if total is None and asked is not None:
-        return parse_budget(asked, whole_bytes=0), f"as asked: {asked}"
+        return parse_budget(asked, whole_bytes=0), f"as set: {asked}"
     if asked is None and (total is None or available is None):
         raise InputError(f"{memory.source}, so set --memory-budget to what may be used, such as 6GiB")
     assert total is not None

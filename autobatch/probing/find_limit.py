@@ -74,6 +74,7 @@ class _Probing(NamedTuple):
 
     def run(self, size: int) -> Outcome:
         """Make one attempt and report it."""
+        self.progress.doing(f"running {size:,} samples at once")
         outcome = self.guard.judge(questions.run_attempt(self.process, size))
         self.progress.attempted(outcome.attempt)
         return outcome
@@ -129,6 +130,7 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
         oom_count=0,
         attempts=[attempted],
         source="asked",
+        precision=process.info.precision,
     )
     progress.probed(found)
     return found
@@ -185,6 +187,7 @@ def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> _Pr
 def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footprint | None]:
     """Search from the trace of the step, which is None if it cannot be traced."""
     process, start = probing.process, clock()
+    probing.progress.doing("predicting what fits")
     step = questions.trace(process)
     predictor = ReplayPredictor(
         lambda: new_allocator(process.info),
@@ -218,6 +221,7 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footp
         oom_count=sum(not attempt.fits for attempt in found.attempts),
         attempts=found.attempts,
         stopped_by=found.stopped_by,
+        precision=process.info.precision,
     )
     return probe, step
 
@@ -247,6 +251,7 @@ def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
     if not attempted.fits:
         probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
         return None
+    probing.progress.doing("checking whether more would fit")
     if size < probing.cap and _is_too_small(probing.process, cached, outcome):
         probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
         return None
@@ -258,6 +263,7 @@ def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
         oom_count=0,
         attempts=[attempted],
         source=f"saved {cached.date}",
+        precision=probing.process.info.precision,
     )
 
 

@@ -18,13 +18,14 @@ from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Mark, Picture, Table
 from autobatch.report.charts.memory import memory_figure
 from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import rates_figure, trials_figure
+from autobatch.report.charts.trials import comparison_figure, rates_figure, trials_figure
 from autobatch.report.html import Markup, element, join
 from autobatch.report.sentences import (
     count,
-    decimal,
     fits_in_words,
     headline,
+    knobs_in_words,
+    metric_in_words,
     plural,
     rate_in_words,
     rates_in_words,
@@ -78,15 +79,16 @@ def run_html(result: RunRecord, *, metrics: list[StepRecord], report: Path | Non
     if result.probe is not None:
         pictures.append(memory_figure(result.device, result.probe))
     if result.tuning is not None:
-        rows.append(("Tuning", tuning_in_words(result.tuning) if result.tuning.trials else None))
-        pictures.append(trials_figure(result.tuning.history))
+        words = tuning_in_words(result.tuning, result.plan) if result.tuning.trials else None
+        rows.append(("Tuning", words))
+        pictures += [comparison_figure(result.tuning.comparisons), trials_figure(result.tuning.history)]
         found = result.tuning.learning_rate
         rows.append(("Learning-rate study", None if found is None else rates_in_words(found)))
         pictures.append(None if found is None else rates_figure(found))
     if result.training is not None:
         rows.append(("Training", training_in_words(result.training)))
         rows += [
-            (f"Validation {name}", "not finite" if value is None else decimal(value))
+            (f"Held-out {name}", metric_in_words(name, value).removeprefix(f"{name} "))
             for name, value in result.training.validation.items()
         ]
         rows.append(("Checkpoint", result.training.checkpoint))
@@ -132,7 +134,7 @@ def _plan_facts(plan: Plan) -> Facts:
         ("Target batch", f"{plural(plan.target_batch, 'sample')}: {split_in_words(plan)}"),
         ("Learning rate", rate_in_words(plan)),
         ("Precision", plan.precision),
-        ("Tuned knobs", ", ".join(f"{name} = {value}" for name, value in plan.knobs.items()) or None),
+        ("Tuned knobs", knobs_in_words(plan.knobs) or None),
     ]
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autobatch.core.files import write_atomic
-from autobatch.core.records import DeviceRecord, LrTuning, RunRecord
+from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Mark, Picture, Table
 from autobatch.report.charts.memory import held_bytes, memory_curve_figure, memory_figure
 from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import importance_figure, pairs_table, rates_figure, trials_figure
+from autobatch.report.charts.trials import comparison_figure, pairs_table, rates_figure, trials_figure
 from autobatch.report.html import Child, Markup, element, facts, figure, join, legend, prose, table, unbroken
 from autobatch.report.sentences import (
     budget_in_words,
@@ -25,6 +25,9 @@ from autobatch.report.sentences import (
     decimal,
     fits_in_words,
     headline,
+    is_probed_configuration,
+    knobs_in_words,
+    metric_in_words,
     plural,
     rate_in_words,
     rates_in_words,
@@ -112,6 +115,7 @@ def _memory(data: RunRecord) -> Markup:
     predicted = None if probe.predicted_micro_batch is None else count(probe.predicted_micro_batch)
     pairs: list[tuple[str, Child]] = [
         ("Largest micro-batch", plural(probe.micro_batch, "sample")),
+        ("Precision of these runs", probe.precision),
         ("Limited by", probe.limited_by.replace("_", " ")),
         ("Predicted micro-batch", predicted),
     ]
@@ -122,7 +126,7 @@ def _plan(data: RunRecord) -> Markup:
     plan = data.plan
     if plan is None:
         return Markup()
-    chosen = ", ".join(f"{name} = {value}" for name, value in plan.knobs.items())
+    chosen = knobs_in_words(plan.knobs)
     words = (
         f"Each optimizer step takes exactly {plural(plan.target_batch, 'sample')}: {split_in_words(plan)}."
     )
@@ -144,10 +148,10 @@ def _tuning(data: RunRecord) -> Markup:
         return join([])
     if not data.tuning.trials:
         return join(_rates(data.tuning.learning_rate))
-    pictures = _pictures(trials_figure(data.tuning.history), importance_figure(data.tuning.importance))
-    best = ", ".join(f"{name} = {value}" for name, value in data.tuning.best.items())
-    pairs: list[tuple[str, Child]] = [("Best configuration", best), ("Study", data.tuning.study)]
-    words = element("p", tuning_in_words(data.tuning))
+    pictures = _pictures(comparison_figure(data.tuning.comparisons), trials_figure(data.tuning.history))
+    best = knobs_in_words(data.tuning.best)
+    pairs: list[tuple[str, Child]] = [("Configuration", best), ("Study", data.tuning.study)]
+    words = element("p", tuning_in_words(data.tuning, data.plan))
     return join(words, pictures, facts(pairs), _rates(data.tuning.learning_rate))
 
 
@@ -173,9 +177,12 @@ def _training(data: RunRecord) -> Markup:
     averaged = None if training.ema is None else f"decay {training.ema:g}, exported to model-ema.safetensors"
     pairs: list[tuple[str, Child]] = [
         ("Optimizer steps", count(training.optimizer_steps)),
-        ("Loss", f"{decimal(training.first_loss)} at the start, {decimal(training.final_loss)} at the end"),
+        (
+            "Training loss",
+            f"{decimal(training.first_loss)} at the start, {decimal(training.final_loss)} at the end",
+        ),
         *(
-            (f"Validation {name}", "not finite" if value is None else decimal(value))
+            (f"Held-out {name}", metric_in_words(name, value).removeprefix(f"{name} "))
             for name, value in training.validation.items()
         ),
         ("Averaged weights", averaged),
@@ -214,27 +221,43 @@ def _tiles(data: RunRecord) -> Iterator[tuple[str, str, str]]:
     if data.plan is not None:
         steps = plural(data.plan.accumulation_steps, "accumulation step")
         yield "Target batch", count(data.plan.effective_batch), f"exactly, in {steps}"
-        limit = ""
-        if data.probe is not None:
-            known = "largest that fits" if data.probe.stopped_by is None else "known to fit"
-            limit = f"{known}: {count(data.probe.micro_batch)}"
-        yield "Micro-batch", count(data.plan.micro_batch), limit
+        yield "Micro-batch", count(data.plan.micro_batch), _limit_words(data.probe, data.plan)
     elif data.probe is not None:
         yield (
             "Micro-batch",
             count(data.probe.micro_batch),
             f"limited by {data.probe.limited_by.replace('_', ' ')}",
         )
-    attempts = data.probe.attempts if data.probe is not None else []
-    peaks = [peak for attempt in attempts if attempt.fits and (peak := held_bytes(attempt)) is not None]
-    if peaks:
-        yield "Peak memory", format_bytes(max(peaks)), f"of {format_bytes(data.device.budget_bytes)}"
-    else:
-        yield "Budget", format_bytes(data.device.budget_bytes), data.device.name
+    yield _memory_tile(data)
     if data.training is not None and data.training.samples_per_s is not None:
         yield "Throughput", decimal(data.training.samples_per_s), "samples/s"
     elif data.tuning is not None and data.tuning.trials:
         yield "Throughput", decimal(data.tuning.best_samples_per_s), "samples/s, measured while tuning"
+
+
+def _limit_words(probe: Probe | None, plan: Plan) -> str:
+    """Return the limit of the plan's configuration; the limit of another one says nothing about it."""
+    if probe is None or not is_probed_configuration(probe, plan):
+        return ", ".join(filter(None, (plan.precision, knobs_in_words(plan.knobs))))
+    known = "up to {} fit" if probe.stopped_by is None else "{} are known to fit"
+    return f"{known.format(count(probe.micro_batch))}, {plan.precision}"
+
+
+def _memory_tile(data: RunRecord) -> tuple[str, str, str]:
+    """Return the peak of the training, else that of the probe, which may be of another configuration."""
+    budget = format_bytes(data.device.budget_bytes)
+    training = data.training
+    if training is not None:
+        peak = training.peak_reserved_bytes or training.peak_allocated_bytes
+        if peak is not None:
+            return "Peak memory", format_bytes(peak), f"of {budget}, while training"
+    ran = [one for one in (data.probe.attempts if data.probe else []) if one.fits and held_bytes(one)]
+    if not ran:
+        return "Budget", budget, data.device.name
+    largest = max(ran, key=lambda one: held_bytes(one) or 0)
+    precision = data.probe.precision if data.probe else None
+    what = ", ".join(filter(None, (f"{count(largest.micro_batch)} samples", precision)))
+    return "Peak in the probe", format_bytes(held_bytes(largest)), f"of {budget}, {what}"
 
 
 def write_report(path: Path, data: RunRecord) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+
 from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord, Training, Tuning
 from autobatch.core.units import format_bytes
 
@@ -21,6 +24,75 @@ def decimal(number: float | None, digits: int = 4) -> str:
 def plural(number: int, one: str, more: str | None = None) -> str:
     """Write a number with its noun: ``1 sample``, ``2 samples``."""
     return f"{count(number)} {one if number == 1 else more or one + 's'}"
+
+
+def percent(share: float) -> str:
+    """Write a share as whole percent: ``31 %``, ``-2 %``."""
+    return f"{100 * share:.0f} %".replace("-0 %", "0 %")
+
+
+def ratio_in_words(ratio: float) -> str:
+    """Write a ratio of speeds: ``31 % faster``, ``2 % slower``, ``as fast``."""
+    change = percent(abs(ratio - 1))
+    if change == "0 %":
+        return "as fast"
+    return f"{change} {'faster' if ratio > 1 else 'slower'}"
+
+
+def metric_in_words(name: str, value: float | None) -> str:
+    """Write a held-out figure: ``accuracy 97.22 %``, ``loss 0.1017``."""
+    if value is None:
+        return f"{name} not finite"
+    is_share = "acc" in name and 0 <= value <= 1
+    return f"{name} {100 * value:.2f} %" if is_share else f"{name} {decimal(value)}"
+
+
+def knobs_in_words(values: Mapping[str, object]) -> str:
+    """Write the values of knobs: ``bf16, channels-last, micro-batch halved``."""
+    return ", ".join(_KNOBS.get(name, _any_knob)(name, value) for name, value in values.items())
+
+
+def _any_knob(name: str, value: object) -> str:
+    words = name.replace("_", "-" if isinstance(value, bool) else " ")
+    if isinstance(value, bool):
+        return words if value else f"no {words}"
+    return f"{words} {value}"
+
+
+def _halved(_: str, value: object) -> str:
+    if value == 0:
+        return "largest micro-batch"
+    return "micro-batch halved" if value == 1 else f"micro-batch halved {value} times"
+
+
+_KNOBS: Mapping[str, Callable[[str, object], str]] = {
+    "micro_batch_shift": _halved,
+    "precision": lambda _, value: str(value),
+    "checkpointing": lambda _, value: "no checkpointing" if value == "none" else "checkpointing",
+    "compile": lambda _, value: "not compiled" if value == "off" else "compiled",
+    "optimizer": lambda _, value: f"{value} optimizer",
+    "loader_workers": lambda _, value: (
+        plural(value, "loader worker") if isinstance(value, int) else str(value)
+    ),
+}
+
+
+def is_probed_configuration(probe: Probe, plan: Plan) -> bool:
+    """Return whether the limit of a probe is that of the plan's configuration."""
+    return not plan.knobs and probe.precision in (None, plan.precision)
+
+
+def steps_to_pay_back(tuning: Tuning, target_batch: int) -> int | None:
+    """Return the optimizer steps after which a search has saved the time that it took.
+
+    Returns:
+        None if it gained nothing.
+    """
+    before, after = tuning.baseline_samples_per_s, tuning.best_samples_per_s
+    if not before or after <= before:
+        return None
+    saved_s = target_batch / before - target_batch / after
+    return math.ceil(tuning.seconds / saved_s)
 
 
 def headline(data: RunRecord) -> str:
@@ -44,9 +116,13 @@ def headline(data: RunRecord) -> str:
 def _trained(training: Training, plan: Plan, place: str) -> str:
     steps = plural(training.optimizer_steps, "optimizer step")
     words = f"{steps} of exactly {plural(plan.target_batch, 'sample')} in {place}."
+    if training.validation:
+        figures = sorted(training.validation.items(), key=lambda item: item[0] == "loss")
+        return f"{words} Held-out {', '.join(metric_in_words(*item) for item in figures)}."
     if training.first_loss is None or training.final_loss is None:
         return words
-    return f"{words} The loss went from {decimal(training.first_loss)} to {decimal(training.final_loss)}."
+    first, final = decimal(training.first_loss), decimal(training.final_loss)
+    return f"{words} The training loss went from {first} to {final}."
 
 
 def split_in_words(plan: Plan) -> str:
@@ -63,11 +139,13 @@ def split_in_words(plan: Plan) -> str:
 
 def fits_in_words(probe: Probe) -> str:
     """Describe the largest micro-batch and the evidence for it."""
-    saved = f" This run confirmed a limit {probe.source}." if probe.source.startswith("saved") else ""
+    remembered = probe.source.startswith("saved")
+    saved = f" One run confirmed the limit that was {probe.source}." if remembered else ""
+    in_precision = "" if probe.precision is None else f" in {probe.precision}"
     ran = plural(len(probe.attempts), "size")
     ooms = plural(probe.oom_count, "out-of-memory error") if probe.oom_count else "no out-of-memory error"
     return (
-        f"A micro-batch of {count(probe.micro_batch)} ran and fits.{saved} {_next_size(probe)} "
+        f"A micro-batch of {count(probe.micro_batch)} ran{in_precision} and fits.{saved} {_next_size(probe)} "
         f"The probe ran {ran} with {ooms}."
     )
 
@@ -104,28 +182,31 @@ def budget_in_words(device: DeviceRecord) -> str:
 
 def rate_in_words(plan: Plan) -> str:
     """Describe the learning rate, its rule, factor and source."""
-    source = f" ({plan.learning_rate_source})" if plan.learning_rate_source else ""
     rate, factor = decimal(plan.learning_rate), decimal(plan.learning_rate_factor)
     if plan.learning_rate_rule == "none":
-        return f"{rate}, as declared{source}"
+        return f"{rate}, {plan.learning_rate_source or 'as declared'}"
+    source = f" ({plan.learning_rate_source})" if plan.learning_rate_source else ""
     if plan.learning_rate_rule == "tuned":
         return f"{rate}, {factor} times the declared rate{source}"
     return f"{rate}, {factor} times the declared rate by the {plan.learning_rate_rule} rule{source}"
 
 
-def tuning_in_words(tuning: Tuning) -> str:
-    """Describe the gain of tuning over the defaults."""
+def tuning_in_words(tuning: Tuning, plan: Plan | None = None) -> str:
+    """Describe the gain of tuning over the defaults, and when a plan has paid for the search."""
     after = f"After {plural(tuning.trials, 'trial')}"
     if not tuning.best_samples_per_s:
         return f"{after}, the defaults were kept, because their throughput was not measured."
     before = tuning.baseline_samples_per_s
-    gain = tuning.best_samples_per_s / before - 1 if before else 0
-    if gain <= 0:
+    if not before or tuning.best_samples_per_s <= before:
         return f"{after}, the defaults were kept. They run {decimal(tuning.best_samples_per_s)} samples/s."
-    return (
-        f"{after}, the best configuration runs {decimal(tuning.best_samples_per_s)} samples/s, {gain:.0%} "
-        f"faster than the defaults at {decimal(before)}."
+    words = (
+        f"{after}, the best configuration runs {decimal(tuning.best_samples_per_s)} samples/s, "
+        f"{ratio_in_words(tuning.best_samples_per_s / before)} than the defaults at {decimal(before)}."
     )
+    needed = None if plan is None else steps_to_pay_back(tuning, plan.target_batch)
+    if needed is None:
+        return words
+    return f"{words} The search took {decimal(tuning.seconds, 3)} s, which {plural(needed, 'step')} pay back."
 
 
 def rates_in_words(found: LrTuning) -> str:
@@ -139,12 +220,16 @@ def rates_in_words(found: LrTuning) -> str:
     gain = sum(pair.gain for pair in found.pairs) / max(1, len(found.pairs))
     return (
         f"Changed the learning rate from {decimal(found.default)} to {decimal(found.best)}. This gained "
-        f"{gain:.0%} of the loss reduction, averaged over {plural(len(found.pairs), 'data order')}. {tried}"
+        f"{percent(gain)} of the loss reduction, averaged over {plural(len(found.pairs), 'data order')}. "
+        f"{tried}"
     )
 
 
 def training_in_words(training: Training) -> str:
     """Describe the training run: samples, time, recoveries, skipped steps and failed checkpoints."""
+    if training.resumed_from is not None and training.samples_per_s is None:
+        steps = plural(training.optimizer_steps, "optimizer step")
+        return f"Nothing was left to train: {steps} were done before."
     recoveries = plural(training.oom_recoveries, "recovery", "recoveries")
     rate = "" if training.samples_per_s is None else f" ({decimal(training.samples_per_s)} samples/s)"
     words = (
@@ -157,5 +242,5 @@ def training_in_words(training: Training) -> str:
         failed = plural(len(training.failed_checkpoints), "periodic checkpoint")
         words += f" {failed} could not be written."
     if training.ema is not None and training.validation:
-        words += f" The validation figures are those of the averaged weights (decay {training.ema:g})."
+        words += f" The held-out figures are those of the averaged weights (decay {training.ema:g})."
     return words

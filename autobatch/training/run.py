@@ -89,6 +89,7 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     try:
         with stop_on_signals() as request, run.saved_after_oom():
             run.train_batches(request, progress, totals)
+            progress.doing("validating")
             validation = run.validate(request)
     except Interrupted:
         raise
@@ -98,6 +99,7 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
         raise
     # The run is over: what is exported, and what the caller gets, are the averaged weights.
     switch(loop.train_state.optimizers, train=False)
+    progress.doing("writing the weights")
     export_weights(loop.train_state, settings.out)
     return totals.summary(
         loop,
@@ -142,6 +144,7 @@ class _Run:
                 record = step
                 try:
                     if self._validation_is_due(step.step):
+                        progress.doing("validating")
                         record = msgspec.structs.replace(step, validation=self.validate(request))
                 finally:
                     for writer in writers:
@@ -149,8 +152,10 @@ class _Run:
                 totals.add(record)
                 progress.stepped(record, self._loop.sampler.total)
                 if self._checkpoint_is_due(record.step):
+                    progress.doing("saving a checkpoint")
                     self._save_periodic(progress)
                 self._stop_if_requested(request)
+        progress.doing("saving a checkpoint")
         self._save_if_needed()
 
     @contextmanager
@@ -235,6 +240,7 @@ class _Run:
         """Write a checkpoint that is due; if it fails and the run may continue, wait for the next one."""
         try:
             self._save()
+            progress.saved(self._loop.batches_seen)
         except CheckpointError as error:
             if self._settings.on_failed_save == "stop":
                 raise

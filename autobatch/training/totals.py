@@ -9,6 +9,8 @@ from typing import Any
 from autobatch.core.records import StepRecord, Training
 from autobatch.training.loop import Loop
 
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+
 
 class RunTotals:
     """Totals over the steps of a run, of constant size."""
@@ -21,6 +23,7 @@ class RunTotals:
         """Samples since the resume."""
         self.seconds = 0.0
         """Seconds since the resume."""
+        self._peaks: dict[str, int | None] = dict.fromkeys(PEAKS)
         self._samples_before = 0
         self._last_count = 0.0
         """Items of the last batch: the target batch in the unit of the noise scale."""
@@ -28,11 +31,13 @@ class RunTotals:
     def add_earlier(self, row: Mapping[str, Any]) -> None:
         """Add a step from before the resume, as ``metrics.jsonl`` holds it."""
         self._add(row.get("loss"), is_applied=row.get("applied", True))
+        self._add_peaks(row)
         self._samples_before = row.get("samples", self._samples_before)
 
     def add(self, record: StepRecord) -> None:
         """Add a step of this process."""
         self._add(record.loss, is_applied=record.applied)
+        self._add_peaks({name: getattr(record, name) for name in PEAKS})
         self.samples = record.samples - self._samples_before
         self.seconds += record.seconds
         self._last_count = record.count
@@ -41,6 +46,11 @@ class RunTotals:
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.final_loss = loss if loss is not None else self.final_loss
         self.skipped_steps += not is_applied
+
+    def _add_peaks(self, row: Mapping[str, Any]) -> None:
+        for name, before in self._peaks.items():
+            known = [size for size in (before, row.get(name)) if size is not None]
+            self._peaks[name] = max(known, default=None)
 
     def summary(
         self,
@@ -80,4 +90,5 @@ class RunTotals:
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
             failed_checkpoints=failed_checkpoints,
+            **self._peaks,
         )

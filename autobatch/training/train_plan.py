@@ -65,10 +65,12 @@ def train_plan(
         AutobatchError: see `autobatch.training.run.train`.
     """
     setup = with_knobs(setup, plan.knobs)
+    progress.doing("checking that the loss can be split into micro-batches")
     for line in check_loss_splits(setup, micro_batch=plan.micro_batch, sampler=sampler, check=split_check):
         progress.note(line)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
+    progress.doing("preparing the training")
     with open_loop(
         setup, plan, loop_settings, sampler, seeded_before=seeded_before, note=progress.note
     ) as loop:
@@ -83,5 +85,6 @@ def train_plan(
             "versions": versions(),
             "sample_seeds": loop.feed is not None,
         }
+        progress.doing("training: the first step")
         record = train(loop, replace(run_settings, facts=facts), progress, checkpoint)
     return record, loop.train_state.model

@@ -3,7 +3,10 @@
 The best of many noisy figures is too good to be true, and a machine is faster one minute than the next. So
 the compared figure is the ratio to the default in the same round. A configuration replaces the default only
 if the mean logarithm of its ratios exceeds the minimum gain, and exceeds 0 with a confidence of 97.5 %
-(Student's t, one-sided).
+(Student's t, one-sided, over all rounds after which the comparison may end).
+
+Of configurations that are equally fast within the noise, the one with the fewest changes wins. So two
+searches of one machine choose alike, and a change that gains nothing is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autobatch.core.knobs import Configuration
+from autobatch.core.knobs import Configuration, Value
 from autobatch.tuning.configuration import Measure, Measurement
 
 MINIMUM_GAIN = 0.02
@@ -22,19 +25,39 @@ MINIMUM_GAIN = 0.02
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 8
 STUDENT = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
-"""Quantiles of Student's t at 97.5 %, by degrees of freedom."""
+"""Quantiles of Student's t at 97.5 %, by degrees of freedom, for a single decision."""
+SEQUENTIAL = (math.inf, 45.466, 8.363, 5.175, 4.173, 3.7, 3.428, 3.253)
+"""Quantiles at 99.3 %: with a decision after each of rounds 3 to 8, 2.5 % of all comparisons are wrong."""
+
+
+OnRound = Callable[[int, int, int], None]
+"""Called before each round with its number, the most rounds, and the number of configurations in it."""
+
+
+class SpeedRatio(NamedTuple):
+    """Speed of a configuration ÷ that of the default, measured side by side."""
+
+    mean: float
+    """Geometric mean over the rounds."""
+    low: float
+    """Bound below which the true ratio lies with a probability of 2.5 %; 0 if unknown."""
+    high: float
+    """Bound above which it lies with a probability of 2.5 %; infinite if unknown."""
+    rounds: int
 
 
 class Choice(NamedTuple):
     """The result of a comparison; speeds are in samples per second."""
 
     ranking: list[int]
-    """Numbers, from 1, of the configurations that beat the default beyond the noise; the fastest first."""
+    """Numbers, from 1, of the configurations that beat the default beyond the noise; the best first."""
     baseline: Measurement | None
     """The default at its median speed; None if it did not run."""
     contenders: list[Measurement | None]
     """The configurations, each at the default's median speed times its mean ratio; None if it did not run."""
     rounds: int
+    ratios: list[SpeedRatio | None] = []
+    """Of the configurations to the default; None if it did not run."""
 
 
 @dataclass
@@ -51,8 +74,19 @@ class _Contender:
         mean = statistics.fmean(self.ratios)
         if count < 2:
             return mean, -math.inf, math.inf
-        half = STUDENT[count - 1] * statistics.stdev(self.ratios) / math.sqrt(count)
+        half = SEQUENTIAL[count - 1] * self.standard_error()
         return mean, mean - half, mean + half
+
+    def standard_error(self) -> float:
+        """Return the standard error of the mean of the logarithms."""
+        return statistics.stdev(self.ratios) / math.sqrt(len(self.ratios))
+
+    def ratio(self) -> SpeedRatio | None:
+        """Return its ratio to the default."""
+        if not self.ratios:
+            return None
+        mean, low, high = map(math.exp, self.interval())
+        return SpeedRatio(mean, low, high, len(self.ratios))
 
     def is_better(self) -> bool:
         """Return whether it beats the default beyond the noise and by the minimum gain."""
@@ -74,6 +108,7 @@ def compare(
     default: Configuration,
     others: Sequence[Configuration],
     is_expired: Callable[[], bool] = lambda: False,
+    on_round: OnRound = lambda *_: None,
 ) -> Choice:
     """Measure configurations and the default in turn, until it is clear which ones are faster.
 
@@ -82,6 +117,7 @@ def compare(
         default: kept unless another is faster.
         others: the candidates.
         is_expired: asked before every round; the default is kept unless enough rounds were run.
+        on_round: called before every round.
     """
     contenders = [_Contender(values) for values in others]
     defaults: list[Measurement] = []
@@ -89,24 +125,49 @@ def compare(
     while rounds < MOST_ROUNDS and not is_expired():
         if all(one.is_slower() or one.is_better() for one in contenders):
             break
-        baseline = measure(default)
         rounds += 1
+        running = [one for one in contenders if not one.is_slower()]
+        on_round(rounds, MOST_ROUNDS, len(running))
+        baseline = measure(default)
         if not baseline.feasible:
             if rounds >= LEAST_ROUNDS and not defaults:
                 break
             continue
         defaults.append(baseline)
         # The order rotates, so that none always runs after the same other one.
-        running = [one for one in contenders if not one.is_slower()]
         for one in running[rounds % max(1, len(running)) :] + running[: rounds % max(1, len(running))]:
             found = measure(one.values)
             one.is_out = not found.feasible
             if found.feasible:
                 one.found = found
                 one.ratios.append(math.log(found.samples_per_s / baseline.samples_per_s))
-    better = [number for number, one in enumerate(contenders, 1) if one.is_better()]
-    better.sort(key=lambda number: -statistics.fmean(contenders[number - 1].ratios))
-    return _choice(better, defaults, contenders, rounds)
+    return _choice(_rank(contenders, default), defaults, contenders, rounds)
+
+
+def changes(values: Configuration, default: Configuration) -> dict[str, Value]:
+    """Return the values that differ from the default."""
+    return {name: value for name, value in values.items() if value != default.get(name)}
+
+
+def _rank(contenders: Sequence[_Contender], default: Configuration) -> list[int]:
+    """Return the numbers of those that beat the default, from 1.
+
+    The fastest come first. Those within its standard error, or the minimum gain, count as equally fast, and
+    the one with the fewest changes comes first among them.
+    """
+    better = {number: one for number, one in enumerate(contenders, 1) if one.is_better()}
+    if not better:
+        return []
+    means = {number: statistics.fmean(one.ratios) for number, one in better.items()}
+    best = max(means, key=lambda number: means[number])
+    floor = means[best] - max(better[best].standard_error(), math.log1p(MINIMUM_GAIN))
+
+    def key(number: int) -> tuple[float, ...]:
+        if means[number] < floor:
+            return (math.inf, -means[number])
+        return (len(changes(better[number].values, default)), -means[number])
+
+    return sorted(better, key=key)
 
 
 def _choice(
@@ -121,4 +182,5 @@ def _choice(
         else None
         for one in contenders
     ]
-    return Choice(better, defaults[-1]._replace(samples_per_s=speed), figures, rounds)
+    baseline = defaults[-1]._replace(samples_per_s=speed)
+    return Choice(better, baseline, figures, rounds, [one.ratio() for one in contenders])

@@ -34,6 +34,15 @@ class Measurement(NamedTuple):
     """Reason why it is infeasible, in one line; None if it is feasible."""
     constraints: Mapping[str, float] = {}
     """Figures by name that must not exceed 0; a missing one is met."""
+    default_samples_per_s: float = 0.0
+    """Speed of the default around the same time; 0 if unknown."""
+    started: str = ""
+    """Start of the search that ran it, as an ISO date and time; empty if unknown."""
+
+    @property
+    def relative(self) -> float | None:
+        """Speed ÷ that of the default around the same time; None if unknown."""
+        return self.samples_per_s / self.default_samples_per_s if self.default_samples_per_s else None
 
     @property
     def feasible(self) -> bool:
@@ -132,6 +141,8 @@ class StudySpec(Generic[ResultT]):
     encode: Callable[[ResultT], StoredResult]
     decode: Callable[[Mapping[str, Value], Mapping[str, Any]], ResultT]
     """Restores a result from the values and the stored attributes of a trial."""
+    metric: str
+    """Name of the optimized figure, which dashboards show."""
     early_stop: MedianStop | None = None
     """None to run every trial to its end."""
 

@@ -8,6 +8,7 @@ configuration that is faster beyond the noise and has run inside the enforced bu
 
 from __future__ import annotations
 
+import datetime
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
+from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records import Trial, Tuning
-from autobatch.tuning.compare import MINIMUM_GAIN, Choice, compare
+from autobatch.tuning.choose import Answer, choose, find_result, speed_of
+from autobatch.tuning.compare import changes
 from autobatch.tuning.configuration import (
     CONSTRAINTS,
     ConfirmFits,
@@ -26,17 +29,14 @@ from autobatch.tuning.configuration import (
     StoredResult,
     StudySpec,
 )
+from autobatch.tuning.drift import DriftingMachine
 
 if TYPE_CHECKING:
     from autobatch.tuning.study import FinishedTrial, OptunaStudy, TrialRequest
 
 
-REMEASURED = 3
-"""Number of best configurations that are measured again beside the default."""
 PAYBACK_SHARE = 0.5
 """Share of the run's time that tuning may take: even a doubled speed would not pay back more."""
-PLAUSIBLE = 0.9
-"""Share of the default's first figure that a candidate's must reach: a single figure is off by less."""
 
 
 class Budget(NamedTuple):
@@ -68,10 +68,6 @@ class TuningResult(NamedTuple):
     """Of the best configuration; None if the default was kept and could not be measured."""
 
 
-OnTrial = Callable[[int, Configuration, Measurement], None]
-"""Called after each trial with its number from 1, the configuration, and what was measured."""
-
-
 def find_fastest(
     measure: Measure,
     axes: Sequence[SearchAxis],
@@ -80,7 +76,7 @@ def find_fastest(
     seed: int,
     place: StudyLocation,
     confirm_fits: ConfirmFits = lambda _: None,
-    progress: OnTrial = lambda *_: None,
+    progress: Progress = SILENT,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningResult:
     """Find the fastest configuration.
@@ -92,7 +88,7 @@ def find_fastest(
         seed: the same seed and the same measurements give the same answer.
         place: the study.
         confirm_fits: runs a configuration inside the enforced budget before it is chosen.
-        progress: called after each trial.
+        progress: receives every trial and every round of the comparison.
         clock: seconds.
 
     Returns:
@@ -101,49 +97,77 @@ def find_fastest(
     Raises:
         InputError: the storage failed, or the study was made for something else.
     """
-    start, base = clock(), defaults(axes)
+    base = defaults(axes)
     study = _open_study(axes, budget, seed, place)
-
-    def on_trial(request: TrialRequest[Measurement], found: Measurement) -> None:
-        if request.known is None:
-            progress(len(study.finished()), request.values, found)
-
-    def pays_back() -> bool:
-        return clock() - start <= _worth_seconds(budget, _find(study.finished(), base))
-
+    remembered = study.finished()
+    for line in _explain_remembered(remembered, budget):
+        progress.note(line)
+    started = datetime.datetime.now(tz=datetime.UTC).isoformat("T", "seconds")
+    search = _Search(study, DriftingMachine(measure, base, started), budget, progress, clock, clock())
     sampler_seconds = study.optimize(
-        lambda request: measure(request.values),
+        search.run,
         trials=budget.trials,
-        is_expired=lambda: budget.expired() or not pays_back(),
-        on_trial=on_trial,
+        is_expired=lambda: budget.expired() or not search.pays_back(),
+        on_trial=search.report,
         clock=clock,
     )
-    finished, is_stopped = study.finished(), not pays_back()
-    answer = _choose(measure, finished, base, confirm_fits, is_expired=lambda: not pays_back())
-    if is_stopped:
-        answer = answer._replace(notes=[*answer.notes, _explain_stop(finished, base, budget)])
-    tuning = _record(study, answer, finished, len(axes))
-    return TuningResult(
-        msgspec.structs.replace(tuning, seconds=clock() - start, sampler_seconds=sampler_seconds),
-        answer.winner,
+    finished, is_stopped = study.finished(), not search.pays_back()
+    answer = choose(
+        measure, finished, base, confirm_fits, progress, is_expired=lambda: not search.pays_back()
     )
+    if is_stopped:
+        stop = _explain_stop(len(finished), search.default(), budget)
+        answer = answer._replace(notes=[*answer.notes, stop])
+    tuning = msgspec.structs.replace(
+        _record(study, answer, finished),
+        remembered=len(remembered),
+        seconds=clock() - search.start,
+        sampler_seconds=sampler_seconds,
+    )
+    return TuningResult(tuning, answer.winner)
+
+
+class _Search(NamedTuple):
+    """Surroundings of one search."""
+
+    study: OptunaStudy[Measurement]
+    machine: DriftingMachine
+    budget: Budget
+    progress: Progress
+    clock: Callable[[], float]
+    start: float
+
+    def run(self, request: TrialRequest[Measurement]) -> Measurement:
+        """Run a trial."""
+        self.progress.doing(f"trial {len(self.study.finished()) + 1} of {self.budget.trials}")
+        return self.machine.run(request.values)
+
+    def report(self, request: TrialRequest[Measurement], found: Measurement) -> None:
+        """Report a trial, unless its result was known."""
+        if request.known is None:
+            row = _row(len(self.study.finished()) - 1, request.values, found)
+            self.progress.measured(row, self.budget.trials, changes(request.values, self.machine.default))
+
+    def default(self) -> Measurement | None:
+        """Return what was last measured of the default; None if it has not run."""
+        return self.machine.latest or find_result(self.study.finished(), self.machine.default)
+
+    def pays_back(self) -> bool:
+        """Return whether the search has taken less time than the run can pay back."""
+        return self.clock() - self.start <= _worth_seconds(self.budget, self.default())
 
 
 def _record(
-    study: OptunaStudy[Measurement],
-    answer: _Answer,
-    finished: Sequence[FinishedTrial[Measurement]],
-    num_axes: int,
+    study: OptunaStudy[Measurement], answer: Answer, finished: Sequence[FinishedTrial[Measurement]]
 ) -> Tuning:
-    num_feasible = sum(one.result.feasible for one in finished)
     return Tuning(
         trials=len(finished),
         best=answer.values,
-        baseline_samples_per_s=_speed(answer.baseline),
-        best_samples_per_s=_speed(answer.winner),
+        baseline_samples_per_s=speed_of(answer.baseline),
+        best_samples_per_s=speed_of(answer.winner),
         study=study.name,
-        history=[_row(number, one) for number, one in enumerate(finished)],
-        importance=study.importance() if num_feasible > num_axes else {},
+        history=[_row(number, one.values, one.result) for number, one in enumerate(finished)],
+        comparisons=answer.comparisons,
         sampler=study.sampler,
         notes=answer.notes + study.notes,
     )
@@ -155,8 +179,16 @@ def _open_study(
     # Only here: Optuna takes half a second to import.
     from autobatch.tuning.study import OptunaStudy
 
-    spec = StudySpec(axes, "maximize", first_points=[defaults(axes)], encode=_encode, decode=_decode)
-    return OptunaStudy(
+    base = defaults(axes)
+
+    def encode(found: Measurement) -> StoredResult:
+        first = find_result(study.finished(), base)
+        return _encode(found, reference=speed_of(first))
+
+    spec = StudySpec(
+        axes, "maximize", first_points=[base], encode=encode, decode=_decode, metric="samples per second"
+    )
+    study = OptunaStudy(
         spec,
         name=place.name,
         storage=place.storage,
@@ -164,103 +196,29 @@ def _open_study(
         seed=seed,
         trials=budget.trials,
     )
+    return study
 
 
-def _encode(found: Measurement) -> StoredResult:
-    """Store a measurement; the study maximizes the logarithm of the speed."""
+def _encode(found: Measurement, *, reference: float) -> StoredResult:
+    """Store a measurement.
+
+    The study maximizes the speed that it would have had when the default ran at the speed ``reference``, the
+    one of the first trial; 0 if that did not run.
+    """
+    speed = reference * found.relative if reference and found.relative else found.samples_per_s
     constraints = dict.fromkeys(CONSTRAINTS, -1.0) | dict(found.constraints)
     # The sampler fits one more Gaussian process for each constraint: the tightest one is enough.
     tightest = max(constraints, key=lambda name: constraints[name])
     return StoredResult(
         attributes=found._replace(constraints=constraints)._asdict(),
         constraint=(tightest, constraints[tightest]),
-        value=math.log(found.samples_per_s) if found.feasible else None,
+        value=speed if found.feasible else None,
     )
 
 
 def _decode(_: Mapping[str, Value], attributes: Mapping[str, Any]) -> Measurement:
     stored = {name: attributes[name] for name in Measurement._fields if name in attributes}
     return Measurement(0.0, failure="no result was stored")._replace(**stored)
-
-
-class _Answer(NamedTuple):
-    """The chosen configuration."""
-
-    values: dict[str, Value]
-    baseline: Measurement | None
-    """Of the default; None if it could not be measured."""
-    winner: Measurement | None
-    """Of the chosen one; None if it could not be measured."""
-    notes: list[str]
-    """Notes for the user, one per line."""
-
-
-def _choose(
-    measure: Measure,
-    finished: Sequence[FinishedTrial[Measurement]],
-    base: dict[str, Value],
-    confirm_fits: ConfirmFits,
-    *,
-    is_expired: Callable[[], bool],
-) -> _Answer:
-    """Compare the best trials with the default, and return the fastest that fits."""
-    known = _find(finished, base)
-    baseline = known if known is not None and known.feasible else None
-    others = _candidates(finished, base, baseline)
-    choice = (
-        compare(measure, base, others, is_expired)
-        if others and not is_expired()
-        else Choice([], baseline, [], 0)
-    )
-    notes = []
-    best = 0
-    for number in choice.ranking:
-        reason = confirm_fits(others[number - 1])
-        if reason is None:
-            best = number
-            break
-        notes.append(f"left out a faster configuration, because it does not fit: {reason}")
-    notes += _explain(finished, choice, known)
-    if best == 0:
-        return _Answer(base, choice.baseline, choice.baseline, notes)
-    return _Answer(others[best - 1], choice.baseline, choice.contenders[best - 1], notes)
-
-
-def _candidates(
-    finished: Sequence[FinishedTrial[Measurement]], base: Configuration, baseline: Measurement | None
-) -> list[dict[str, Value]]:
-    """Return the fastest configurations, without those too slow to beat the default."""
-    floor = PLAUSIBLE * _speed(baseline)
-    others = [
-        one
-        for one in finished
-        if one.values != base and one.result.feasible and one.result.samples_per_s >= floor
-    ]
-    others.sort(key=lambda one: -one.result.samples_per_s)
-    return [one.values for one in others[:REMEASURED]]
-
-
-def _explain(
-    finished: Sequence[FinishedTrial[Measurement]], choice: Choice, known: Measurement | None
-) -> list[str]:
-    """Return notes for the user on why the default was kept, one per line.
-
-    Args:
-        finished: the trials.
-        choice: the comparison.
-        known: what the default's own trial found; None if it did not run.
-    """
-    if not finished:
-        return ["kept the plan: no trial was run"]
-    if not any(one.result.feasible for one in finished):
-        first = known or finished[0].result
-        return [f"kept the plan: none of {len(finished)} configurations ran. The first one: {first.failure}"]
-    if choice.baseline is None:
-        failure = "it was not run" if known is None else known.failure
-        return [f"kept the plan: the default configuration could not be measured ({failure})"]
-    if not choice.ranking and choice.contenders:
-        return [f"kept the default configuration: none was faster by {100 * MINIMUM_GAIN:g} % and the noise"]
-    return []
 
 
 def _worth_seconds(budget: Budget, default: Measurement | None) -> float:
@@ -270,31 +228,38 @@ def _worth_seconds(budget: Budget, default: Measurement | None) -> float:
     return PAYBACK_SHARE * budget.run_samples / default.samples_per_s
 
 
-def _explain_stop(
-    finished: Sequence[FinishedTrial[Measurement]], base: dict[str, Value], budget: Budget
-) -> str:
-    seconds = _worth_seconds(budget, _find(finished, base)) / PAYBACK_SHARE
+def _explain_stop(trials: int, default: Measurement | None, budget: Budget) -> str:
+    seconds = _worth_seconds(budget, default) / PAYBACK_SHARE
     return (
-        f"stopped tuning after {len(finished)} of {budget.trials} trials: the run takes about {seconds:.3g} "
+        f"stopped tuning after {trials} of {budget.trials} trials: the run takes about {seconds:.3g} "
         f"s, and more tuning cannot pay back. --trials {budget.trials} runs all of them"
     )
 
 
-def _find(finished: Sequence[FinishedTrial[Measurement]], values: Configuration) -> Measurement | None:
-    return next((one.result for one in finished if one.values == values), None)
+def _explain_remembered(finished: Sequence[FinishedTrial[Measurement]], budget: Budget) -> list[str]:
+    """Return a note on the trials that earlier searches ran."""
+    if not finished:
+        return []
+    dates = sorted({one.result.started for one in finished} - {""})
+    since = f" from {dates[-1][:16].replace('T', ' ')} UTC" if dates else ""
+    count = f"{len(finished)} trial{'s' if len(finished) > 1 else ''}"
+    rest = budget.trials - len(finished)
+    more = (
+        f"{rest} more will run, compared with the default as it is now"
+        if rest > 0
+        else f"none is run, because {budget.trials} were asked for (--trials runs more)"
+    )
+    return [f"the study remembers {count}{since}; {more}"]
 
 
-def _speed(found: Measurement | None) -> float:
-    return 0.0 if found is None else found.samples_per_s
-
-
-def _row(number: int, one: FinishedTrial[Measurement]) -> Trial:
-    found = one.result
+def _row(number: int, values: Configuration, found: Measurement) -> Trial:
     return Trial(
         number=number,
         samples_per_s=found.samples_per_s if found.feasible else None,
         feasible=found.feasible,
-        parameters=one.values,
+        parameters=dict(values),
         micro_batch=found.micro_batch or None,
         note=found.failure,
+        relative=found.relative if found.feasible else None,
+        started=found.started or None,
     )

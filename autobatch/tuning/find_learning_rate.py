@@ -19,6 +19,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from autobatch.core.knobs import Value
+from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records import LrComparison, LrTrial, LrTuning
 from autobatch.tuning.compare import STUDENT
 from autobatch.tuning.configuration import LogRange, MedianStop, StoredResult, StudySpec
@@ -44,8 +45,6 @@ DIVERGED = 2.0
 """A run has diverged if its last loss exceeds this multiple of its first."""
 EDGE_FACTOR = 1.5
 """Within this factor of a bound of the range, the best may lie beyond."""
-OnLrTrial = Callable[[int, float, float | None, str | None], None]
-"""Called after each trial with its number from 1, the learning rate, its loss, and why it is infeasible."""
 
 
 def find_learning_rate(
@@ -55,7 +54,7 @@ def find_learning_rate(
     budget: Budget,
     seed: int,
     place: StudyLocation,
-    progress: OnLrTrial = lambda *_: None,
+    progress: Progress = SILENT,
     clock: Callable[[], float] = time.monotonic,
 ) -> LrTuning:
     """Find the learning rate after which the loss is lowest.
@@ -66,7 +65,7 @@ def find_learning_rate(
         budget: trials and time.
         seed: of the trials' data and of the sampler; the same seed gives the same answer.
         place: the study.
-        progress: called after each trial.
+        progress: receives every trial.
         clock: seconds.
 
     Returns:
@@ -79,16 +78,19 @@ def find_learning_rate(
     start = clock()
     study = _open_study(task.default, budget, seed, place)
     study.optimize(
-        lambda request: _run_trial(runs, task, study, request, seed),
+        lambda request: _run_trial(runs, task, study, request, seed=seed, progress=progress),
         trials=budget.trials,
         is_expired=budget.expired,
-        on_trial=lambda _, tried: progress(len(study.finished()), tried.rate, tried.loss, tried.failure),
+        on_trial=lambda _, tried: progress.tried_rate(
+            len(study.finished()), budget.trials, tried.rate, tried.loss, tried.failure
+        ),
     )
     finished = [one.result for one in study.finished()]
     known = next((one for one in finished if one.rate == task.default), None)
     best = min((one for one in finished if one.failure is None), key=_loss, default=None)
     pairs: list[LrComparison] = []
     if known is not None and best is not None and best.rate != task.default:
+        progress.doing(f"comparing {best.rate:.3g} with {known.rate:.3g} on other data")
         pairs = list(_compare(runs, task, known, best, seed))
     chosen = best if decide(pairs) else known
     return LrTuning(
@@ -142,6 +144,7 @@ def _open_study(
         first_points=[{RATE: default * factor} for factor in FIRST_FACTORS],
         encode=_encode,
         decode=_decode,
+        metric="loss",
         early_stop=EARLY_STOP,
     )
     return OptunaStudy(
@@ -177,9 +180,12 @@ def _run_trial(
     task: LrTrialSpec,
     study: OptunaStudy[LrTrialResult],
     request: TrialRequest[LrTrialResult],
+    *,
     seed: int,
+    progress: Progress,
 ) -> LrTrialResult:
     """Run a trial until its end, or until the study stops it; the default always runs to its end."""
+    progress.doing(f"learning rate {len(study.finished()) + 1}: a run of {task.steps} steps")
     rate = float(request.values[RATE] or 0.0)
 
     def should_stop(part: int, loss: float) -> bool:

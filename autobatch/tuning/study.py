@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple
@@ -97,6 +96,7 @@ class OptunaStudy(Generic[ResultT]):
                 pruner=NopPruner() if spec.early_stop is None else MedianPruner(*spec.early_stop),
             )
             check_purpose(self._study, made_for, storage)
+            self._study.set_metric_names([spec.metric])
             close_orphans(self._study, self._me)
             known = self._by_key(TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE)
             for point in spec.first_points:
@@ -233,17 +233,6 @@ class OptunaStudy(Generic[ResultT]):
                 FinishedTrial(dict(trial.params), self._decode(trial))
                 for trial in self._tried(TrialState.COMPLETE)
             ]
-
-    def importance(self) -> dict[str, float]:
-        """Return how much each value mattered (PED-ANOVA, Watanabe et al. 2023, arXiv:2304.10255).
-
-        Returns:
-            Shares by name; empty if there are too few trials or their results are equal.
-        """
-        with warnings.catch_warnings(), suppress(RuntimeError, ValueError, UserWarning):
-            warnings.simplefilter("error", UserWarning)
-            return dict(optuna.importance.get_param_importances(self._study))
-        return {}
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials in these states that have a value for every name, in order."""

@@ -124,6 +124,7 @@ class PlanTuner:
         """
         settings = self.settings
         task = settings.trial_spec(plan, limit)
+        self.progress.doing("looking for what can be tuned")
         context = self.process.call("looking at the workload", look_at_workload, task)
         axes, notes = applicable(context, None if settings.knobs is None else parse_knobs(settings.knobs))
         self._note(notes)
@@ -135,9 +136,7 @@ class PlanTuner:
             seed=settings.seed,
             place=self.locate(axes),
             confirm_fits=trials.confirm_fits,
-            progress=lambda number, values, one: self.progress.measured(
-                number, settings.trials, values, one.samples_per_s, one.failure
-            ),
+            progress=self.progress,
             clock=self.clock,
         )
         self._note(found.tuning.notes)
@@ -162,9 +161,7 @@ class PlanTuner:
             budget=Budget(settings.lr_trials, self.expired),
             seed=settings.seed,
             place=self._locate_lr(task),
-            progress=lambda number, rate, loss, failure: self.progress.tried_rate(
-                number, settings.lr_trials, rate, loss, failure
-            ),
+            progress=self.progress,
             clock=self.clock,
         )
         self._note(found.notes)

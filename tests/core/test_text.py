@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch.core.text import LONGEST_LINE, one_line, printable, quoted
+from autobatch.core.text import LONGEST_LINE, encodable, one_line, printable, quoted
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,11 @@ def test_the_result_can_be_encoded_and_is_printable() -> None:
         for part in printable(every, limit=None)
     )
     printable(every, limit=None).encode()
+
+
+def test_signs_that_an_encoding_lacks_are_written_in_ascii() -> None:
+    text = "1 × 342 · loss 2.3 → 0.1 … 5 ÷ 2"
+    assert encodable(text, "utf-8") == text
+    assert encodable(text, None) == text
+    assert encodable(text, "ascii") == "1 x 342 - loss 2.3 -> 0.1 ... 5 / 2"
+    assert encodable("plain", "ascii") == "plain"

@@ -57,7 +57,7 @@ def test_the_budget_never_exceeds_the_total() -> None:
     [("6GiB", 6 * GiB), (6 * GiB, 6 * GiB), ("50%", 4 * GiB), ("100%", 8 * GiB), (8 * GiB, 8 * GiB), (1, 1)],
 )
 def test_an_asked_budget_is_taken_literally(asked: str | int, expected: int) -> None:
-    assert budget(asked, available=((0, "free"),)) == (expected, f"as asked: {asked}")
+    assert budget(asked, available=((0, "free"),)) == (expected, f"as set: {asked}")
 
 
 def test_an_asked_budget_over_the_total_names_both_numbers() -> None:

@@ -63,7 +63,7 @@ def test_a_probe_is_shown() -> None:
 def test_a_plan_is_shown() -> None:
     page = shown(PlanResult(**fields(a_run().plan), device=a_device(), probe=a_probe()))
     assert "1,024 samples: 4 micro-batches of 86 and 8 of 85" in page.text
-    assert "0.0003, as declared" in page.text
+    assert "0.0003, kept as declared" in page.text
     assert len(page.all("svg")) == 2
 
 
@@ -73,9 +73,9 @@ def test_a_result_is_shown_with_the_curves_of_its_run(tmp_path) -> None:
     lines = [msgspec.json.encode(record) for record in a_run().metrics]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     page = shown(result)
-    for words in ("The loss went from 2.421 to 0.3618", "15% faster", "Validation accuracy", "step-120.pt"):
+    for words in ("Held-out accuracy 93.12 %.", "15 % faster", "Held-out accuracy93.12 %", "step-120.pt"):
         assert words in page.text
-    assert len(page.all("svg")) == 5
+    assert len(page.all("svg")) == 6
     assert "Optimizer steps: 50 of 120" in page.text
 
 
@@ -88,7 +88,7 @@ def test_a_result_without_its_folder_is_shown_without_curves(tmp_path, left: str
         (result.out / "result.json").write_bytes(msgspec.json.encode(other))
         (result.out / "metrics.jsonl").write_bytes(msgspec.json.encode(a_run().metrics[0]))
     page = shown(result)
-    assert len(page.all("svg")) == 4
+    assert len(page.all("svg")) == 5
     assert "Optimizer steps" not in page.text
 
 

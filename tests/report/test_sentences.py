@@ -26,7 +26,7 @@ from tests.support.sample_run import a_device, a_probe, a_run, some_rates
 def test_the_headline_names_the_last_part_that_ran():
     assert headline(a_run()) == (
         "120 optimizer steps of exactly 1,024 samples in 6.00 GiB on NVIDIA GeForce RTX 4090. "
-        "The loss went from 2.421 to 0.3618."
+        "Held-out accuracy 93.12 %."
     )
     assert headline(a_run(training=None)) == (
         "Each optimizer step takes exactly 1,024 samples in 6.00 GiB on NVIDIA GeForce RTX 4090: "
@@ -40,8 +40,13 @@ def test_the_headline_names_the_last_part_that_ran():
     assert headline(bare) == "The memory budget is 6.00 GiB on NVIDIA GeForce RTX 4090."
 
 
+def test_the_headline_names_the_training_loss_only_without_held_out_data():
+    training = msgspec.structs.replace(a_run().training, validation={})
+    assert headline(a_run(training=training)).endswith("The training loss went from 2.421 to 0.3618.")
+
+
 def test_the_headline_leaves_out_an_unknown_loss():
-    training = msgspec.structs.replace(a_run().training, first_loss=None)
+    training = msgspec.structs.replace(a_run().training, first_loss=None, validation={})
     assert headline(a_run(training=training)).endswith("on NVIDIA GeForce RTX 4090.")
 
 
@@ -57,7 +62,7 @@ def test_the_split_of_one_rank():
 @pytest.mark.parametrize(
     ("rule", "factor", "words"),
     [
-        ("none", 1.0, "0.2, as declared (source)"),
+        ("none", 1.0, "0.2, source"),
         ("sqrt", 2.0, "0.2, 2 times the declared rate by the sqrt rule (source)"),
         ("tuned", 2.0, "0.2, 2 times the declared rate (source)"),
     ],
@@ -71,7 +76,8 @@ def test_the_learning_rate_names_its_rule_factor_and_source(rule, factor, words)
         learning_rate_source="source",
     )
     assert rate_in_words(plan) == words
-    assert rate_in_words(msgspec.structs.replace(plan, learning_rate_source="")) == words[: -len(" (source)")]
+    bare = rate_in_words(msgspec.structs.replace(plan, learning_rate_source=""))
+    assert bare == ("0.2, as declared" if rule == "none" else words[: -len(" (source)")])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,10 @@ def test_the_learning_rate_names_its_rule_factor_and_source(rule, factor, words)
             {"upper_bound_by": None, "source": "asked"},
             "No larger size was tried, because only this one was requested.",
         ),
-        ({"source": "saved 2026-11-20"}, "93 ran and fits. This run confirmed a limit saved 2026-11-20."),
+        (
+            {"source": "saved 2026-11-20"},
+            "93 ran and fits. One run confirmed the limit that was saved 2026-11-20.",
+        ),
         ({"oom_count": 0}, "The probe ran 6 sizes with no out-of-memory error."),
     ],
 )
@@ -118,7 +127,7 @@ def a_tuning(**figures) -> Tuning:
         (
             1000.0,
             1250.0,
-            "the best configuration runs 1,250 samples/s, 25% faster than the defaults at 1,000",
+            "the best configuration runs 1,250 samples/s, 25 % faster than the defaults at 1,000",
         ),
         (
             1000.0,
@@ -138,7 +147,7 @@ def test_the_learning_rate_that_was_found():
     found = some_rates()
     tried = "The study tried 6 learning rates in runs of 40 optimizer steps from the same weights."
     assert rates_in_words(found) == (
-        "Changed the learning rate from 0.0003 to 0.0009. This gained 15% of the loss reduction, averaged "
+        "Changed the learning rate from 0.0003 to 0.0009. This gained 15 % of the loss reduction, averaged "
         f"over 3 data orders. {tried}"
     )
     kept: LrTuning = msgspec.structs.replace(found, best=found.default)

@@ -94,7 +94,7 @@ def test_plan_and_probe_print_only_their_parts(
     assert ran.code == 0
     assert ran.json.keys() == {"schema", "autobatch"} | parts
     assert ran.json.get("report") is None
-    assert "largest" in ran.err
+    assert "fits  " in ran.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -293,7 +293,7 @@ def test_an_unwritable_cache_is_a_note_and_no_failure(tmp_path: Path, train: Pat
     assert ran.code == 0
     assert ran.err == ""
     assert "note: the limit was not saved: cannot save the limit at" in ran.out
-    assert "largest" in ran.out.splitlines()[-2]
+    assert ran.out.splitlines()[-2].startswith("fits  ")
 
 
 def on_a_terminal(folder: Path, *words: object, **variables: str) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from autobatch.core.records import (
     StepRecord,
     Training,
     Trial,
+    TrialComparison,
     Tuning,
 )
 from autobatch.core.units import GiB, MiB
@@ -111,12 +112,26 @@ def some_trials():
         Trial(
             number=at,
             samples_per_s=1500 + 90 * math.log1p(at) * (1 if at % 3 else 0.4),
+            relative=(1500 + 90 * math.log1p(at) * (1 if at % 3 else 0.4)) / 1500,
+            started="2026-11-20T10:00:00+00:00" if at < 8 else "2026-11-21T10:00:00+00:00",
             parameters={"compile": at % 2 == 0, "workers": at % 4, "channels_last": at % 5 == 0},
         )
         for at in range(12)
     ]
     refused = Trial(number=12, samples_per_s=None, feasible=False, note="over the budget by 4 %")
     return [*trials, refused]
+
+
+def some_comparisons():
+    return [
+        TrialComparison(
+            changes={"compile": "default", "workers": 3}, ratio=1.16, low=1.09, high=1.23, rounds=4
+        ),
+        TrialComparison(
+            changes={"compile": "default"}, ratio=1.152, low=1.11, high=1.2, rounds=4, chosen=True
+        ),
+        TrialComparison(changes={"channels_last": True}, ratio=0.99, low=None, high=None, rounds=1),
+    ]
 
 
 def some_rates():
@@ -158,7 +173,8 @@ def a_run(**changes):
             best_samples_per_s=1728.4,
             study="resnet-18-4f1c",
             history=some_trials(),
-            importance={"compile": 0.61, "workers": 0.3, "channels_last": 0.09},
+            comparisons=some_comparisons(),
+            seconds=12.5,
             learning_rate=some_rates(),
         ),
         "training": Training(

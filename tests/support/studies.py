@@ -95,6 +95,7 @@ def make_study(
         first_points=[{space.name: space.high}] if isinstance(space, LogRange) else [defaults(space)],
         encode=encode,
         decode=lambda _, attributes: float(attributes["figure"]),
+        metric="figure",
         early_stop=early_stop,
     )
     return OptunaStudy(spec, name="study", storage=storage, made_for={}, seed=seed, trials=trials)

@@ -49,12 +49,59 @@ def test_without_noise_the_ranking_is_by_speed_and_figures_are_exact() -> None:
     assert [one and one.samples_per_s for one in found.contenders] == pytest.approx(speeds[1:])
 
 
+def test_a_change_that_gains_nothing_is_chosen_in_one_of_40_comparisons_at_most() -> None:
+    """The comparison may end after each of several rounds, and each is another chance to be wrong."""
+    runs, wrong = 4000, 0
+    for seed in range(runs):
+        draw = random.Random(seed)
+        found = compare(
+            lambda _, draw=draw: Measurement(math.exp(draw.gauss(0, 0.2))),  # type: ignore[misc]
+            {"i": 0},
+            [{"i": 1}],
+        )
+        wrong += bool(found.ranking)
+    assert wrong <= runs * 0.03
+
+
+def test_of_equally_fast_configurations_the_one_with_the_fewest_changes_wins() -> None:
+    base = {"precision": "fp32", "optimizer": "default", "channels_last": False}
+    others = [
+        base | {"precision": "bf16", "optimizer": "fused", "channels_last": True},
+        base | {"precision": "bf16", "channels_last": True},
+        base | {"precision": "bf16"},
+        base | {"optimizer": "fused"},
+    ]
+    for seed in range(20):
+        draw = random.Random(seed)
+
+        def measure(values: Configuration, draw: random.Random = draw) -> Measurement:
+            gain = 0.5 * (values["precision"] == "bf16") + 0.005 * (values["optimizer"] == "fused")
+            return Measurement(1000 * math.exp(gain + draw.gauss(0, 0.01)))
+
+        assert compare(measure, base, others).ranking[0] == 3
+
+
+def test_every_ratio_has_an_interval_that_holds_the_true_one() -> None:
+    inside = 0
+    for seed in range(200):
+        draw = random.Random(seed)
+
+        def measure(values: Configuration, draw: random.Random = draw) -> Measurement:
+            return Measurement((1.3 if values["i"] else 1.0) * math.exp(draw.gauss(0, 0.05)))
+
+        (ratio,) = compare(measure, {"i": 0}, [{"i": 1}]).ratios
+        assert ratio is not None
+        assert ratio.low <= ratio.mean <= ratio.high
+        inside += ratio.low <= 1.3 <= ratio.high
+    assert inside >= 190
+
+
 def test_a_default_that_never_runs_ends_the_comparison() -> None:
     def measure(values: Configuration) -> Measurement:
         return Measurement(9.0) if values["i"] else infeasible(RUNS, "crashed")
 
     found = compare(measure, {"i": 0}, [{"i": 1}])
-    assert found == Choice([], None, [None], LEAST_ROUNDS)
+    assert found == Choice([], None, [None], LEAST_ROUNDS, [])
 
 
 def test_a_configuration_that_fails_once_is_not_measured_again() -> None:

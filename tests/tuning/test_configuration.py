@@ -66,7 +66,7 @@ def test_a_range_has_one_name_no_axes_and_infinitely_many_points() -> None:
     def encode(_: float) -> StoredResult:
         raise NotImplementedError
 
-    spec = StudySpec(LogRange("x", 0.1, 10.0), "minimize", [], encode, lambda *_: 0.0)
+    spec = StudySpec(LogRange("x", 0.1, 10.0), "minimize", [], encode, lambda *_: 0.0, "x")
     assert (spec.names, spec.axes, spec.size) == ({"x"}, (), math.inf)
-    finite = StudySpec(SMALL_AXES, "maximize", [], encode, lambda *_: 0.0)
+    finite = StudySpec(SMALL_AXES, "maximize", [], encode, lambda *_: 0.0, "x")
     assert (finite.names, finite.axes, finite.size) == ({"micro_batch_shift", "precision"}, SMALL_AXES, 8)

@@ -22,7 +22,16 @@ from autobatch.tuning.configuration import (
     infeasible,
     key_of,
 )
-from tests.support.studies import AXES, SMALL_AXES, CountingMeasure, exact, make_study, open_journal, search
+from tests.support.studies import (
+    AXES,
+    SMALL_AXES,
+    CountingMeasure,
+    exact,
+    make_study,
+    open_journal,
+    search,
+    speed_of,
+)
 
 
 def test_an_infeasible_trial_is_complete_and_never_chosen(tmp_path: Path) -> None:
@@ -49,7 +58,7 @@ def test_an_infeasible_trial_is_complete_and_never_chosen(tmp_path: Path) -> Non
             name, value = max(trial.user_attrs["constraints"].items(), key=lambda item: item[1])
             assert trial.constraints == {name: value}
         else:
-            assert trial.value == pytest.approx(math.log(trial.user_attrs["samples_per_s"]))
+            assert trial.value == pytest.approx(trial.user_attrs["samples_per_s"])
 
 
 def test_a_study_resumes_where_it_stopped(tmp_path: Path) -> None:
@@ -61,11 +70,23 @@ def test_a_study_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert second.trials == 12
     fresh = [key_of(one.parameters) for one in second.history[5:]]
     assert not set(fresh) & {key_of(one.parameters) for one in first.history}
-    assert [key_of(values) for values in measure.asked[:7]] == fresh
+    # The default is measured again at the start, and every few trials.
+    asked = [values for values in measure.asked[:9] if values != defaults(AXES)]
+    assert measure.asked[0] == defaults(AXES)
+    assert [key_of(values) for values in asked] == fresh
     third = CountingMeasure()
     assert search(third, trials=12, storage=storage).tuning.best == second.best
-    # Only the best ones and the default are measured.
-    assert len({key_of(values) for values in third.asked}) <= 4
+    # Only the best ones, simpler ones and the default are measured.
+    best = sorted(second.history, key=lambda one: -(one.relative or 0.0))[0]
+    simpler = sum(best.parameters[name] != value for name, value in defaults(AXES).items())
+    assert len({key_of(values) for values in third.asked}) <= 4 + simpler
+
+
+def test_a_dashboard_sees_samples_per_second_by_name(tmp_path: Path) -> None:
+    search(trials=4, storage=str(tmp_path / "s.log"))
+    study = open_journal(tmp_path / "s.log")
+    assert study.metric_names == ["samples per second"]
+    assert study.trials[0].value == pytest.approx(speed_of(defaults(AXES)))
 
 
 def test_an_interrupted_trial_is_closed_and_tried_again(tmp_path: Path) -> None:
@@ -89,10 +110,11 @@ def test_repeats_take_over_the_known_result(tmp_path: Path) -> None:
     measure = CountingMeasure()
     found = search(measure, trials=9, storage=storage).tuning
     assert found.trials == 9
-    assert defaults(AXES) not in measure.asked[:3]
+    assert measure.asked[0] == defaults(AXES)  # of today
+    assert defaults(AXES) not in measure.asked[1:4]
     repeated = [trial for trial in open_journal(tmp_path / "s.log").trials if "reused" in trial.user_attrs]
     assert [trial.user_attrs["reused"] for trial in repeated][:1] == [0]
-    assert repeated[0].value == pytest.approx(math.log(1000))
+    assert repeated[0].value == pytest.approx(1000)
 
 
 def test_a_storage_that_fails_during_the_search_gives_an_error_of_one_line(

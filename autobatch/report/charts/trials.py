@@ -8,27 +8,37 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from autobatch.core.records import LrTrial, LrTuning, Trial
+from autobatch.core.records import LrTrial, LrTuning, Trial, TrialComparison
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, evenly_spaced, plain_axes
-from autobatch.report.sentences import count, decimal, plural
+from autobatch.report.sentences import count, decimal, knobs_in_words, plural, ratio_in_words
 
 TABLE_ROWS = 200
 
 
 def trials_figure(trials: Sequence[Trial]) -> Picture | None:
-    """Draw the throughput of each trial and the best so far. Return None if there are no trials.
+    """Draw the speed of each trial relative to the default, and the best so far. Return None without trials.
 
-    Trials count from 1 here, as on the terminal. Their records count from 0, as in Optuna.
+    The default is measured again every few trials, so that a machine that slows down bends no curve. Trials
+    count from 1 here, as on the terminal. Their records count from 0, as in Optuna.
     """
     if not trials:
         return None
-    measured = [(t.number + 1, t.samples_per_s) for t in trials if t.feasible and t.samples_per_s is not None]
+    is_relative = any(trial.relative is not None for trial in trials)
+    measured = [
+        (trial.number + 1, speed)
+        for trial in trials
+        if trial.feasible and (speed := trial.relative if is_relative else trial.samples_per_s) is not None
+    ]
     infeasible = [trial.number + 1 for trial in trials if not trial.feasible]
+    later = _later_searches(trials)
 
     def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, xlabel="trial", title="samples/s")
+        title = "speed ÷ speed of the default" if is_relative else "samples/s"
+        axes = plain_axes(figure, xlabel="trial", title=title)
         x = [number for number, _ in measured]
         best = list(itertools.accumulate((speed for _, speed in measured), max))
+        if is_relative:
+            axes.axhline(1, color=color("muted"), linestyle=":", linewidth=1.6)
         if len(x) > 1:
             axes.step(x, best, where="post", color=color("soft"), linewidth=3)
         axes.plot(x, [speed for _, speed in measured], "o", color=color("accent"), markersize=6)
@@ -36,14 +46,20 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
             infeasible, [0.04] * len(infeasible), "x", color=color("bad"), markersize=8, markeredgewidth=2,
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
+        for number in later:
+            axes.axvline(number - 0.5, color=color("muted"), linestyle=(0, (1, 3)), linewidth=1.4)
         axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.margins(x=0.04, y=0.2)
 
-    title = "Throughput by trial"
+    title = "Speed by trial"
     words = f"{plural(len(measured), 'trial')} measured, {len(infeasible)} infeasible."
+    if later:
+        words += f" The study was continued {plural(len(later), 'time')}."
     legend = [Mark(role="accent", label="trial", shape="dot"), Mark(role="soft", label="best so far")]
+    legend += [Mark(role="muted", label="default", shape="dash")] if is_relative else []
     legend += [Mark(role="bad", label="infeasible", shape="cross")] if infeasible else []
+    legend += [Mark(role="muted", label="continued later", shape="dash")] if later else []
     svg = draw("trials", title, words, paint, heights=(280, 240))
     return Picture(
         slug="trials",
@@ -56,39 +72,62 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
     )
 
 
-def importance_figure(importance: dict[str, float]) -> Picture | None:
-    """Draw the importance of each knob, largest first. Return None if it is unknown."""
-    if not importance:
+def _later_searches(trials: Sequence[Trial]) -> list[int]:
+    """Return the numbers, from 1, of the first trial of each search but the first."""
+    pairs = itertools.pairwise(trials)
+    return [new.number + 1 for old, new in pairs if new.started is not None and new.started != old.started]
+
+
+def comparison_figure(comparisons: Sequence[TrialComparison]) -> Picture | None:
+    """Draw the ratio of each compared configuration to the default, with its interval. None without any."""
+    if not comparisons:
         return None
-    ranked = sorted(importance.items(), key=lambda item: (-item[1], item[0]))
+    names = [knobs_in_words(one.changes) for one in comparisons]
 
     def paint(figure: Figure, narrow: bool) -> None:
-        axes = plain_axes(figure, title="share of the variation in throughput")
+        axes = plain_axes(figure, title="speed ÷ speed of the default, side by side")
         axes.grid(visible=False)
-        places = range(len(ranked))
-        axes.barh(places, [share for _, share in ranked], height=0.55, color=color("accent"), linewidth=0)
-        axes.set_yticks(places, [name for name, _ in ranked])
-        axes.set_ylim(len(ranked) - 0.5, -0.5)
-        axes.set_xlim(0, 1.15 * max(share for _, share in ranked) or 1)
-        axes.set_xticks([])
-        axes.spines["bottom"].set_visible(False)
-        for place, (_, share) in enumerate(ranked):
+        axes.axvline(1, color=color("muted"), linestyle=":", linewidth=1.6)
+        for place, one in enumerate(comparisons):
+            role = "accent" if one.chosen else "series-2"
+            if one.low is not None and one.high is not None:
+                axes.plot([one.low, one.high], [place, place], color=color(role), linewidth=2.4)
+            axes.plot([one.ratio], [place], "o", color=color(role), markersize=8)
             axes.annotate(
-                f"{share:.0%}", (share, place), xytext=(6, 0), textcoords="offset points", va="center"
-            )
+                f"{names[place]}  {ratio_in_words(one.ratio)}", (0, place),
+                xycoords=axes.get_yaxis_transform(), xytext=(0, 9), textcoords="offset points",
+            )  # fmt: skip
+        axes.set_yticks([])
+        axes.set_ylim(len(comparisons) - 0.6, -0.8)
+        known = [end for one in comparisons for end in (one.low, one.high, one.ratio) if end is not None]
+        margin = 0.08 * (max(*known, 1.0) - min(*known, 1.0)) or 0.05
+        axes.set_xlim(min(*known, 1.0) - margin, max(*known, 1.0) + margin)
+        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 7))
 
-    title = "Importance of each knob"
-    words = f"{ranked[0][0]} explains the most, {ranked[0][1]:.0%} of the variation in throughput."
-    table = Table(
-        caption="Share of the variation in throughput that each knob explains",
-        head=["Knob", "Share"],
-        rows=[[name, f"{share:.1%}"] for name, share in ranked],
-    )
-    tall = 46 + 32 * len(ranked)
-    svg = draw("importance", title, words, paint, heights=(tall, tall))
+    title = "The best configurations beside the default"
+    words = "Each ran in turn with the default. A line is the 95 % interval of the ratio of their speeds."
+    chosen = any(one.chosen for one in comparisons)
+    tall = 70 + 44 * len(comparisons)
     return Picture(
-        slug="importance", title=title, description=words, svg=svg, legend=[], table=table, note=words
+        slug="comparison",
+        title=title,
+        description=words,
+        svg=draw("comparison", title, words, paint, heights=(tall, tall)),
+        legend=[Mark(role="accent", label="chosen", shape="dot")] if chosen else [],
+        table=Table(
+            caption=title,
+            head=["Configuration", "Speed ÷ default", "95 % interval", "Rounds", "Chosen"],
+            rows=[
+                [name, f"{one.ratio:.3f}", _interval(one), str(one.rounds), "yes" if one.chosen else ""]
+                for name, one in zip(names, comparisons, strict=True)
+            ],
+        ),
+        note=words,
     )
+
+
+def _interval(one: TrialComparison) -> str:
+    return "unknown" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
 
 
 def _trials_table(trials: Sequence[Trial]) -> Table:
@@ -98,6 +137,7 @@ def _trials_table(trials: Sequence[Trial]) -> Table:
         [
             str(trial.number + 1),
             decimal(trial.samples_per_s) if trial.samples_per_s is not None else "",
+            "" if trial.relative is None else f"{trial.relative:.3f}",
             "yes" if trial.feasible else "no",
             *(str(trial.parameters.get(knob, "")) for knob in knobs),
             trial.note or "",
@@ -108,7 +148,7 @@ def _trials_table(trials: Sequence[Trial]) -> Table:
         caption="Every trial"
         if len(chosen) == len(trials)
         else f"{count(len(chosen))} of {count(len(trials))} trials",
-        head=["Trial", "Samples/s", "Feasible", *knobs, "Note"],
+        head=["Trial", "Samples/s", "÷ default", "Feasible", *knobs, "Note"],
         rows=rows,
     )
 

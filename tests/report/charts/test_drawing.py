@@ -21,7 +21,7 @@ from autobatch.report.charts.drawing import (
 )
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure
 from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import importance_figure, rates_figure, trials_figure
+from autobatch.report.charts.trials import comparison_figure, rates_figure, trials_figure
 from autobatch.report.theme import LIGHT
 from tests.support.sample_run import a_run, a_step, some_rates
 
@@ -33,7 +33,7 @@ def all_pictures():
         plan_figure(run.plan),
         memory_curve_figure(run.memory_curve),
         trials_figure(run.tuning.history),
-        importance_figure(run.tuning.importance),
+        comparison_figure(run.tuning.comparisons),
         training_figure(run.metrics, run.checkpoints),
         rates_figure(some_rates()),
     ]

@@ -1,0 +1,63 @@
+"""Tables of an estimate: what fits on each GPU, and where the memory of one goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from autobatch.core.text import printable
+from autobatch.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from autobatch.core.records import Estimate
+    from autobatch.report.result import Estimates
+
+TOP_MODULES = 5
+"""Modules that an explanation names, those with the most activations."""
+
+
+def gpu_table(estimates: Estimates) -> Table:
+    """Return a row for each GPU."""
+    table = Table(box=None, pad_edge=False)
+    for name, side in (("GPU", "left"), ("budget", "right"), ("micro-batch", "right")):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("largest", "reserved", "precision", "steps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in estimates.estimates:
+        table.add_row(
+            printable(one.profile),
+            format_bytes(one.budget_bytes),
+            f"{one.micro_batch:,}" if one.fits else "does not fit",
+            f"{one.micro_batch_low:,} to {one.micro_batch_high:,}",
+            format_bytes(one.peak_reserved_bytes),
+            one.precision,
+            "" if one.plan is None else f"{one.plan.accumulation_steps:,}",
+        )
+    return table
+
+
+def memory_table(one: Estimate) -> Table:
+    """Return what uses the memory of one GPU at the peak."""
+    total = sum(one.memory.values())
+    modules = [(f"  {name}", size) for name, size in list(one.modules.items())[:TOP_MODULES] if size]
+    parts: list[tuple[str, int]] = []
+    for kind, size in one.memory.items():
+        parts += [(kind, size)] if size else []
+        parts += modules if kind == "activations" else []
+    at = f"memory at the peak of micro-batch {max(1, one.micro_batch):,}, phase {one.phase}"
+    table = Table(box=None, pad_edge=False)
+    table.add_column(at, overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for name, size in parts:
+        table.add_row(printable(name), format_bytes(size), f"{size / max(total, 1):.0%}")
+    return table
+
+
+def remedy_lines(one: Estimate) -> Iterator[str]:
+    """Yield what would let more fit on one GPU."""
+    for remedy in one.remedies or ():
+        figure = f"{remedy.micro_batch:,}" if remedy.micro_batch else "does not fit"
+        yield printable(f"  {figure:>7}  {remedy.advice} (peak {format_bytes(remedy.peak_bytes)})")

@@ -1,0 +1,220 @@
+"""Short lines on a result: what a terminal prints at its end, and ``str()`` of what a call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from autobatch.core.units import format_bytes
+from autobatch.report.sentences import (
+    count,
+    is_probed_configuration,
+    knobs_in_words,
+    metric_in_words,
+    percent,
+    plural,
+    ratio_in_words,
+    steps_to_pay_back,
+)
+
+if TYPE_CHECKING:
+    from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord, Training, Trial, Tuning
+    from autobatch.report.result import Result
+
+CAPS = {
+    "target_batch": "that is the whole target batch",
+    "dataset": "those are all samples of the data",
+    "max_micro_batch": "more is not allowed by --max-micro-batch",
+    "memory": "memory limits it",
+}
+"""Reasons why a micro-batch is not larger, in words."""
+
+
+class Line(NamedTuple):
+    """A line of a summary."""
+
+    label: str
+    text: str
+    kind: Literal["main", "detail", "path"] = "detail"
+    """``main`` for the few lines that answer the question, ``path`` for a file or folder."""
+
+
+def describe_limit(probe: Probe) -> str:
+    """Describe how many samples fit, and the evidence."""
+    fit = f"{plural(probe.micro_batch, 'sample')} fit{'s' if probe.micro_batch == 1 else ''} at a time"
+    if probe.source == "asked":
+        return fit
+    if probe.source.startswith("saved "):
+        when = probe.source.removeprefix("saved ")
+        fit = f"{plural(probe.micro_batch, 'sample')} still fit (remembered from {when}, checked by one run)"
+    more = count(probe.micro_batch + 1)
+    ran = plural(len(probe.attempts), "test run")
+    evidence = {
+        "run": f"{more} ran and do not",
+        "replay": f"{more} do not (predicted from {ran})",
+        "cap": CAPS[probe.limited_by],
+        None: f"more may: the {probe.stopped_by} ended the search",
+    }[probe.upper_bound_by]
+    return fit if probe.source.startswith("saved ") else f"{fit}; {evidence}"
+
+
+def describe_plan(plan: Plan) -> str:
+    """Describe the split: ``batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003``."""
+    words = [f"batch {count(plan.target_batch)} in {describe_split(plan)}", plan.precision]
+    if plan.knobs:
+        words.append(knobs_in_words(plan.knobs))
+    rate = f"lr {plan.learning_rate:.3g}"
+    if plan.learning_rate_rule == "tuned":
+        rate += f" (tuned, × {plan.learning_rate_factor:.3g})"
+    elif plan.learning_rate_rule != "none":
+        rate += f" ({plan.learning_rate_rule} rule, × {plan.learning_rate_factor:.3g})"
+    return " · ".join([*words, rate])
+
+
+def describe_split(plan: Plan) -> str:
+    """Describe the micro-batches of one rank: ``12 micro-batches (4 × 86, 8 × 85)``."""
+    if plan.size_cut is not None and plan.size_cut.steps is not None:
+        return f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
+    sizes = plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps
+    kinds = sorted(set(sizes), reverse=True)
+    ranks = f" on each of {count(plan.world_size)} ranks" if plan.world_size > 1 else ""
+    if len(kinds) == 1:
+        return f"{plural(len(sizes), 'micro-batch', 'micro-batches')} of {count(kinds[0])}{ranks}"
+    parts = ", ".join(f"{count(sizes.count(size))} × {count(size)}" for size in kinds)
+    return f"{plural(len(sizes), 'micro-batch', 'micro-batches')} ({parts}){ranks}"
+
+
+def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
+    """Describe a trial: ``bf16, channels-last: 24,372 samples/s (29 % faster)``."""
+    what = knobs_in_words(changes) or "default"
+    if not trial.feasible or trial.samples_per_s is None:
+        return f"{what}: left out, {trial.note}"
+    speed = f"{trial.samples_per_s:,.0f} samples/s"
+    if changes and trial.relative is not None:
+        speed += f" ({ratio_in_words(trial.relative)})"
+    return f"{what}: {speed}"
+
+
+def describe_tuning(tuning: Tuning, plan: Plan | None = None, steps: int | None = None) -> str:
+    """Describe the gain over the default configuration, and when it has paid for the search.
+
+    Args:
+        tuning: the search.
+        plan: its plan; None leaves out the pay-back.
+        steps: optimizer steps of the run; None if unknown.
+    """
+    best, default = tuning.best_samples_per_s, tuning.baseline_samples_per_s
+    if not best:
+        return "kept the default: it could not be measured"
+    if best <= default or not default:
+        return f"kept the default, {best:,.0f} samples/s"
+    words = f"{best:,.0f} samples/s: {ratio_in_words(best / default)} than the default ({default:,.0f})"
+    chosen = next((one for one in tuning.comparisons if one.chosen), None)
+    if chosen is not None and chosen.low is not None and chosen.high is not None:
+        words += f", 95 % interval {percent(chosen.low - 1)} to {percent(chosen.high - 1)}"
+    needed = None if plan is None else steps_to_pay_back(tuning, plan.target_batch)
+    if needed is None:
+        return words
+    this = "" if steps is None else f"; this run has {count(steps)}"
+    return f"{words}; pays back after {plural(needed, 'step')}{this}"
+
+
+def describe_rate(found: LrTuning) -> str:
+    """Describe the choice of the learning rate."""
+    tried = f"{plural(found.trials, 'learning rate')} tried in runs of {plural(found.steps, 'step')}"
+    if found.best == found.default:
+        return f"kept {found.default:.3g}: {tried}"
+    best, default = (
+        "no loss" if loss is None else f"loss {loss:.4g}" for loss in (found.best_loss, found.default_loss)
+    )
+    return f"{found.best:.3g} ({best}) instead of {found.default:.3g} ({default}): {tried}"
+
+
+def describe_reached(training: Training) -> str:
+    """Describe what the training reached: the held-out figures, else the loss."""
+    if not training.validation:
+        return f"training {_loss(training)}"
+    figures = sorted(training.validation.items(), key=lambda item: item[0] == "loss")
+    whose = " of the averaged weights" if training.ema is not None else ""
+    return "held-out " + ", ".join(metric_in_words(name, value) for name, value in figures) + whose
+
+
+def describe_training(training: Training) -> str:
+    """Describe the work of the training."""
+    steps = plural(training.optimizer_steps, "step")
+    if training.resumed_from is not None and training.samples_per_s is None:
+        return f"nothing was left to train: {steps} were done before"
+    words = [f"{steps}, {plural(training.samples, 'sample')}"]
+    if training.samples_per_s is not None:
+        words.append(f"{training.samples_per_s:,.0f} samples/s")
+    words.append(_loss(training))
+    if training.skipped_steps:
+        words.append(f"{plural(training.skipped_steps, 'step')} skipped")
+    if training.oom_recoveries:
+        words.append(f"{plural(training.oom_recoveries, 'recovery', 'recoveries')} from out of memory")
+    return ", ".join(words)
+
+
+def _loss(training: Training) -> str:
+    if training.first_loss is None or training.final_loss is None:
+        return "loss unknown"
+    return f"loss {training.first_loss:.4f} → {training.final_loss:.4f}"
+
+
+def describe_fit(run: RunRecord) -> str:
+    """Describe what fits, in the configuration that is planned."""
+    plan, probe = run.plan, run.probe
+    budget = format_bytes(run.device.budget_bytes)
+    if plan is None:
+        return f"{describe_limit(probe)} ({budget})" if probe is not None else f"{budget} of memory"
+    words = f"batch {count(plan.target_batch)} in {describe_split(plan)}"
+    if probe is None or not is_probed_configuration(probe, plan):
+        return f"{words} in {budget}, {plan.precision}"
+    known = "up to " if probe.stopped_by is None else ""
+    return f"{words}; {known}{count(probe.micro_batch)} fit in {budget}"
+
+
+def summary_lines(result: Result) -> list[Line]:
+    """Return the final lines: first what fits, what was reached and where it is, then the details."""
+    return [*_main_lines(result), *_detail_lines(result)]
+
+
+def _main_lines(result: Result) -> Iterator[Line]:
+    if result.probe is not None or result.plan is not None:
+        yield Line("fits", describe_fit(result), "main")
+    if result.training is not None:
+        yield Line("reached", describe_reached(result.training), "main")
+    elif result.tuning is not None and result.tuning.trials:
+        yield Line("tuned", describe_tuning(result.tuning, result.plan), "main")
+    if result.out is not None and result.training is not None:
+        yield Line("saved in", str(result.out), "main")
+
+
+def _detail_lines(result: Result) -> Iterator[Line]:
+    training, tuning = result.training, result.tuning
+    if result.plan is not None:
+        yield Line("plan", describe_plan(result.plan))
+    if tuning is not None and tuning.trials and training is not None:
+        yield Line("tuned", describe_tuning(tuning, result.plan, training.optimizer_steps))
+    if tuning is not None and tuning.learning_rate is not None:
+        yield Line("rate", describe_rate(tuning.learning_rate))
+    if training is not None:
+        yield Line("trained", describe_training(training))
+        if training.noise_advice is not None:
+            yield Line("noise", training.noise_advice)
+        yield Line("checkpoint", str(training.checkpoint), "path")
+    if result.report is not None:
+        yield Line("report", str(result.report), "path")
+    if result.command:
+        yield Line("run again", result.command)
+
+
+def text_of(result: Result) -> str:
+    """Return the summary as text, without the paths of single files."""
+    lines = [line for line in summary_lines(result) if line.kind != "path"]
+    return "\n".join(f"{line.label:<10} {line.text}" for line in lines)
+
+
+def describe_budget(device: DeviceRecord) -> str:
+    """Describe the memory budget and its source."""
+    return f"{format_bytes(device.budget_bytes)} ({device.budget_source.rstrip('.')})"

@@ -1,0 +1,88 @@
+"""The demo in a terminal, as a user sees it: at every moment the screen says what happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.commandline import command, environment
+
+pytest.importorskip("pyte", reason="a terminal in memory is not installed")
+pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
+
+from tests.support.pty_screen import Walk, walk
+
+ACTS = (
+    "importing torch",
+    "opening the workload",
+    "predicting what fits",
+    "running ",
+    "trial 1 of 3",
+    "trial 2 of 3",
+    "trial 3 of 3",
+    "checking that the loss can be split",
+    "training",
+    "validating",
+    "writing the report",
+)
+"""Acts of the demo that take more than a moment, in their order."""
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def demo(folder: Path, columns: int, *more: object, **variables: str) -> Walk:
+    words = command(
+        "fit", "--target-batch", 1024, "--steps", 6, "--trials", 3, "--out", folder / "run", *more
+    )
+    environ = environment(folder, **({"TERM": "xterm-256color"} | variables))
+    del environ["COLUMNS"]  # rich takes it for the width
+    return walk(words, cwd=folder, environ=environ, columns=columns)
+
+
+@pytest.fixture(scope="module", name="seen")
+def walked_once(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    return demo(tmp_path_factory.mktemp("demo"), 80)
+
+
+def test_the_screen_names_what_happens_from_the_first_output_to_the_result(seen: Walk) -> None:
+    """No wall time: a live line stands at the end of the screen whenever something is written."""
+    assert seen.code == 0, seen.text
+    last = max(number for number, line in enumerate(seen.live) if line[:1] in SPINNER and line)
+    first = next(number for number, line in enumerate(seen.live) if line[:1] in SPINNER and line)
+    without = [line for line in seen.live[first:last] if line[:1] not in SPINNER]
+    # A chunk of output may end between what was printed and the line that is drawn again below it.
+    assert len(without) < 0.2 * (last - first), without
+    assert first <= 3
+
+
+def test_every_phase_is_named_in_order(seen: Walk) -> None:
+    told = iter(seen.live)
+    for act in ACTS:
+        assert any(act in line for line in told), f"{act} was not told, or out of order"
+
+
+def test_the_bar_of_the_training_has_rate_and_loss(seen: Walk) -> None:
+    assert any("/6" in line and "loss" in line and "/s" in line for line in seen.live)
+
+
+def test_the_result_ends_with_three_lines_before_the_details(seen: Walk) -> None:
+    labels = [line[:11].strip() for line in seen.text.splitlines()]
+    at = labels.index("fits")
+    assert [label for label in labels[at:] if label][:4] == ["fits", "reached", "saved in", "plan"]
+    assert "held-out accuracy" in seen.text
+
+
+@pytest.mark.slow
+def test_a_narrow_terminal_has_no_frame_and_no_rubble(tmp_path: Path) -> None:
+    seen = demo(tmp_path, 60, "--trials", 1)
+    assert seen.code == 0
+    assert not set("╭│╰") & set(seen.text)
+    assert all(len(line) <= 60 for line in seen.live)
+
+
+@pytest.mark.slow
+def test_a_dumb_terminal_gets_lines_and_no_control_characters(tmp_path: Path) -> None:
+    seen = demo(tmp_path, 80, "--trials", 1, TERM="dumb", PYTHONIOENCODING="ascii")
+    assert seen.code == 0
+    assert "... importing torch" in seen.text
+    assert not set("╭│╰×→…?") & set(seen.text.replace("?", "", 0)), seen.text
