@@ -27,6 +27,7 @@ def add_split(process: SetupProcess, result: Result, options: PlanOptions, progr
         return result
     cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
     settings = SplitSettings(options.split, probe.micro_batch, min(cap, options.target_batch), options.seed)
+    progress.doing("choosing how batches are split")
     try:
         choice = process.call("the choice of the split", choose_split, plan, settings)
     except InputError:

@@ -9,13 +9,14 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autobatch import Workload
 from autobatch.core.knobs import applicable, defaults, parse_knobs
 from autobatch.core.progress import Progress
+from autobatch.core.records import Trial
 from autobatch.core.units import GiB
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session, ThisProcess
@@ -52,9 +53,7 @@ def gain(
         seed=0,
         place=StudyLocation("gpu", None, {}),
         confirm_fits=runner.confirm_fits,
-        progress=lambda n, values, one: print(
-            n, dict(values), one.failure or round(one.samples_per_s), flush=True
-        ),
+        progress=_Printed(),
     ).tuning
     single = dataclasses.replace(setup, precision="fp32")
     plain = TrialRunner(single, dataclasses.replace(task, limit=limit_of(single, target)))
@@ -76,6 +75,14 @@ def gain(
         "sampler_share": round(found.sampler_seconds / found.seconds, 4),
         "history": [[one.parameters, one.micro_batch, one.samples_per_s, one.note] for one in found.history],
     }
+
+
+class _Printed(Progress):
+    """Trials, printed as they end."""
+
+    def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
+        """Print a trial."""
+        print(trial.number, dict(changes), trial.note or round(trial.samples_per_s or 0), flush=True)
 
 
 def limit_of(setup: TrainSetup, target: int) -> int:
