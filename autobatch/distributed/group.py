@@ -53,7 +53,7 @@ class Group:
         self._launch = launch
         self._out: Path | None = None
         self._tensor_group: dist.ProcessGroup | None = None
-        with _collective("meet the other ranks"):
+        with as_rank_lost("meet the other ranks"):
             hosts_store = launch.rank == 0 and not launch.has_agent_store
             store = self._prefixed(self._connect(is_master=hosts_store))
             check_earlier_starts(store, launch.restart)
@@ -110,7 +110,7 @@ class Group:
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return the bytes of every rank, in order of the ranks."""
-        with _collective("exchange messages"):
+        with as_rank_lost("exchange messages"):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
             dist.all_gather(sizes, torch.tensor([len(content)]), group=self._side)
             longest = max(int(size) for size in sizes)
@@ -141,7 +141,7 @@ class Group:
     def agree(self, flag: bool) -> bool:
         """See `Ranks.agree`."""
         vote = torch.tensor([int(flag)])
-        with _collective("vote"):
+        with as_rank_lost("vote"):
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side)
         return bool(vote)
 
@@ -193,7 +193,7 @@ class Group:
 
 
 @contextmanager
-def _collective(act: str) -> Iterator[None]:
+def as_rank_lost(act: str) -> Iterator[None]:
     """Turn a failure of torch.distributed within the block into a `RankLost`."""
     try:
         yield

@@ -49,6 +49,9 @@ class Ranks(Protocol):
             RankLost: another rank ended.
         """
 
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in order of the ranks; all of them call it."""
+
     def once(self, act: Callable[[], T]) -> T:
         """Run a function on rank 0 alone, and return its answer on every rank; all of them call it.
 
@@ -87,6 +90,10 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         """See `Ranks.gather`."""
         return [value]
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """See `Ranks.gather_bytes`."""
+        return [content]
 
     def once(self, act: Callable[[], T]) -> T:
         """See `Ranks.once`."""

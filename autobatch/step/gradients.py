@@ -13,7 +13,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from autobatch.core.units import MiB
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+EXCHANGE_BYTES = 25 * MiB
+"""Most bytes of the buffer in which ranks sum their gradients; DDP's buckets have this size too."""
+FIGURES = 32
+"""Elements of that buffer for the figures of each rank."""
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
@@ -63,6 +69,19 @@ class Gradients:
             found.append(own)
         return found
 
+    def by_parameter(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """Return each trained parameter once, with its gradient or float32 sum; None if it has none."""
+        parameters = {id(p): p for p in _parameters_of(self._optimizers)}.values()
+        return [(p, self._sums.get(p, p.grad)) for p in parameters]
+
+    def new_zeros(self, parameter: nn.Parameter) -> Tensor:
+        """Give a parameter without a gradient one of zeros, in the type in which it accumulates."""
+        if parameter.dtype in LOW_PRECISION:
+            self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+            return self._sums[parameter]
+        parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
     def round_sums(self) -> None:
         """Round each float32 sum once, into the ``grad`` that its optimizer reads, and free the sum."""
         while self._sums:
@@ -97,6 +116,19 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
         norms = tuple(n.to(first.device, torch.float64) for n in norms)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
+
+
+def exchange_buffer(parameters: Sequence[nn.Parameter], device: torch.device, *, world: int) -> Tensor:
+    """Return the buffer in which ranks sum their gradients: all of them, or as many as it may hold.
+
+    Args:
+        parameters: the trained parameters.
+        device: their device.
+        world: number of ranks, which send figures along.
+    """
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    elements = min(sum(p.numel() for p in parameters), EXCHANGE_BYTES // dtype.itemsize)
+    return torch.zeros(elements + len(parameters) + FIGURES * world, dtype=dtype, device=device)
 
 
 def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[nn.Parameter]:

@@ -13,7 +13,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Precision
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
 from autobatch.step.ema import WeightAverage
-from autobatch.step.gradients import Gradients, Optimizers
+from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer
 from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
@@ -44,7 +44,9 @@ class TrainState:
     average: WeightAverage | None = None
     """Average of the weights, updated by every applied step; None for no average."""
     stepping: bool = False
-    """True while optimizers move weights: a failure then cannot be repeated in place."""
+    """True while optimizers move weights, here or on another rank: a failure then cannot be repeated."""
+    exchange: Tensor | None = None
+    """Buffer in which ranks sum their gradients; None if this process trains alone, or DDP sums them."""
 
 
 def build_train_state(
@@ -57,6 +59,7 @@ def build_train_state(
     max_grad_norm: float | None = None,
     ema: float | None = None,
     knobs: Mapping[str, object] | None = None,
+    world: int = 1,
 ) -> TrainState:
     """Build the optimizers, the loss scale and the weight average of a model.
 
@@ -69,6 +72,7 @@ def build_train_state(
         max_grad_norm: 2-norm to clip gradients to; None for no clipping.
         ema: decay of the weight average; None for no average.
         knobs: the tuner's choices, applied by `autobatch.step.apply_knobs`.
+        world: ranks that sum their gradients in `TrainState.exchange`.
 
     Raises:
         InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this
@@ -103,6 +107,7 @@ def build_train_state(
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         average=None if ema is None else WeightAverage(parameters, ema),
+        exchange=exchange_buffer(parameters, device, world=world) if world > 1 else None,
     )
 
 

@@ -165,7 +165,7 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
             raise _invalid_count(count, "a micro-batch")
         if totals.count is None:
             totals.count = 0.0
-            totals.divisor = _power_of_two(_items_per_sample(train_state, count, size) * totals.samples)
+            totals.divisor = divisor_of(_items_per_sample(train_state, count, size), totals.samples)
         totals.count = totals.count + (count.detach().double() if isinstance(count, Tensor) else count)
         return _at_least_32_bits(total) / totals.divisor
     if isinstance(loss, Tensor) and loss.dim() == 0:
@@ -174,6 +174,11 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
             totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
         return _at_least_32_bits(loss) * (size / totals.divisor)
     raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
+
+
+def divisor_of(items_per_sample: float | None, samples: int) -> float:
+    """Return D for a `Loss`: a power of two near the items of a batch of so many samples; None if unknown."""
+    return _power_of_two((items_per_sample or 1.0) * samples)
 
 
 def _invalid_count(count: float, of: str) -> InputError:

@@ -41,7 +41,7 @@ def batch_norm_notes(model: nn.Module, sampler: GlobalBatchSampler, micro_batch:
 
 def equivalent_momentum(momentum: float, num_micro_batches: int) -> float:
     """Return the momentum at which this many updates equal one update with ``momentum``."""
-    return 1.0 - math.pow(1.0 - momentum, 1.0 / num_micro_batches)
+    return 1.0 - math.pow(1.0 - momentum, 1.0 / max(1, num_micro_batches))
 
 
 @contextmanager

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,13 +26,14 @@ from autobatch.core.records import StepRecord
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
+from autobatch.distributed.engine import Engine, OneProcess, OutOfMemory
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, accumulate, finish
+from autobatch.step.train_step import StepResult, StepTotals, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.nonfinite import find_nonfinite_sample
-from autobatch.training.oom_errors import OutOfMemory, error_before_step, error_in_step
+from autobatch.training.oom_errors import error_before_step, error_in_step
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import Feed
@@ -40,6 +42,8 @@ from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 from autobatch.workload.user_code import user_code
+
+Result = TypeVar("Result")
 
 
 def warmup_factor(samples_seen: int, warmup_samples: int | None) -> float:
@@ -108,6 +112,8 @@ class Loop:
     """The largest micro-batch to run; shrinks after an out-of-memory error."""
     split: Split = field(default_factory=CountSplit)
     """Forms the micro-batches of each batch."""
+    engine: Engine = field(default_factory=OneProcess)
+    """The ranks that train each batch together."""
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
     """One per optimizer, or empty."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
@@ -169,7 +175,7 @@ class Loop:
                 count=result.count,
                 learning_rate=learning_rate,
                 grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-                micro_batch=max(len(part.ids) for part in parts),
+                micro_batch=max((len(part.ids) for part in parts), default=0),
                 accumulation_steps=len(parts),
                 seconds=seconds,
                 samples_per_s=len(batch.ids) / seconds if seconds > 0 else None,
@@ -207,20 +213,20 @@ class Loop:
             self.is_intact = False
             is_first = oom is None
             with rescaled_momentum(self.rescaled_norms, len(parts)):
-                outcome = self._attempt(batch, parts, may_be_suspect=is_first and len(parts[0].ids) > 1)
+                may_be_suspect = is_first and any(len(part.ids) > 1 for part in parts)
+                outcome = self._attempt(batch, parts, may_be_suspect=may_be_suspect)
             if isinstance(outcome, StepResult):
                 return outcome, parts, None if oom is None else oom.message
             # Outside of the except block, so that nothing holds the tensors of the failed step.
-            oom = outcome
             self.train_state.items_per_sample = items_per_sample
-            self.is_intact = self._undo(before, is_fatal=oom.is_fatal)
+            is_intact = self._undo(before, is_fatal=outcome.is_fatal)
+            oom = self.engine.settle(outcome._replace(is_intact=is_intact), may_repeat=is_first)
+            self.is_intact = oom.is_intact
             # Emptying the cache mends fragmentation, so the same micro-batches get one more try.
             runs_unchanged = is_first and oom.is_fragmented and self.is_intact
-            failed = parts[oom.part]
             if not runs_unchanged:
-                self.micro_batch = self.split.halved(failed, self.micro_batch)
-                size, step = len(failed.ids), batch.index + 1
-                end = error_before_step(self.train_state, step, size, oom, is_intact=self.is_intact)
+                self.micro_batch = oom.smaller
+                end = error_before_step(self.train_state, batch.index + 1, oom)
                 if end is not None:
                     raise end
                 replays += 1
@@ -228,8 +234,7 @@ class Loop:
         assert oom is not None
         raise RestartSmallerError(
             f"out of memory in step {batch.index + 1} {MAX_REPLAYS + 1} times in a row, last at a "
-            f"micro-batch of {len(failed.ids)}: {oom.message.rstrip('.')}. Something else is taking the "
-            "memory"
+            f"micro-batch of {oom.size}: {oom.message.rstrip('.')}. Something else is taking the memory"
         )
 
     def _attempt(
@@ -243,29 +248,58 @@ class Loop:
             may_be_suspect: whether errors that only may be about memory count as such.
         """
         fetched = _Fetched(self._fetch(batch, parts))
+        unless_oom = partial(self._unless_oom, batch, parts, fetched, may_be_suspect)
+        totals = unless_oom(lambda: self._accumulate(batch, parts, fetched))
+        if isinstance(totals, OutOfMemory):
+            self.train_state.gradients.clear()
+        return unless_oom(lambda: self._combine_and_step(totals))
+
+    def _accumulate(self, batch: GlobalBatch, parts: list[MicroBatchIds], fetched: _Fetched) -> StepTotals:
+        """Run the micro-batches forward and backward."""
+        twice = isinstance(self.train_state.loss, WholeBatchLoss)
+        return accumulate(
+            self.train_state,
+            feed(fetched, self.train_state.device, self.meter, twice=twice),
+            len(batch.ids),
+            self.meter.mark,
+            measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
+        )
+
+    def _combine_and_step(self, outcome: StepTotals | OutOfMemory) -> StepResult | OutOfMemory:
+        """Sum the batch over the ranks, and take the step unless memory ran out on one of them."""
+        totals = self.engine.combine(self.train_state, outcome)
+        if isinstance(totals, OutOfMemory):
+            return totals
+        result = finish(self.train_state, totals, mark=self.meter.mark)
+        self.train_state.stepping = False
+        return result
+
+    def _unless_oom(
+        self,
+        batch: GlobalBatch,
+        parts: list[MicroBatchIds],
+        fetched: _Fetched,
+        may_be_suspect: bool,
+        act: Callable[[], Result],
+    ) -> Result | OutOfMemory:
+        """Run a part of a step, or return the out-of-memory error that ended it before the optimizer step."""
         try:
-            twice = isinstance(self.train_state.loss, WholeBatchLoss)
-            accumulator = accumulate(
-                self.train_state,
-                feed(fetched, self.train_state.device, self.meter, twice=twice),
-                len(batch.ids),
-                self.meter.mark,
-                measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
-            )
-            return finish(self.train_state, accumulator, mark=self.meter.mark)
+            return act()
         except Exception as error:
             verdict = classify(error)
+            is_step = self.train_state.stepping
             if verdict is Verdict.NONE:
                 raise
-            if verdict is Verdict.SUSPECT and (self.train_state.stepping or not may_be_suspect):
+            if verdict is Verdict.SUSPECT and (is_step or not may_be_suspect):
                 raise
-            part = max(0, fetched.count - 1)
-            if not self.train_state.stepping:
+            failed = parts[max(0, fetched.count - 1)] if parts else None
+            size = 1 if failed is None else len(failed.ids)
+            smaller = 1 if failed is None else self.split.halved(failed, self.micro_batch)
+            if not is_step:
                 is_fatal = verdict is Verdict.FATAL
-                fragmented = is_fragmented(error) and not is_fatal
-                return OutOfMemory(first_line(error), is_fatal, is_fragmented=fragmented, part=part)
-            self.micro_batch = self.split.halved(parts[part], self.micro_batch)
-            size = len(parts[part].ids)
+                has_room = is_fragmented(error) and not is_fatal
+                return OutOfMemory(first_line(error), is_fatal, has_room, size=size, smaller=smaller)
+            self.micro_batch = smaller
             raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
 
     def _undo(self, random_state: RandomState, *, is_fatal: bool) -> bool:

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from autobatch.core.errors import AutobatchError, DoesNotFitError, RestartSmallerError
 from autobatch.core.units import format_bytes
 from autobatch.device.host import host_memory
+from autobatch.distributed.engine import OutOfMemory
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import WholeBatchLoss
 
 
-class OutOfMemory(NamedTuple):
-    """An out-of-memory error before the optimizer step."""
-
-    message: str
-    is_fatal: bool
-    """True if this process cannot continue after it."""
-    is_fragmented: bool = False
-    """True if the allocator held enough free memory, but not in one piece."""
-    part: int = 0
-    """Number of the micro-batch that ran, from 0."""
-
-
-def error_before_step(
-    train_state: TrainState, step: int, micro_batch: int, oom: OutOfMemory, *, is_intact: bool
-) -> AutobatchError | None:
+def error_before_step(train_state: TrainState, step: int, oom: OutOfMemory) -> AutobatchError | None:
     """Return the error that ends a run out of memory; None if the batch can run again in smaller parts.
 
     Args:
         train_state: tells which remedies apply.
         step: the number of the step, from 1.
-        micro_batch: the size that failed.
         oom: the error.
-        is_intact: whether the state is that before the batch.
     """
-    if micro_batch == 1:
+    if oom.size == 1:
         remedies = ["a larger --memory-budget"]
         if isinstance(train_state.loss, WholeBatchLoss):
             remedies.append("a smaller --target-batch")
@@ -45,12 +28,12 @@ def error_before_step(
             f"out of memory in training at a micro-batch of 1: {oom.message.rstrip('.')}; what would help: "
             f"{', '.join(remedies)}, activation checkpointing"
         )
-    where = f"out of memory in step {step} at a micro-batch of {micro_batch}"
+    where = f"out of memory in step {step} at a micro-batch of {oom.size}"
     if oom.is_fatal:
         return RestartSmallerError(
             f"{where}, in the driver, after which this process cannot continue: {oom.message}"
         )
-    if not is_intact:
+    if not oom.is_intact:
         return RestartSmallerError(
             f"{where}: {oom.message.rstrip('.')}. The batch cannot run again, because the forward "
             "pass changed a large buffer of the model"

@@ -123,6 +123,7 @@ def make_loop(
     last_batch: Any = "carry",
     device: Device | None = None,
     meter: Meter | None = None,
+    world: int = 1,
     **fields: Any,
 ) -> Loop:
     """Build a loop as ``fit`` does, with everything drawn from the seed."""
@@ -137,6 +138,7 @@ def make_loop(
         learning_rate=workload.learning_rate,
         max_grad_norm=max_grad_norm,
         ema=ema,
+        world=world,
     )
     sampler = GlobalBatchSampler(
         samples=len(workload.train_data),  # type: ignore[arg-type]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch.training.oom_errors import OutOfMemory, available_host_memory, error_before_step, error_in_step
+from autobatch.distributed.engine import OutOfMemory
+from autobatch.training.oom_errors import available_host_memory, error_before_step, error_in_step
 from tests.support.training import INFO_NCE, make_loop, make_workload
 
 PLAIN = make_loop(make_workload()).train_state
@@ -22,7 +23,7 @@ BROKEN = OutOfMemory("broken", is_fatal=True)
     ],
 )
 def test_a_batch_that_cannot_run_again_ends_the_run(micro_batch, oom, is_intact, code, message) -> None:
-    error = error_before_step(PLAIN, 3, micro_batch, oom, is_intact=is_intact)
+    error = error_before_step(PLAIN, 3, oom._replace(size=micro_batch, is_intact=is_intact))
     assert error is not None
     assert error.exit_code == code
     with pytest.raises(type(error), match=message):
@@ -30,13 +31,13 @@ def test_a_batch_that_cannot_run_again_ends_the_run(micro_batch, oom, is_intact,
 
 
 def test_a_batch_that_is_undone_can_run_again() -> None:
-    assert error_before_step(PLAIN, 3, 2, FULL, is_intact=True) is None
+    assert error_before_step(PLAIN, 3, FULL._replace(size=2)) is None
 
 
 def test_only_remedies_that_apply_are_named() -> None:
     whole = make_loop(make_workload(loss=INFO_NCE), ema=0.9).train_state
     for train_state, expected in ((PLAIN, False), (whole, True)):
-        before = str(error_before_step(train_state, 1, 1, FULL, is_intact=True))
+        before = str(error_before_step(train_state, 1, FULL._replace(size=1)))
         assert ("a smaller --target-batch" in before) == expected
         assert ("no --ema" in str(error_in_step(train_state, 1, 1, "full."))) == expected
 

@@ -1,0 +1,98 @@
+"""The engine of a loop: how ranks sum a batch, and how they agree on what happens to it.
+
+A loop has one engine, chosen once. `OneProcess` hands everything back. The engines of several ranks make the
+sums over all ranks out of the sums of each, so that whatever follows (checks, clipping, the step, counters)
+is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from autobatch.core.signals import StopRequest
+from autobatch.distributed.ranks import Alone, Ranks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autobatch.step.train_state import TrainState
+    from autobatch.step.train_step import StepTotals
+
+
+class OutOfMemory(NamedTuple):
+    """An out-of-memory error before the optimizer step."""
+
+    message: str
+    is_fatal: bool = False
+    """True if this process cannot continue after it."""
+    is_fragmented: bool = False
+    """True if the allocator held enough free memory, but not in one piece."""
+    is_intact: bool = True
+    """True if the state is that before the batch."""
+    size: int = 0
+    """Samples of the micro-batch that ran; 0 if memory ran out on other ranks only."""
+    smaller: int = 0
+    """Largest micro-batch of this rank for the next try."""
+
+
+class Engine(Protocol):
+    """The ranks of a loop."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes."""
+
+    @property
+    def limits(self) -> list[int]:
+        """The largest micro-batch of each rank, to be changed in place; empty for one process."""
+
+    def shared_request(self, request: StopRequest) -> StopRequest:
+        """Return the request to stop that all ranks obey at the same step."""
+
+    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """Sum gradients and totals over the ranks, unless one of them ran out of memory.
+
+        Args:
+            train_state: holds the gradients of this rank, and none if it ran out of memory.
+            outcome: of this rank.
+
+        Returns:
+            The totals of the batch on every rank, or an `OutOfMemory` on every rank.
+        """
+
+    def settle(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
+        """Agree on an out-of-memory error: the same on every rank, but for ``smaller``.
+
+        Args:
+            oom: of this rank, after it has undone the batch.
+            may_repeat: whether fragmentation alone leaves the micro-batches as they are.
+        """
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every rank the buffers of rank 0, as validation and checkpoints hold them."""
+
+
+class OneProcess:
+    """The engine of a process that trains alone."""
+
+    ranks: Ranks = Alone()
+
+    @property
+    def limits(self) -> list[int]:
+        """Return nothing."""
+        return []
+
+    def shared_request(self, request: StopRequest) -> StopRequest:
+        """Return the request itself."""
+        return request
+
+    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """Return the outcome itself."""
+        return outcome
+
+    def settle(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
+        """Return the error itself."""
+        return oom
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Do nothing."""

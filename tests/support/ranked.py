@@ -1,0 +1,44 @@
+"""Loops over several ranks, as every rank of a test builds its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from autobatch.distributed.after import After
+from autobatch.distributed.group import Group
+from autobatch.distributed.ranks import open_ranks
+from autobatch.distributed.shares import RankSplit
+from autobatch.training.loop import Loop
+from autobatch.workload.contract import Workload
+from autobatch.workload.split import CountSplit
+from tests.support.training import make_loop
+
+
+def open_group() -> Group:
+    """Join the ranks of a case."""
+    group = open_ranks(os.environ)
+    assert isinstance(group, Group)
+    return group
+
+
+def ranked_loop(
+    group: Group,
+    workload: Workload,
+    limits: Sequence[int],
+    *,
+    kinds: Sequence[int] | None = None,
+    **options: Any,
+) -> Loop:
+    """Build the loop of a rank; each rank is of a kind of its own unless ``kinds`` says otherwise."""
+    split = RankSplit(CountSplit(), group.rank, limits)
+    engine = After(group, split, range(group.world) if kinds is None else kinds)
+    return make_loop(
+        workload,
+        micro_batch=limits[group.rank],
+        world=group.world,
+        split=split,
+        engine=engine,
+        **options,
+    )
