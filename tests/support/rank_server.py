@@ -7,6 +7,7 @@ never runs backward, after which a fork cannot train. It keeps the store, as tor
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SECONDS = 60.0
+SECONDS = 30.0
 """Wall limit of a case; all of its ranks are killed then."""
 
 
@@ -114,12 +115,10 @@ def _run_case(
 ) -> list[tuple[Any, ...]]:
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -128,10 +127,16 @@ def _run_case(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = time.monotonic()
+        readable, writable = os.pipe()
         pids = {}
         for rank in range(world):
             own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **of_rank.get(rank, {})}
-            pids[_fork(function, args, own, folder / str(rank))] = rank
+            pids[_fork(function, args, own, folder / str(rank), readable)] = rank
+        # The store has a thread, which may hold a lock while a process forks: so it starts after them.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writable, f"{store.port:8}".encode() * world)
+        os.close(readable)
+        os.close(writable)
         codes = _wait(pids, start)
         found = []
         for rank in range(world):
@@ -142,14 +147,17 @@ def _run_case(
     return found
 
 
-def _fork(function: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str], path: Path) -> int:
+def _fork(
+    function: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str], path: Path, port: int
+) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         os.setsid()
-        os.environ.update(environ)
+        faulthandler.dump_traceback_later(SECONDS - 10)  # names the place of a hang
+        os.environ.update(environ, MASTER_PORT=os.read(port, 8).decode().strip())
         try:
             path.write_bytes(pickle.dumps((function(*args), "")))
             code = 0
