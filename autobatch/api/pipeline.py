@@ -31,7 +31,8 @@ from autobatch.probing.find_limit import check_size, find_limit, find_limits_by_
 from autobatch.probing.limits import predicted_memory
 from autobatch.probing.setup import find_workload
 from autobatch.report.result import Estimates, Result
-from autobatch.training.preflight import Finding, examine
+from autobatch.training.compare_modes import Finding
+from autobatch.training.preflight import examine
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
 from autobatch.workload.contract import Workload
 

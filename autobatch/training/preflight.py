@@ -12,26 +12,19 @@ check says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
-
-import torch
-from torch import nn
+from typing import Literal
 
 from autobatch.core.errors import InputError
 from autobatch.device.base import Meter
-from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.planning import micro_batches, split_evenly
+from autobatch.planning import micro_batches
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
 from autobatch.step.restore import temporary_weights
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
-from autobatch.training.compare_parts import UncheckedError, find_fault
+from autobatch.training.compare_modes import Finding, compare_samples, modes_before_training
 from autobatch.training.sample_choice import SampleChoice
 from autobatch.training.sample_gradient import GradientRunner
-from autobatch.training.split_samples import collate_split
-from autobatch.workload.data import load_micro_batch
+from autobatch.workload.data import fetch, load_micro_batch
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
 
@@ -39,41 +32,8 @@ FEW_SAMPLES = 8
 MANY_SAMPLES = 64
 MOST_MICRO_BATCHES = 4
 """Micro-batches that many samples may be; their memory is enforced."""
-MOST_PARTS = 8
 SECONDS = 5.0
 """Expected time above which many samples are not compared."""
-FLOAT64_BUDGET_SHARE = 0.1
-"""Share of the budget below which the check runs in float64; model copy and gradient count."""
-TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}
-"""Relative errors that models with float32 operations, and TF32, stay below."""
-
-
-class Finding(NamedTuple):
-    """Result of the check; both are None if the loss can be split."""
-
-    fault: str | None = None
-    """Reason why the loss cannot be split exactly."""
-    unchecked: str | None = None
-    """Reason why the check could not be made."""
-
-    def notes(self, *, is_split: bool) -> list[str]:
-        """Return what to tell the user about a run whose batches are split, or are one micro-batch each."""
-        if self.fault is not None and not is_split:
-            return [
-                f"{self.fault}. In this run every batch is one micro-batch, which is exact as long as memory "
-                "does not run out"
-            ]
-        if self.unchecked is not None and is_split:
-            return [
-                f"whether the loss can be split into micro-batches exactly could not be checked: "
-                f"{self.unchecked}. Make sure that it is a mean over samples, or return Loss(total, count)"
-            ]
-        return [] if self.fault is None else [self.fault]
-
-
-class _Kind(NamedTuple):
-    dtype: torch.dtype
-    train_mode: bool
 
 
 def check_loss_splits(
@@ -82,7 +42,7 @@ def check_loss_splits(
     micro_batch: int,
     sampler: GlobalBatchSampler,
     check: Literal["error", "note", "off"] = "error",
-) -> list[str]:
+) -> tuple[list[str], Finding]:
     """Check that splitting a batch changes nothing but the order of sums.
 
     Args:
@@ -93,7 +53,7 @@ def check_loss_splits(
             loss and checks only BatchNorm.
 
     Returns:
-        Notes, one per line.
+        Notes, one per line; and what was found about the loss.
 
     Raises:
         InputError: batches are split and the loss cannot be, or a BatchNorm gets a single value.
@@ -107,7 +67,7 @@ def check_loss_splits(
     setup.device.release()
     if finding.fault is not None and is_split and check == "error":
         raise InputError(f"{finding.fault}. To train anyway, use --split-check note")
-    return [*notes, *finding.notes(is_split=is_split)]
+    return [*notes, *finding.notes(is_split=is_split)], finding
 
 
 def examine(session: Session, micro_batch: int) -> Finding:
@@ -129,69 +89,17 @@ def examine_loss(setup: TrainSetup, micro_batch: int) -> Finding:
         if few < 2:
             return Finding(unchecked="it takes 2 samples, and the training data have 1")
         start = setup.clock()
+        samples = fetch(setup.workload.train_data, choice.ids(few))
         with setup.device.training() as meter:
-            finding, kind = _examine_kinds(setup, meter, choice.ids(few), _kinds(setup))
+            finding, mode = compare_samples(setup, meter, samples, modes_before_training(setup))
         expected = (setup.clock() - start) * many / few
-        if finding.fault is not None or kind is None or many <= few or expected > SECONDS:
+        if finding.fault is not None or mode is None or many <= few or expected > SECONDS:
             return finding
+        samples = fetch(setup.workload.train_data, choice.ids(many))
         with setup.device.enforced() as meter:
-            more, _ = _examine_kinds(setup, meter, choice.ids(many), [kind])
+            more, _ = compare_samples(setup, meter, samples, [mode])
     # The few samples tell already that the loss can be split, if memory is too small for many.
     return finding if more.fault is None and finding.unchecked is None else more
-
-
-def _kinds(setup: TrainSetup) -> list[_Kind]:
-    """Return the types and modes to try, in order."""
-    kinds = [_Kind(torch.float32, train_mode=False), _Kind(torch.float32, train_mode=True)]
-    elements = sum(tensor.numel() for tensor in setup.model.parameters())
-    if elements * 16 < setup.device.budget_bytes * FLOAT64_BUDGET_SHARE:
-        kinds.insert(0, _Kind(torch.float64, train_mode=False))
-    return kinds
-
-
-def _examine_kinds(
-    setup: TrainSetup, meter: Meter, ids: list[int], kinds: list[_Kind]
-) -> tuple[Finding, _Kind | None]:
-    """Examine the loss in the first type and mode that the model runs in; return them too, None for none."""
-    parts = max(2, min(MOST_PARTS, len(ids) // 2))
-    with meter.uncounted():
-        samples = collate_split(setup.workload, ids, split_evenly(len(ids), parts))
-    reason = ""
-    for kind in kinds:
-        try:
-            with _converted(setup, meter, kind) as model:
-                runner = GradientRunner(setup, model, meter, kind.dtype)
-                fault = find_fault(runner, setup.workload.loss, samples, TOLERANCES[kind.dtype])
-                return Finding(fault), kind
-        except UncheckedError as error:
-            return Finding(unchecked=str(error)), kind
-        except InputError:
-            raise
-        except Exception as error:
-            # A model that trains may still fail here (another type, eval mode, memory): no fault of its loss.
-            is_memory = classify(error) is not Verdict.NONE
-            reason = (
-                f"memory ran out for {len(ids)} samples"
-                if is_memory
-                else f"the model or the loss raised {first_line(error)}"
-            )
-    return Finding(unchecked=reason), None
-
-
-@contextmanager
-def _converted(setup: TrainSetup, meter: Meter, kind: _Kind) -> Iterator[nn.Module]:
-    """Give the model temporary weights of a type, and a mode, within the block."""
-    with temporary_weights(setup.model, setup.device.torch_device) as model:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(kind.dtype)
-        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        model.train(kind.train_mode)
-        if kind.train_mode:
-            for module in model.modules():
-                if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
-                    module.eval()
-        yield model
 
 
 def _check_single_sample(setup: TrainSetup, meter: Meter, sampler: GlobalBatchSampler) -> None:

@@ -24,7 +24,7 @@ from autobatch.core.errors import (
 )
 from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
-from autobatch.core.records import Training
+from autobatch.core.records import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.device.oom import first_line
 from autobatch.step.optimizers import averaged_weights, switch
@@ -42,6 +42,7 @@ from autobatch.training.metrics import (
 )
 from autobatch.training.run_folder import CHECKPOINTS, METRICS
 from autobatch.training.totals import RunTotals
+from autobatch.training.watch_split import SplitWatch
 from autobatch.workload.rng import preserved_random_state
 
 OOM_FILE = "oom.json"
@@ -70,8 +71,21 @@ class RunSettings:
     """Micro-batch of the validation; ``None`` to find what fits."""
 
 
-def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded | None) -> Training:
+def train(
+    loop: Loop,
+    settings: RunSettings,
+    progress: Progress,
+    resumed: Loaded | None,
+    watch: SplitWatch | None = None,
+) -> Training:
     """Train the rest of a run, then validate and export the weights.
+
+    Args:
+        loop: the loop, at the first batch to train.
+        settings: what the run writes, and when.
+        progress: receives notes and steps.
+        resumed: the checkpoint that the loop was restored from; None for a new run.
+        watch: compares the first batches with their parts; None for no such check.
 
     Raises:
         Interrupted: a signal stopped the run; a checkpoint was written.
@@ -86,9 +100,10 @@ def train(loop: Loop, settings: RunSettings, progress: Progress, resumed: Loaded
     totals = RunTotals()
     rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
     run = _Run(loop, settings, resumed)
+    records = loop.run() if watch is None else watch.run(loop)
     try:
         with stop_on_signals() as request, run.saved_after_oom():
-            run.train_batches(request, progress, totals)
+            run.train_batches(records, request, progress, totals)
             progress.doing("validating")
             validation = run.validate(request)
     except Interrupted:
@@ -133,14 +148,16 @@ class _Run:
             fixed or loop.split.of_longest(loop.micro_batch), grows=grows
         )
 
-    def train_batches(self, request: StopRequest, progress: Progress, totals: RunTotals) -> None:
+    def train_batches(
+        self, records: Iterator[StepRecord], request: StopRequest, progress: Progress, totals: RunTotals
+    ) -> None:
         """Train the remaining batches, and write a checkpoint at the end.
 
         After each step come its validation, its record, its checkpoint and the check for a signal. In this
         order the metrics have a line for every batch that a checkpoint holds.
         """
         with self._open_writers() as writers:
-            for step in self._loop.run():
+            for step in records:
                 record = step
                 try:
                     if self._validation_is_due(step.step):

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from autobatch.core.records import Precision
 from autobatch.device.base import Meter
 from autobatch.probing.attempt import TrainSetup
+from autobatch.step.gradients import LOW_PRECISION
+from autobatch.step.train_state import precision_context
 from autobatch.step.whole_batch import backward_whole_batch
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import map_tensors, tensors_of, to_device
 
 ELEMENTS = 1024
 """Elements read from each parameter's gradient, evenly spaced: enough to compare, for any size of model."""
+FP16_SCALE = 1024.0
+"""Loss scale of fp16, in which gradients below 6e-8 would be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +49,35 @@ class GradientRunner:
         model: the model, on the device.
         meter: counts the batches.
         dtype: floating-point type to convert batches to; ``None`` to keep theirs.
+        precision: precision of the forward pass.
     """
 
-    def __init__(self, setup: TrainSetup, model: nn.Module, meter: Meter, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        setup: TrainSetup,
+        model: nn.Module,
+        meter: Meter,
+        dtype: torch.dtype | None,
+        precision: Precision = "fp32",
+    ) -> None:
         self._setup = setup
         self._model = model
         self._meter = meter
         self._dtype = dtype
+        self._precision = precision
+        self._scale = FP16_SCALE if precision == "fp16" else 1.0
 
     def run(self, batch: Collated, samples: int) -> SampleGradient:
         """Run a collated batch of so many samples forward and backward in one micro-batch."""
-        loss = self._setup.workload.loss(self._model, self.placed(batch))
+        with self._autocast():
+            loss = self._setup.workload.loss(self._model, self.placed(batch))
         total, count = loss if isinstance(loss, Loss) else (loss, None)
+        items = None if count is None else float(count.detach() if isinstance(count, Tensor) else count)
         if total.requires_grad:
-            total.backward()  # type: ignore[no-untyped-call]
-        elements = self._take_gradient()
-        if count is None:
-            return SampleGradient(elements, None, samples)
-        items = float(count.detach() if isinstance(count, Tensor) else count)
-        return SampleGradient(elements / items if items else elements, items, samples)
+            # In fp16 the gradient of a sum over many items would overflow.
+            mean = (total.float() if total.dtype in LOW_PRECISION else total) / (items or 1.0)
+            (mean * self._scale).backward()  # type: ignore[no-untyped-call]
+        return SampleGradient(self._take_gradient(), items, samples)
 
     def run_cached(self, micro_batches: Iterable[tuple[Collated, int]], samples: int) -> SampleGradient:
         """Run micro-batches, as a `WholeBatchLoss` trains; they are placed, and can be iterated twice."""
@@ -73,8 +88,8 @@ class GradientRunner:
             self._model,
             micro_batches,
             samples,
-            autocast=nullcontext,
-            scale=lambda value: value,
+            autocast=self._autocast,
+            scale=lambda value: value * self._scale,
             restore_buffers=lambda: None,
             mark=lambda _: None,
         )
@@ -94,11 +109,14 @@ class GradientRunner:
         self._meter.count(tensors_of(own))
         return own
 
+    def _autocast(self) -> AbstractContextManager[object]:
+        return precision_context(self._setup.device.torch_device, self._precision)
+
     def _take_gradient(self) -> Tensor:
         """Return elements of the gradient that the backward passes left, and clear it."""
         parts = [_elements(p) for p in self._model.parameters() if p.requires_grad]
         self._model.zero_grad(set_to_none=True)
-        return torch.cat(parts)
+        return torch.cat(parts) / self._scale
 
 
 def _elements(parameter: nn.Parameter) -> Tensor:

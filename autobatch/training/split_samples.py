@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.cut import PLAIN, children_of, cut, is_column, samples_along
-from autobatch.workload.data import collate_samples, fetch
+from autobatch.workload.data import collate_samples
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import seed_everything
 
@@ -41,13 +41,12 @@ class SplitSamples:
         return self.collated or self.cut
 
 
-def collate_split(workload: Workload, ids: Sequence[int], sizes: Sequence[int]) -> SplitSamples:
-    """Read samples once, and collate them as a whole and as parts of the given sizes.
+def collate_split(workload: Workload, samples: Sequence[Any], sizes: Sequence[int]) -> SplitSamples:
+    """Collate samples as a whole and as parts of the given sizes.
 
     Raises:
         InputError: the samples cannot be collated; the message has the shapes found.
     """
-    samples = fetch(workload.train_data, ids)
 
     def collate(first: int, stop: int, seed: int) -> Collated:
         seed_everything(seed)
@@ -55,19 +54,19 @@ def collate_split(workload: Workload, ids: Sequence[int], sizes: Sequence[int]) 
         own = [copy.copy(one) if isinstance(one, MutableMapping | list) else one for one in samples]
         return collate_samples(own[first:stop], workload.collate, option="Workload(collate=…)")
 
-    whole = collate(0, len(ids), 1)
-    is_same = _is_same(whole, collate(0, len(ids), 2))
+    whole = collate(0, len(samples), 1)
+    is_same = _is_same(whole, collate(0, len(samples), 2))
     bounds, first = [], 0
     for size in sizes:
         bounds.append((first, first + size))
         first += size
     parts = [(collate(first, stop, 1), stop - first) for first, stop in bounds]
-    can_cut = _has_samples_first(whole, len(ids)) and _has_samples_first(*parts[0])
+    can_cut = _has_samples_first(whole, len(samples)) and _has_samples_first(*parts[0])
     can_cut = can_cut and list(_plain_values(whole)) == list(_plain_values(parts[0][0]))
     pieces = None
     if can_cut:
         pieces = [(cut(whole, slice(first, stop)), stop - first) for first, stop in bounds]
-    return SplitSamples(whole, len(ids), parts if is_same else None, pieces)
+    return SplitSamples(whole, len(samples), parts if is_same else None, pieces)
 
 
 def _has_samples_first(batch: Collated, samples: int) -> bool:

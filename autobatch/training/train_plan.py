@@ -20,6 +20,7 @@ from autobatch.training.loop_state import restore_loop
 from autobatch.training.preflight import check_loss_splits
 from autobatch.training.resume import data_order_facts
 from autobatch.training.run import RunSettings, train
+from autobatch.training.watch_split import SplitWatch
 from autobatch.workload.order import GlobalBatchSampler
 
 
@@ -66,8 +67,12 @@ def train_plan(
     """
     setup = with_knobs(setup, plan.knobs)
     progress.doing("checking that the loss can be split into micro-batches")
-    for line in check_loss_splits(setup, micro_batch=plan.micro_batch, sampler=sampler, check=split_check):
+    notes, found = check_loss_splits(setup, micro_batch=plan.micro_batch, sampler=sampler, check=split_check)
+    for line in notes:
         progress.note(line)
+    watch = None
+    if split_check != "off":
+        watch = SplitWatch(setup, check=split_check, note=progress.note, before=found)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
     progress.doing("preparing the training")
@@ -86,5 +91,5 @@ def train_plan(
             "sample_seeds": loop.feed is not None,
         }
         progress.doing("training: the first step")
-        record = train(loop, replace(run_settings, facts=facts), progress, checkpoint)
+        record = train(loop, replace(run_settings, facts=facts), progress, checkpoint, watch)
     return record, loop.train_state.model

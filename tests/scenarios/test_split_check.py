@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn.functional import cross_entropy
 
 import autobatch
 from autobatch.api.pipeline import RunContext, run_plan, run_probe, run_tune
@@ -52,6 +53,23 @@ def test_a_loss_that_cannot_be_split_is_trained_if_asked_for(tmp_path: Path) -> 
         autobatch.fit(workload, **options)
     for choice in ("note", "off"):
         assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 1
+
+
+def balanced(model, batch):
+    """Add a product of batch means while training, as mixtures of experts do."""
+    scores = model(batch[0])
+    return cross_entropy(scores, batch[1]) + model.training * scores.softmax(1).mean(0).square().sum()
+
+
+def test_a_fault_that_only_training_shows_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 2, "trials": 0}
+    options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
+    workload = make_workload(loss=balanced)
+    with pytest.raises(InputError, match=r"several samples at once .* in batch 1 of the run"):
+        autobatch.fit(workload, **options)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    for choice in ("note", "off"):
+        assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 2
 
 
 @pytest.mark.parametrize("choice", ["probe", "plan", "tune"])

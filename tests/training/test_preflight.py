@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
-from autobatch.training import preflight
+from autobatch.training import compare_modes, preflight
 from autobatch.training.preflight import check_loss_splits
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
@@ -39,7 +39,8 @@ def check(workload, *, micro_batch: int = 8, target_batch: int = 24, budget: str
     sampler = GlobalBatchSampler(
         samples=len(workload.train_data), target_batch=target_batch, seed=0, **{"steps": 3, **options}
     )
-    return check_loss_splits(make_setup(workload, budget), micro_batch=micro_batch, sampler=sampler)
+    notes, _ = check_loss_splits(make_setup(workload, budget), micro_batch=micro_batch, sampler=sampler)
+    return notes
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.7], dtype=torch.float64)
@@ -144,9 +145,9 @@ def test_losses_that_cannot_be_split_are_errors_that_name_the_cause(changes, mes
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-@pytest.mark.parametrize("share", [preflight.FLOAT64_BUDGET_SHARE, 0.0], ids=["float64", "float32"])
+@pytest.mark.parametrize("share", [compare_modes.FLOAT64_BUDGET_SHARE, 0.0], ids=["float64", "float32"])
 def test_wrong_losses_are_found_beside_random_draws_and_right_ones_pass(kind, share, monkeypatch) -> None:
-    monkeypatch.setattr(preflight, "FLOAT64_BUDGET_SHARE", share)
+    monkeypatch.setattr(compare_modes, "FLOAT64_BUDGET_SHARE", share)
     fields, wrong, right, cause = PAIRS[kind]
     with pytest.raises(InputError, match=cause):
         check(make_workload(**fields, loss=wrong))
@@ -210,7 +211,7 @@ def test_runs_of_many_kinds_give_no_fault(name: str) -> None:
 @pytest.mark.parametrize("name", sorted({*WORKLOADS} - {"contrastive"}))
 def test_models_of_many_kinds_pass(name: str) -> None:
     found = preflight.examine_loss(make_setup(WORKLOADS[name]()), 16)
-    assert found == preflight.Finding()
+    assert found == compare_modes.Finding()
 
 
 class Counting(nn.Module):
@@ -297,7 +298,7 @@ def test_the_check_can_note_the_cause_or_be_off() -> None:
     def notes(choice: str) -> list[str]:
         sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
         setup = make_setup(make_workload(loss=contrastive_loss))
-        return check_loss_splits(setup, micro_batch=8, sampler=sampler, check=choice)
+        return check_loss_splits(setup, micro_batch=8, sampler=sampler, check=choice)[0]
 
     (note,) = notes("note")
     assert "depends on several samples at once" in note

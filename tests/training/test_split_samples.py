@@ -7,13 +7,15 @@ import torch
 from torch.utils.data import default_collate
 
 from autobatch.training.split_samples import collate_split
+from autobatch.workload.data import fetch
 from tests.support.training import make_workload, points
 
 IDS = [3, 0, 11, 7, 5]
 
 
 def split(collate=None):
-    return collate_split(make_workload(collate=collate), IDS, [3, 2])
+    workload = make_workload(collate=collate)
+    return collate_split(workload, fetch(workload.train_data, IDS), [3, 2])
 
 
 def noisy(samples):
@@ -72,6 +74,6 @@ def test_a_collate_function_may_take_entries_out_of_its_samples() -> None:
         return default_collate(samples)
 
     data = Named()
-    found = collate_split(make_workload(train_data=data, collate=collate), IDS, [3, 2])
+    found = collate_split(make_workload(collate=collate), fetch(data, IDS), [3, 2])
     assert found.whole["id"].tolist() == IDS
     assert all("name" in row for row in data.rows)
