@@ -35,7 +35,10 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of a GPU model for a training process."""
+    """Figures of a GPU model for a training process.
+
+    Predictions read the total, the context and the workspaces. The other figures are for people.
+    """
 
     schema: Literal[1]
     name: Slug
