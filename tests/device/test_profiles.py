@@ -23,7 +23,8 @@ REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted((REPOSITORY / "profiles").glob("*.toml"))
 WANTED = {
     "t4", "v100-16gb", "v100-32gb", "rtx-3060-12gb", "rtx-3090", "rtx-4090", "rtx-5090", "a10", "l4", "l40s",
-    "a100-40gb", "a100-80gb", "h100-80gb", "h100-pcie-80gb", "h200", "b200", "v100-pcie-16gb", "v100-pcie-32gb",
+    "a100-40gb", "a100-80gb", "h100-80gb", "h100-pcie-80gb", "h200", "b200",
+    "v100-pcie-16gb", "v100-pcie-32gb",
 }  # fmt: skip
 
 
