@@ -8,7 +8,7 @@ rounded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,12 @@ class Gradients:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._has_low_precision = any(p.dtype in LOW_PRECISION for p in _parameters_of(optimizers))
 
-    @contextmanager
-    def summed_in_float32(self) -> Iterator[None]:
+    def summed_in_float32(self) -> AbstractContextManager[None]:
         """Accumulate 16-bit gradients in float32 within the block, by hooks that are removed at its end."""
-        if not self._has_low_precision:
-            yield
-            return
+        return self._hooked() if self._has_low_precision else nullcontext()
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)  # type: ignore[no-untyped-call]
             for parameter in {id(p): p for p in _parameters_of(self._optimizers)}.values()

@@ -107,6 +107,7 @@ def accumulate(
             the whole batch.
     """
     totals = StepTotals(samples=samples)
+    context = precision_context(train_state.device, train_state.precision)
     train_state.buffers.take()
     part = "data"
     try:
@@ -117,7 +118,8 @@ def accumulate(
             for batch, size in micro_batches:
                 part = "loss"
                 mark("forward")
-                with precision_context(train_state.device, train_state.precision):
+                # Entered anew for each: it holds the weights in 16 bits until it is left.
+                with context:
                     share = normalize_loss(
                         train_state, totals, train_state.loss(train_state.model, batch), size
                     )

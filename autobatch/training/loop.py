@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
@@ -51,12 +51,13 @@ def warmup_factor(samples_seen: int, warmup_samples: int | None) -> float:
     return 1.0 if warmup_samples is None else min(1.0, samples_seen / warmup_samples)
 
 
-@contextmanager
-def scaled_learning_rate(optimizers: Optimizers, factor: float) -> Iterator[None]:
+def scaled_learning_rate(optimizers: Optimizers, factor: float) -> AbstractContextManager[None]:
     """Multiply all learning rates by ``factor`` within the block; schedules never see it."""
-    if factor == 1.0:
-        yield
-        return
+    return nullcontext() if factor == 1.0 else _scaled(optimizers, factor)
+
+
+@contextmanager
+def _scaled(optimizers: Optimizers, factor: float) -> Iterator[None]:
     originals = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     try:
         for group, rate in originals:
@@ -132,6 +133,8 @@ class Loop:
     feed: Feed | None = None
     """Makes the micro-batches; if ``None``, the loop does, from its own random generators."""
     clock: Callable[[], float] = time.perf_counter
+    _random_state: RandomState | None = field(default=None, init=False, repr=False)
+    """At the start of the last batch; None before the first."""
     is_intact: bool = True
     """True if the state is that between two steps. False while a batch trains, and if it cannot be undone."""
 
@@ -209,7 +212,7 @@ class Loop:
         items_per_sample = self.train_state.items_per_sample
         while replays <= MAX_REPLAYS:
             parts = self.split.parts(batch, self.micro_batch)
-            before = capture_random_state()
+            before = self._random_state = capture_random_state(self._random_state)
             self.is_intact = False
             is_first = oom is None
             with rescaled_momentum(self.rescaled_norms, len(parts)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,9 +52,11 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _as_checkpoint_error(self._path):
+        try:
             # Unbuffered: a line that cannot be written would fail again on closing.
             self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
     def step(self, record: StepRecord) -> None:
         """Append a line.
@@ -63,26 +65,25 @@ class JsonLines:
             CheckpointError: the file cannot be written.
         """
         rest = memoryview(msgspec.json.encode(record) + b"\n")
-        with _as_checkpoint_error(self._path):
+        try:
             while rest:
                 rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
 
     def end(self, training: Training) -> None:
         """Write nothing: the summary is in ``result.json``."""
 
     def close(self) -> None:
         """Close the file."""
-        with _as_checkpoint_error(self._path):
+        try:
             self._file.close()
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
 
 
-@contextmanager
-def _as_checkpoint_error(path: Path) -> Iterator[None]:
-    """Convert system errors to a `CheckpointError` that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be written: {error.strerror or error}")
 
 
 class _Row(msgspec.Struct):

@@ -92,8 +92,9 @@ def feed(
         meter.count(tensors_of(there))
         return there
 
-    uncounted = _without_count(iter(fetched), meter)
-    return Twice(uncounted, place) if twice else _feed_once(uncounted, device, meter)
+    if twice:
+        return Twice(_without_count(iter(fetched), meter), place)
+    return _feed_once(iter(fetched), device, meter)
 
 
 class Twice:
@@ -133,8 +134,11 @@ def _without_count(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> Ite
 def _feed_once(
     fetched: Iterator[tuple[Collated, int]], device: torch.device, meter: Meter
 ) -> Iterator[tuple[Collated, int]]:
-    for batch, size in fetched:
+    while True:
         with meter.uncounted():
-            there = to_device(batch, device)
+            found = next(fetched, None)
+            if found is None:
+                return
+            there = to_device(found[0], device)
         meter.count(tensors_of(there))
-        yield there, size
+        yield there, found[1]

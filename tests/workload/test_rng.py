@@ -6,6 +6,7 @@ import random
 from contextlib import suppress
 
 import numpy as np
+import pytest
 import torch
 
 from autobatch.workload.rng import (
@@ -57,3 +58,30 @@ def test_seeds_that_differ_in_one_number_give_unrelated_draws() -> None:
         seed_generators(*key)
         found.append(draws())
     assert all(len(set(column)) == len(found) for column in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("normals", [0, 1, 2])
+def test_a_state_after_an_earlier_one_is_that_of_a_fresh_read(normals: int) -> None:
+    np.random.normal(size=normals)
+    last = capture_random_state()
+    for draw in (lambda: None, lambda: None, np.random.normal, np.random.normal, np.random.random):
+        draw()
+        last = capture_random_state(last)
+        fresh = capture_random_state()
+        assert last.numpy is not None
+        assert fresh.numpy is not None
+        assert np.array_equal(last.numpy[1], fresh.numpy[1])
+        assert last.numpy[2:] == fresh.numpy[2:]
+
+
+def test_the_state_of_numpy_is_read_again_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.random.seed(0)
+    last = capture_random_state()
+    reads: list[int] = []
+    read = np.random.get_state
+    monkeypatch.setattr(np.random, "get_state", lambda: reads.append(1) or read())
+    again = capture_random_state(last)
+    assert (again.numpy, reads) == (last.numpy, [])
+    np.random.random()
+    capture_random_state(again)
+    assert reads == [1]
