@@ -23,6 +23,8 @@ from autobatch.core.records import StepRecord, Training
 
 TENSORBOARD = "tensorboard"
 """Folder of a run that ``tensorboard --logdir`` reads."""
+WRITE_INTERVAL_S = 0.2
+"""Least time between two writes of lines: one costs more than all else that a record takes."""
 TENSORBOARD_INTERVAL_S = 0.2
 """Least time between two events: one costs a quarter of a millisecond, and a curve shows a thousand."""
 
@@ -33,6 +35,9 @@ class MetricsWriter(Protocol):
     def step(self, record: StepRecord) -> None:
         """Write the record of a batch."""
 
+    def flush(self) -> None:
+        """Hand what is buffered to the system, if a resume reads it; called before each checkpoint."""
+
     def end(self, training: Training) -> None:
         """Write the summary of a finished run."""
 
@@ -41,19 +46,26 @@ class MetricsWriter(Protocol):
 
 
 class JsonLines:
-    """Metrics file with one JSON object per line, each line handed to the system at once.
+    """Metrics file with one JSON object per line.
+
+    A line waits for the lines of the next `WRITE_INTERVAL_S`, unless the last write is longer ago.
 
     Args:
         path: the file; existing lines stay.
+        clock: returns seconds.
 
     Raises:
         CheckpointError: it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
+        self._clock = clock
+        self._encoder = msgspec.json.Encoder()
+        self._lines = bytearray()
+        self._written_at = -math.inf
         try:
-            # Unbuffered: a line that cannot be written would fail again on closing.
+            # Unbuffered, because lines are gathered here.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -64,7 +76,21 @@ class JsonLines:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        rest = memoryview(msgspec.json.encode(record) + b"\n")
+        self._encoder.encode_into(record, self._lines, -1)
+        self._lines += b"\n"
+        now = self._clock()
+        if now - self._written_at >= WRITE_INTERVAL_S:
+            self._written_at = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand all lines to the system.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        # Lines that cannot be written are dropped, because writing them would fail again on closing.
+        rest, self._lines = memoryview(self._lines), bytearray()
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -75,7 +101,13 @@ class JsonLines:
         """Write nothing: the summary is in ``result.json``."""
 
     def close(self) -> None:
-        """Close the file."""
+        """Write the last lines, and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
@@ -144,6 +176,9 @@ class TensorBoard:
         """Write the final validation."""
         known = {name: value for name, value in training.validation.items() if value is not None}
         self._write({f"validation/{name}": value for name, value in known.items()}, self._step)
+
+    def flush(self) -> None:
+        """Do nothing: a resume does not read the events."""
 
     def close(self) -> None:
         """Write what is buffered."""

@@ -138,6 +138,7 @@ class _Run:
         self._resumed_from = None if resumed is None else resumed.path
         self.checkpoint = self._resumed_from
         """The last checkpoint."""
+        self._writers: list[MetricsWriter] = []
         self._saved_at = loop.clock()
         self.failed_checkpoints: list[int] = []
         """Steps after which no checkpoint could be written."""
@@ -156,7 +157,7 @@ class _Run:
         After each step come its validation, its record, its checkpoint and the check for a signal. In this
         order the metrics have a line for every batch that a checkpoint holds.
         """
-        with self._open_writers() as writers:
+        with self._open_writers():
             for step in records:
                 record = step
                 try:
@@ -164,12 +165,13 @@ class _Run:
                         progress.doing("validating")
                         record = msgspec.structs.replace(step, validation=self.validate(request))
                 finally:
-                    for writer in writers:
+                    for writer in self._writers:
                         writer.step(record)
                 totals.add(record)
                 progress.stepped(record, self._loop.sampler.total)
                 if self._checkpoint_is_due(record.step):
                     progress.doing("saving a checkpoint")
+                    self._flush()
                     self._save_periodic(progress)
                 self._stop_if_requested(request)
         progress.doing("saving a checkpoint")
@@ -219,18 +221,23 @@ class _Run:
         return metrics
 
     @contextmanager
-    def _open_writers(self) -> Iterator[list[MetricsWriter]]:
+    def _open_writers(self) -> Iterator[None]:
         """Open the metrics file, and TensorBoard if it is installed."""
         out = self._settings.out
-        writers: list[MetricsWriter] = [JsonLines(out / METRICS)]
+        self._writers.append(JsonLines(out / METRICS))
         tensorboard = open_tensorboard(out / TENSORBOARD, batches_seen=self._loop.batches_seen)
         if tensorboard is not None:
-            writers.append(tensorboard)
+            self._writers.append(tensorboard)
         try:
-            yield writers
+            yield
         finally:
-            for writer in writers:
-                writer.close()
+            while self._writers:
+                self._writers.pop().close()
+
+    def _flush(self) -> None:
+        """Write the metrics of every batch that the next checkpoint holds."""
+        for writer in self._writers:
+            writer.flush()
 
     def _validation_is_due(self, step: int) -> bool:
         every = self._settings.validate_every
@@ -246,6 +253,7 @@ class _Run:
         """Write a checkpoint and raise if a signal asked to stop."""
         if request.signal_number is None:
             return
+        self._flush()
         self._save_if_needed()
         raise Interrupted(
             f"stopped after step {self._loop.batches_seen} of {self._loop.sampler.total} with checkpoint "

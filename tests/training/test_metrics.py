@@ -12,6 +12,7 @@ from autobatch.core.errors import CheckpointError
 from autobatch.core.records import StepRecord, Training
 from autobatch.training.metrics import (
     TENSORBOARD_INTERVAL_S,
+    WRITE_INTERVAL_S,
     JsonLines,
     MetricsWriter,
     open_tensorboard,
@@ -55,10 +56,10 @@ def ticking(step: float):
     return lambda: next(times) * step
 
 
-def test_lines_are_the_records_and_written_at_once(tmp_path) -> None:
+def test_lines_are_the_records_and_written_at_once_in_slow_steps(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"before\n")
-    writer: MetricsWriter = JsonLines(path)
+    writer: MetricsWriter = JsonLines(path, clock=ticking(WRITE_INTERVAL_S))
     records = [a_step(1), a_step(2)]
     for number, record in enumerate(records, 1):
         writer.step(record)
@@ -76,12 +77,33 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path) -> None:
         JsonLines(tmp_path / "metrics.jsonl")
 
 
-def test_a_full_disk_is_named() -> None:
+@pytest.mark.parametrize("last", ["flush", "close"])
+def test_lines_of_quick_steps_are_written_together(tmp_path, last: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(path, clock=ticking(WRITE_INTERVAL_S / 3))
+    seen = []
+    for number in range(1, 7):
+        writer.step(a_step(number))
+        seen.append(len(path.read_bytes().splitlines()))
+    assert seen == [1, 1, 1, 4, 4, 4]
+    getattr(writer, last)()
+    lines = path.read_bytes().splitlines()
+    writer.close()
+    assert [msgspec.json.decode(line, type=StepRecord).step for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("seconds", [0.0, WRITE_INTERVAL_S])
+def test_a_full_disk_is_named(seconds: float) -> None:
     from pathlib import Path
 
-    writer = JsonLines(Path("/dev/full"))
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    def write() -> None:
         writer.step(a_step(1))
+        writer.step(a_step(2))
+        writer.flush()
+
+    writer = JsonLines(Path("/dev/full"), clock=ticking(seconds))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        write()
     writer.close()
 
 
