@@ -39,6 +39,8 @@ def test_lists_are_those_of_torch(macro, names):
     text = HEADER.read_text()
     body = re.search(rf"#define {macro}\(_\)\s*\\\n((?:.*\\\n)*.*\n)", text)[1]
     listed = {".".join(re.split(r",\s*", name)) for name in re.findall(r"_\(([^()]+)\)", body)}
+    # Overloads for named tensors, in torch until 2.12. Nobody trains on named tensors.
+    listed = {name for name in listed if "imname" not in name}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     known = set(torch._C._dispatch_get_all_op_names())
     missing = {
@@ -47,7 +49,8 @@ def test_lists_are_those_of_torch(macro, names):
         if f"aten::{name}" in known and not has(f"aten::{name}", "AutocastCPU")
     }
     assert missing == set()
-    assert {name for name in names if f"aten::{name}" in known} <= listed
+    # torch 2.11 leaves rms_norm to its parts, which are in the list.
+    assert {name for name in names if f"aten::{name}" in known} <= listed | {"rms_norm"}
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -108,7 +108,7 @@ def test_arrays_and_objects_arrive_as_they_were_collated() -> None:
 
 def test_more_workers_than_cpus_raise_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user asked for this number; warnings are errors here."""
-    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     with pytest.warns(UserWarning, match="This DataLoader will create 2 worker processes"):
         torch.utils.data.DataLoader(points(), num_workers=2)  # torch does warn
     with fed_loop(make_workload(), workers=2, steps=1) as loop:
