@@ -96,9 +96,9 @@ class CudaDevice:
 
     @property
     def allocator_config(self) -> AllocatorConfig:
-        """Settings of torch's allocator in a session."""
+        """Settings of torch's allocator in a session, in which a step that needed a retry does not fit."""
         expandable = self._expandable or cuda_settings.asks_for_expandable(os.environ)
-        return AllocatorConfig(expandable_segments=expandable)
+        return AllocatorConfig(expandable_segments=expandable, retries=False)
 
     @property
     def is_traceable(self) -> bool:

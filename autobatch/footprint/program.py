@@ -85,37 +85,8 @@ class Program:
                 continue
             sizes = tuple(event[1] for event in column)
             if sizes not in known:
-                known[sizes] = _interpolate(sizes_of, sizes)
+                known[sizes] = interpolate(sizes_of, sizes)
             events.append((block, known[sizes]))
-        return cls(tuple(events), traces[0].marks)
-
-    @classmethod
-    def near(cls, points: Sequence[tuple[int, Trace]]) -> Self:
-        """Fit lines that bound sizes from above, for traces that `fit` refuses because a library rounds up.
-
-        A size on the line through its first and last point keeps that line. Any other size grows in
-        proportion from its last point, which exceeds every size with a fixed part or rounded up.
-
-        Args:
-            points: ``(micro-batch, trace)``, by micro-batch; three or more.
-
-        Raises:
-            Untraceable: the traces differ in more than sizes.
-        """
-        sizes_of = [m for m, _ in points]
-        traces = [trace.canonical() for _, trace in points]
-        _same_structure(sizes_of, traces)
-        low, high = sizes_of[0], sizes_of[-1]
-        events: list[tuple[int, Polynomial | None]] = []
-        for column in zip(*(trace.events for trace in traces), strict=True):
-            sizes = [size for _, size in column]
-            if sizes[0] == FREE:
-                events.append((column[0][0], None))
-                continue
-            rule = _line(low, sizes[0], high, sizes[-1])
-            if any(rule.at(m) != size for m, size in zip(sizes_of, sizes, strict=True)):
-                rule = Polynomial(0, sizes[-1], 0, high)
-            events.append((column[0][0], rule))
         return cls(tuple(events), traces[0].marks)
 
     def bends(self) -> bool:
@@ -165,10 +136,6 @@ class Program:
             return False
 
 
-def _line(low: int, small: int, high: int, large: int) -> Polynomial:
-    return Polynomial(small * high - large * low, large - small, 0, high - low)
-
-
 def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:
     first = traces[0]
     for m, trace in zip(micro_batches[1:], traces[1:], strict=True):
@@ -183,8 +150,12 @@ def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> No
             )
 
 
-def _interpolate(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
-    """Return the polynomial through the first points (at most three), on which the others must lie."""
+def interpolate(points: Sequence[int], sizes: Sequence[int]) -> Polynomial:
+    """Return the polynomial through the first points (at most three), on which the others must lie.
+
+    Raises:
+        Untraceable: they do not, or its values are no integers.
+    """
     x, y = points[:3], sizes[:3]
     first = Fraction(y[1] - y[0], x[1] - x[0])
     second = Fraction(0)

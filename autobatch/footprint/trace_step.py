@@ -53,8 +53,13 @@ class Setting:
     """The tuner's choices; see `autobatch.core.knobs`."""
 
 
-def record(setting: Setting, micro_batch: int) -> Recording:
+def record(setting: Setting, micro_batch: int, *, recorder: Callable[..., Recorder] = Recorder) -> Recording:
     """Trace the steps of an attempt at a micro-batch.
+
+    Args:
+        setting: what to trace.
+        micro_batch: samples of each micro-batch.
+        recorder: makes the recorder.
 
     Raises:
         Exception: the user's code or torch cannot run the step without the values of its tensors.
@@ -64,11 +69,11 @@ def record(setting: Setting, micro_batch: int) -> Recording:
     policy = nullcontext() if setting.capability is None else cuda_policy(setting.capability)
     with preserved_random_state():
         model = fake_model(setting.model, mode)
-        recorder = Recorder(on_gpu=setting.capability is not None)
-        with mode, policy, recorder, _tracked_modules(model, recorder):
-            train_state = _build(setting, model, recorder)
-            _run_steps(setting, train_state, _Feed(setting, batch, micro_batch, mode, recorder))
-        return recorder.recording()
+        recording = recorder(on_gpu=setting.capability is not None)
+        with mode, policy, recording, _tracked_modules(model, recording):
+            train_state = _build(setting, model, recording)
+            _run_steps(setting, train_state, _Feed(setting, batch, micro_batch, mode, recording))
+        return recording.recording()
 
 
 def new_mode() -> FakeTensorMode:

@@ -22,7 +22,7 @@ from autobatch.probing import questions
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup, store
 from autobatch.probing.child import SetupProcess
-from autobatch.probing.limits import ReplayPredictor, has_ample_room
+from autobatch.probing.limits import ReplayPredictor, first_size, has_ample_room
 from autobatch.probing.search import search
 from autobatch.probing.setup import SetupInfo, new_allocator
 from autobatch.probing.spill import SpillGuard
@@ -153,7 +153,9 @@ def find_limits_by_size(
         one = search(
             lambda micro_batch, size=size: questions.run_attempt(process, micro_batch, size),  # type: ignore[misc]
             cap=cap,
-            predictor=ReplayPredictor(lambda: new_allocator(process.info)),
+            predictor=ReplayPredictor(
+                lambda: new_allocator(process.info), first_size=first_size(process.info.compute_capability)
+            ),
         )
         if one.stopped_by is not None:
             progress.note("interrupted: left out the micro-batches of smaller samples")
@@ -193,6 +195,7 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footp
         lambda: new_allocator(process.info),
         None if step is None else step.program,
         lambda: questions.trace_other_order(process),
+        first_size=first_size(process.info.compute_capability),
     )
     tried: list[Attempt] = []
 

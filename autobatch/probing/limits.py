@@ -1,10 +1,10 @@
 """Predictions of the largest micro-batch, from a trace and from the attempts that have run.
 
-The best prediction replays allocation events that are exact polynomials in the micro-batch, and only that one
-may prove that a size does not fit. If a library rounds some events, a line through the farthest runs of each
-event gives a guess for runs to confirm. If no events are known, or their structure changes with the size, the
-guess is a line through the two largest peaks, which is off by up to 27 % because memory is a maximum over
-phases.
+The best prediction replays allocation events that are exact polynomials in the micro-batch. If libraries
+take scratch that follows no polynomial, the events are replayed twice, with the scratch bounded from below
+and from above. Only a replay that a run has confirmed may prove that a size does not fit, and both bounds
+must agree. If no events are known, the guess is a line through the two largest peaks, which is off by up to
+27 % because memory is a maximum over phases.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.predict import Footprint, footprint, with_workspaces
 from autobatch.footprint.program import Program, Untraceable, largest
 from autobatch.footprint.remedies import Spending, find_remedies
+from autobatch.footprint.scratch import Envelope
 from autobatch.footprint.trace_step import Setting
 from autobatch.probing.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, Outcome, TrainSetup
 from autobatch.probing.setup import SetupInfo, describe_setup, new_allocator
@@ -30,6 +31,8 @@ from autobatch.workload.rng import preserved_random_state
 
 FIRST_SIZE = 2
 """The first size to run, because 1 is a special case for many operators (broadcasting, batch statistics)."""
+FIRST_SIZE_ON_GPU = 8
+"""The first size on a GPU, whose libraries have special cases for small sizes."""
 DISTANCES = (29, 23, 19, 17, 13, 11, 7, 5, 3, 2, 1)
 """Distances from the first size to the second: far enough for exact slopes and small enough to be quick. They
 are prime, so that sizes that a library rounds rarely seem to grow by whole bytes per sample."""
@@ -37,6 +40,9 @@ AMPLE_ROOM = 0.8
 """Share of the budget below which a predicted peak leaves so much room that a cached limit is in doubt."""
 ENOUGH_POINTS = 3
 """Number of sizes that shows whether the events are lines, parabolas or neither."""
+REFUSED_SHARE = 1 / 32
+"""Share of the budget that a prediction leaves free after a size did not fit; doubled each time. Scratch that
+small sizes do not show takes about as much."""
 
 
 class ReplayPredictor:
@@ -46,6 +52,7 @@ class ReplayPredictor:
         new_allocator: makes an empty allocator with the device's budget.
         program: the traced events of an attempt; None if it was not traced.
         other_order: traces the other order; called once a size fails in that order only.
+        first_size: the first size to run without any prediction.
     """
 
     def __init__(
@@ -53,13 +60,18 @@ class ReplayPredictor:
         new_allocator: Callable[[], Allocator],
         program: Program | None = None,
         other_order: Callable[[], Program | None] = lambda: None,
+        first_size: int = FIRST_SIZE,
     ) -> None:
         self._new_allocator = new_allocator
+        self._first_size = first_size
         self._program = program
         self._predict_other = other_order
         self._other: Program | None = None
-        self._exact = True
+        self._envelope: Envelope | None = None
+        """Bounds in place of the program, if no program fits all events."""
         self._confirmed = False
+        self._refusals = 0
+        """Sizes that did not fit since the last that did."""
         self._points: list[tuple[int, Trace]] = []
         self._peaks: dict[int, int] = {}
 
@@ -70,7 +82,9 @@ class ReplayPredictor:
             if outcome.trace is not None and self._agrees(size, outcome.trace):
                 # It ran, and failed in the other order.
                 self._other = self._other or self._predict_other()
+            self._refusals += 1
             return
+        self._refusals = 0
         if self._other and outcome.other and not self._other.agrees_with(size, outcome.other):
             self._other = None
         if peak is not None:
@@ -83,20 +97,21 @@ class ReplayPredictor:
             return
         self._confirmed = False
         self._program = self._fit()
+        self._envelope = None if self._program is not None else self._bound()
 
     def next_calibration_size(self, cap: int) -> int | None:
         """Return a size up to ``cap`` that probably fits and improves the prediction; None if enough ran."""
         known = sorted(self._peaks)
         if not known:
-            return min(FIRST_SIZE, cap)
+            return min(FIRST_SIZE if self._refusals else self._first_size, cap)
         budget = self._new_allocator().limit
         if len(known) == 1 and budget is not None:
-            if known[0] > FIRST_SIZE + DISTANCES[0]:
+            if known[0] > self._first_size + DISTANCES[0]:
                 # An inexact prediction led here, and smaller sizes fit.
                 return known[0] - DISTANCES[0]
             room = self._in_proportion(known[0], cap) - known[0]
             return known[0] + next((distance for distance in DISTANCES if distance <= room), 1)
-        undecided = self._program is None or (self._exact and not self._confirmed)
+        undecided = self._envelope is None and not self._confirmed
         if undecided and 0 < len(self._points) < ENOUGH_POINTS:
             between = (known[-2] + known[-1]) // 2
             if between > known[-2]:
@@ -112,6 +127,8 @@ class ReplayPredictor:
                 return largest(self._program, self._new_allocator, cap, other=self._other) or 0
             except Untraceable:
                 self._program = None
+        if self._envelope is not None:
+            return self._largest_within(self._envelope, cap)
         if 0 < len(self._points) < ENOUGH_POINTS:
             return None
         return self._from_peaks(cap)
@@ -134,17 +151,34 @@ class ReplayPredictor:
         return self._next_fits(size)
 
     def _next_fits(self, micro_batch: int) -> bool | None:
-        """Return whether ``micro_batch + 1`` fits; None if no run has confirmed a program."""
+        """Return whether ``micro_batch + 1`` fits; None if no run has confirmed that, or bounds differ."""
+        bounds = self._envelope
+        if bounds is not None and bounds.is_checked and bounds.largest == micro_batch:
+            found = {self._fits(bound, micro_batch + 1) for bound in (bounds.seen, bounds.upper)}
+            return found.pop() if len(found) == 1 else None
         if self._program is None or not self._confirmed:
             return None
-        orders = [self._program] if self._other is None else [self._program, self._other]
+        fits = self._fits(self._program, micro_batch + 1)
+        return fits if self._other is None or not fits else self._fits(self._other, micro_batch + 1)
+
+    def _fits(self, program: Program, micro_batch: int) -> bool | None:
         try:
-            return all(replay(order.at(micro_batch + 1), self._new_allocator()).fits for order in orders)
+            return replay(program.at(micro_batch), self._new_allocator()).fits
         except Untraceable:
             return None
 
     def _agrees(self, size: int, trace: Trace) -> bool:
-        return self._exact and self._program is not None and self._program.agrees_with(size, trace)
+        return self._program is not None and self._program.agrees_with(size, trace)
+
+    def _largest_within(self, bounds: Envelope, cap: int) -> int:
+        """Return the largest that fits with the most scratch."""
+        most = bounds.upper if not self._refusals else bounds.upper.with_blocks([(0, self._left_free())])
+        return largest(most, self._new_allocator, cap) or 0
+
+    def _left_free(self) -> int:
+        """Return the bytes of the budget that a prediction leaves free after refusals."""
+        budget = self._new_allocator().limit or 0
+        return int(budget * min(REFUSED_SHARE * 2 ** (self._refusals - 1), 1))
 
     def _in_proportion(self, known: int, cap: int) -> int:
         """Return a size that fits, because memory has a fixed part and grows less than proportionally."""
@@ -152,9 +186,8 @@ class ReplayPredictor:
         return cap if budget is None else min(cap, known * budget // max(self._peaks[known], 1))
 
     def _fit(self) -> Program | None:
-        """Fit a line to two sizes, else a parabola to three, else the nearest line; None for too few."""
+        """Fit a line to two sizes, else a parabola to three; None if neither holds, or for too few."""
         points = sorted(self._points, key=lambda point: point[0])
-        self._exact = True
         for count in (2, ENOUGH_POINTS):
             latest = points[-count:]
             if len(latest) < count:
@@ -168,11 +201,14 @@ class ReplayPredictor:
             # Smaller sizes may differ only if they take other steps. If a library rounds, sizes of one kind
             # (for example odd ones) lie on a line and the others do not.
             alike = [point for point in points if len(point[1].canonical().events) == len(program.events)]
-            if all(program.agrees_with(*point) for point in [*alike, *points[-ENOUGH_POINTS:]]):
+            if all(program.agrees_with(*point) for point in [*alike, *latest]):
                 return program
-        self._exact = False
+        return None
+
+    def _bound(self) -> Envelope | None:
+        """Bound the scratch of libraries, and fit the rest; None for too few runs."""
         try:
-            return Program.near(points)
+            return Envelope.fit(self._points)
         except Untraceable:
             return None
 
@@ -185,6 +221,11 @@ class ReplayPredictor:
         if high <= low:
             return None
         return min(cap, large + (budget - high) * (large - small) // (high - low))
+
+
+def first_size(compute_capability: tuple[int, int] | None) -> int:
+    """Return the first size to run without any prediction; None stands for a CPU."""
+    return FIRST_SIZE if compute_capability is None else FIRST_SIZE_ON_GPU
 
 
 def has_ample_room(attempt: Attempt, budget_bytes: int) -> bool:

@@ -49,6 +49,11 @@ class _Bracket:
     """Since a size last fitted, another has run to its end in one order and does not fit."""
     tried: set[int] = field(default_factory=set)
 
+    @property
+    def top(self) -> int:
+        """The smallest size that cannot be the answer."""
+        return min(self.cap + 1, self.high or self.cap + 1)
+
     def note(self, outcome: Outcome) -> None:
         """Narrow the bounds by an attempt."""
         attempt = outcome.attempt
@@ -104,6 +109,10 @@ def search(
         bracket.note(outcome)
         predictor.learn(outcome)
         bound = _upper_bound(bracket, predictor)
+        if bound == "replay" and len(attempts) > 1 and not attempts[-2].fits:
+            # The size was chosen with care after a refusal. Reserved memory is not monotone, so more may fit.
+            more = predictor.largest(cap)
+            bound = None if more is not None and bracket.low < more < bracket.top else bound
     return Found(bracket.low, bound, predicted, attempts, stopped_by)
 
 
@@ -120,7 +129,7 @@ def _upper_bound(bracket: _Bracket, predictor: ReplayPredictor) -> UpperBoundBy 
 
 def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) -> int:
     """Choose the next size, strictly within the bounds."""
-    top = min(bracket.cap + 1, bracket.high or bracket.cap + 1)
+    top = bracket.top
     if guess == 0 and bracket.low == 0:
         # Start at 2, because a single sample has no batch statistics.
         return min(2, top - 1)

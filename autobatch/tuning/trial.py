@@ -31,7 +31,7 @@ from autobatch.footprint.program import Untraceable, largest
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import Outcome, TrainSetup, attempt
 from autobatch.probing.child import Session
-from autobatch.probing.limits import ReplayPredictor, trace_footprint
+from autobatch.probing.limits import ReplayPredictor, first_size, trace_footprint
 from autobatch.probing.search import search
 from autobatch.probing.setup import with_knobs
 from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, infeasible, key_of
@@ -179,7 +179,11 @@ class TrialRunner:
             return outcome
 
         step = self._predicted.get(key)
-        predictor = ReplayPredictor(setup.device.new_allocator, None if step is None else step.program)
+        predictor = ReplayPredictor(
+            setup.device.new_allocator,
+            None if step is None else step.program,
+            first_size=first_size(setup.device.compute_capability),
+        )
         return search(run, cap=cap, predictor=predictor).micro_batch
 
     def _does_not_fit(self, values: Configuration, size: int) -> str | None:

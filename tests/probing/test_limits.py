@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program
 from autobatch.probing.attempt import attempt
 from autobatch.probing.estimate import EstimateSettings, estimate_limits
@@ -107,6 +108,60 @@ def test_peaks_without_events_find_a_line_in_few_runs(slope, fixed, cap) -> None
     assert found.micro_batch == machine.limit(cap)
     assert found.upper_bound_by in ("run", "cap", None)
     assert len(machine.asked) <= 8
+
+
+def machine_with_scratch(slope: int, fixed: int, appears: int, tile: int) -> Machine:
+    """Return a step of two tensors, with scratch in tiles between them that appears past a size."""
+
+    def trace(m: int) -> Trace:
+        scratch = -(-m // tile) * tile if m >= appears else 0
+        between = [(1, scratch), (1, FREE)] if scratch else []
+        return Trace(((0, slope * m + fixed), *between, (2, 3 * m), (0, FREE), (3, 5)))
+
+    return Machine(lambda m: replay(trace(m), CountingAllocator()).peak_allocated_bytes, trace)
+
+
+@given(
+    slope=st.integers(3, 120), fixed=st.integers(0, 4000), appears=st.integers(9, 3000),
+    tile=st.sampled_from([1, 16, 64, 256, 1000]),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_scratch_of_libraries_costs_few_runs(slope, fixed, appears, tile) -> None:
+    machine = machine_with_scratch(slope, fixed, appears, tile)
+    limit = machine.limit(10_000)
+    assume(limit >= 60)
+    predictor = ReplayPredictor(lambda: CountingAllocator(BUDGET), first_size=8)
+    found = search(machine.run, cap=10_000, predictor=predictor)
+    assert found.micro_batch == limit
+    assert machine.asked[0] == 8
+    # The next size is the first with scratch, or the first with one tile more, in the worst case.
+    assert len(machine.asked) <= 9
+
+
+def test_two_bounds_that_agree_prove_that_the_next_size_fails() -> None:
+    machine = machine_with_scratch(90, 100, 9, 16)
+    limit = machine.limit(10_000)
+    predictor = ReplayPredictor(lambda: CountingAllocator(BUDGET), first_size=8)
+    for size in (8, 37):
+        predictor.learn(machine.run(size))
+        assert not predictor.proves_next_fails(size)
+    predictor.learn(machine.run(limit))
+    assert predictor.proves_next_fails(limit)
+    assert not predictor.proves_next_fails(limit - 1), "the largest run is not there"
+
+
+def test_a_refusal_after_scratch_makes_the_prediction_careful() -> None:
+    machine = machine_with_scratch(90, 100, 9, 16)
+    predictor = ReplayPredictor(lambda: CountingAllocator(BUDGET), first_size=8)
+    for size in (8, 37):
+        predictor.learn(machine.run(size))
+    first = predictor.largest(10_000)
+    guesses = [first]
+    for _ in range(2):
+        predictor.learn(outcome_of(guesses[-1], False, BUDGET))
+        guesses.append(predictor.largest(10_000))
+    shares = [1 - guess / first for guess in guesses[1:]]
+    assert shares == [pytest.approx(1 / 32, abs=0.01), pytest.approx(1 / 16, abs=0.01)]
 
 
 # When a replay may prove that the next size does not fit.

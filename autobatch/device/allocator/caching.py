@@ -41,6 +41,9 @@ class AllocatorConfig:
     """Smallest request with a segment of its own size: ``kMinLargeAlloc``."""
     segment_round_bytes: int = 2 * MiB
     """Granularity of such segments: ``kRoundLarge``."""
+    retries: bool = True
+    """Release cached segments and try again before an error, as CUDA does. False if a step that needed that
+    does not count as fitting."""
 
     def rounded(self, size: int) -> int:
         """Return the size of a block for a request of ``size`` bytes (``round_size``)."""
@@ -93,7 +96,7 @@ class CachingAllocator:
         rounded = config.rounded(size)
         pool = self._small if rounded <= config.small_bytes else self._large
         block = pool.take_best_fit(rounded) or self._grow(pool, rounded)
-        if block is None:
+        if block is None and config.retries:
             self.release()
             self.retries += 1
             block = self._grow(pool, rounded)

@@ -256,3 +256,17 @@ def test_expandable_segments_do_not_strand_a_gap():
         allocator.malloc(42 * MiB)
         reserved.append(allocator.peak_reserved_bytes)
     assert reserved == [82 * MiB, 60 * MiB]
+
+
+def test_without_retries_a_full_cache_is_an_error():
+    """CUDA would free the cached segment; a step that needed that does not count as fitting on a GPU."""
+    for retries in (True, False):
+        allocator = CachingAllocator(30 * MiB, AllocatorConfig(retries=retries))
+        allocator.free(allocator.malloc(20 * MiB))
+        if retries:
+            allocator.malloc(24 * MiB)
+            assert allocator.retries == 1
+        else:
+            with pytest.raises(BudgetExceeded):
+                allocator.malloc(24 * MiB)
+            assert (allocator.retries, allocator.reserved_bytes) == (0, 20 * MiB)
