@@ -23,7 +23,7 @@ from autobatch.probing.estimate import on_meta
 from autobatch.probing.limits import ReplayPredictor, first_size
 from autobatch.probing.search import search
 from autobatch.workload.data import WorstCaseSampler
-from benchmarks.gpu.probe import MODELS, workload
+from benchmarks.gpu.models import MODELS, workload
 from benchmarks.probe.libraries import Libraries, SimulatedGpu, both_orders
 from benchmarks.probe.run import RESULTS, environment
 
