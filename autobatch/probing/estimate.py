@@ -87,8 +87,18 @@ def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Pat
     if estimates and not any(one.fits for one in estimates):
         raise DoesNotFitError(_nothing_fits(estimates, settings))
     compared = [_compared(name, shares) for name, shares in off.items() if shares]
-    notes = dict.fromkeys([*tracer.worst_case.notes, *tracer.notes(), *compared])
+    notes = dict.fromkeys([*_device_notes(settings), *tracer.worst_case.notes, *tracer.notes(), *compared])
     return Estimates(estimates=estimates, notes=list(notes))
+
+
+def _device_notes(settings: EstimateSettings) -> list[str]:
+    """Return that a device of this machine is left out, which a config file may name for all commands."""
+    if settings.device == "auto" or (settings.device.startswith("sim:") and not settings.profiles):
+        return []
+    return [
+        f"an estimate touches no device, so --device {settings.device} was left out: name a GPU with "
+        "--profile or --device sim:PROFILE"
+    ]
 
 
 class _Tracer:

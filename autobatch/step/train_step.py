@@ -45,6 +45,8 @@ class StepTotals:
     """Σ of the backpropagated losses, before any loss scale."""
     count: Tensor | float | None = None
     """Σ of the counts of `Loss`; None if the loss is a mean over samples."""
+    least_count: Tensor | float = 0.0
+    """The least of these counts if they are tensors, else 0: numbers are checked at once."""
     divisor: float = 1.0
     """D: each total was divided by it."""
     sizes: list[int] = field(default_factory=list)
@@ -168,7 +170,11 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
         if totals.count is None:
             totals.count = 0.0
             totals.divisor = divisor_of(_items_per_sample(train_state, count, size), totals.samples)
-        totals.count = totals.count + (count.detach().double() if isinstance(count, Tensor) else count)
+        if isinstance(count, Tensor):
+            count = count.detach().double()
+            least = totals.least_count
+            totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
+        totals.count = totals.count + count
         return _at_least_32_bits(total) / totals.divisor
     if isinstance(loss, Tensor) and loss.dim() == 0:
         if not totals.sizes:
@@ -224,11 +230,13 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
     norms = [norm_of(own) if own else None for own in gradients]
-    (loss, count, first_norm, first_count), values = _read(totals, norms)
+    (loss, count, first_norm, first_count, least_count), values = _read(totals, norms)
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
     if not 0 <= items < math.inf:
         raise _invalid_count(items, "the batch")
+    if least_count < 0:
+        raise _invalid_count(least_count, "a micro-batch")
     if items > 0 and not any(has_gradient):
         raise InputError(
             "the workload's loss has no gradient: compute it from the parameters that the optimizer trains, "
@@ -311,19 +319,21 @@ def _power_of_two(value: float) -> float:
 
 def _read(
     totals: StepTotals, norms: list[Tensor | None]
-) -> tuple[tuple[float, float, float, float], list[float]]:
+) -> tuple[tuple[float, float, float, float, float], list[float]]:
     """Bring the sums and norms to the host in one transfer, with 0 in place of None.
 
     Returns:
-        The loss, the count, the norm and the count of the first micro-batch; and the norms.
+        The loss, the count, the norm and the count of the first micro-batch, the least count; and the norms.
     """
-    figures = [totals.loss, totals.count, totals.first_norm, totals.first_count, *norms]
+    figures = [totals.loss, totals.count, totals.first_norm, totals.first_count, totals.least_count, *norms]
     away = [figure for figure in figures if isinstance(figure, Tensor) and figure.device.type != "cpu"]
     if len(away) > 1:
         values = iter(torch.stack([figure.to(away[0].device, torch.float64) for figure in away]).tolist())
         figures = [next(values) if any(figure is one for one in away) else figure for figure in figures]
-    loss, count, first_norm, first_count, *rest = (0.0 if f is None else float(f) for f in figures)
-    return (loss, count, first_norm, first_count), rest
+    loss, count, first_norm, first_count, least_count, *rest = (
+        0.0 if f is None else float(f) for f in figures
+    )
+    return (loss, count, first_norm, first_count, least_count), rest
 
 
 def _steps_to_take(

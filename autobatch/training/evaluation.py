@@ -244,10 +244,17 @@ def _metrics(workload: Workload, train_state: TrainState, batch: Collated) -> di
 def _total_and_count(name: str, value: Tensor | Loss, size: int) -> tuple[float, float]:
     try:
         if isinstance(value, Loss):
-            return float(value.total), float(value.count)
-        return float(value) * size, float(size)
+            total, count = float(value.total), float(value.count)
+        else:
+            total, count = float(value) * size, float(size)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the validation metric {name!r} must be a 0-d tensor, a number or a Loss, found "
             f"{kind_of(value)} ({error})"
         ) from error
+    if not 0 <= count < math.inf:
+        raise InputError(
+            f"the count of the validation metric {name!r} must be finite and at least 0, found {count:g} for "
+            f"{size} samples: return the number of items that its total sums over"
+        )
+    return total, count

@@ -26,7 +26,7 @@ from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
-from autobatch.device.oom import first_line
+from autobatch.device.oom import first_line, is_oom
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
 from autobatch.training.evaluation import ValidationBatchSize, evaluate
@@ -40,6 +40,7 @@ from autobatch.training.metrics import (
     open_tensorboard,
     rewind_metrics,
 )
+from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS, METRICS
 from autobatch.training.totals import RunTotals
 from autobatch.training.watch_split import SplitWatch
@@ -266,7 +267,7 @@ class _Run:
         try:
             self._save()
             progress.saved(self._loop.batches_seen)
-        except CheckpointError as error:
+        except (CheckpointError, DoesNotFitError) as error:
             if self._settings.on_failed_save == "stop":
                 raise
             self.failed_checkpoints.append(self._loop.batches_seen)
@@ -279,6 +280,29 @@ class _Run:
             self._save()
 
     def _save(self) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written.
+            DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
+        """
+        try:
+            self._write_checkpoint()
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            reason = first_line(error).rstrip(".")
+        else:
+            return
+        # Outside of the except block, so that nothing holds the copies of the state.
+        self._loop.device.release()
+        raise DoesNotFitError(
+            f"out of memory while the checkpoint of step {self._loop.batches_seen} was written, with "
+            f"{available_host_memory()} of host memory available: {reason}. Earlier checkpoints are intact. "
+            "Free host memory and resume, or let the run continue without it (--on-failed-save continue)"
+        )
+
+    def _write_checkpoint(self) -> None:
         state = capture_loop(self._loop)
         check_checkpoint_state(state)
         self.checkpoint = save_checkpoint(

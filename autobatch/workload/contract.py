@@ -162,7 +162,7 @@ class Workload:
             )
         if self.base_batch is not None and not (_is_number(self.base_batch, int) and self.base_batch >= 1):
             raise InputError(f"Workload(base_batch=…) must be 1 or more, or None, found {self.base_batch!r}")
-        if not isinstance(self.name, str) or self.name in ("", ".", "..") or set(self.name) & set("/\\\0\n"):
+        if not isinstance(self.name, str) or self.name in ("", ".", "..") or not _is_plain(self.name):
             raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
 
     def _check_functions(self) -> None:
@@ -218,6 +218,11 @@ def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
     """Check for a ``DataLoader`` without importing torch: if nothing did, there is none."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(value, data.DataLoader)
+
+
+def _is_plain(name: str) -> bool:
+    """Check that a name has no slashes, and no characters that a terminal would obey."""
+    return name.isprintable() and not set(name) & set("/\\")
 
 
 def _is_number(value: object, kind: type | UnionType = int | float) -> bool:

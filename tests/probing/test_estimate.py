@@ -86,6 +86,15 @@ def test_a_simulated_device_names_the_gpu():
     assert [one.profile for one in found.estimates] == ["l4"]
 
 
+@pytest.mark.parametrize(("device", "profiles"), [("cuda:9999", ["l4"]), ("cpu", ["l4"]), ("sim:t4", ["l4"])])
+def test_a_device_that_is_left_out_is_named(device: str, profiles: list[str]):
+    options = EstimateSettings(device=device, profiles=profiles, max_micro_batch=4)
+    notes = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE).notes
+    assert f"an estimate touches no device, so --device {device} was left out" in notes[0]
+    for kept in (EstimateSettings(device="sim:l4", max_micro_batch=4), EstimateSettings(profiles=["l4"])):
+        assert estimate_limits(WORKLOADS["perceptron"](), kept, home=NOWHERE).notes == []
+
+
 def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
     workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
     options = EstimateSettings(profiles=["t4"], memory_budget=f"{18 * MiB}", precision="fp32")

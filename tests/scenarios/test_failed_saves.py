@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.core.errors import CheckpointError
+from autobatch.core.errors import CheckpointError, DoesNotFitError
+from autobatch.core.progress import Progress
+from autobatch.training import checkpoint
 from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
+from autobatch.training.run import train
 from tests.support.checkpoints import Killed, SystemCalls, leftovers, newest, save
+from tests.support.runs import STEPS, open_loop, saved_steps, settings
 
 
 def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
@@ -147,3 +151,50 @@ def test_a_kill_between_any_two_calls_leaves_the_newest_checkpoint_valid(
         assert leftovers(folder) == []
         assert sum(is_valid(path) for path in list_checkpoints(folder)) >= 2
         shutil.rmtree(folder)
+
+
+def out_of_memory() -> Exception:
+    return RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+
+@pytest.mark.parametrize("error", [out_of_memory(), MemoryError()])
+@pytest.mark.parametrize("times", [1, 99])
+def test_memory_that_runs_out_while_a_checkpoint_is_written_is_told(
+    tmp_path: Path, monkeypatch, error: Exception, times: int
+) -> None:
+    write = checkpoint.write_state
+
+    def save(*given):
+        nonlocal times
+        if (tmp_path / "checkpoints" / "step-00000002").exists() and times:
+            times -= 1
+            raise error.with_traceback(None)
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "write_state", save)
+    recovers = times == 1
+    with pytest.raises(
+        DoesNotFitError, match=r"while the checkpoint of step 4 was .* Earlier .* intact"
+    ) as told:
+        train(open_loop(), settings(tmp_path, checkpoint_every=2), Progress(), None)
+    assert told.value.exit_code == 3
+    assert "--on-failed-save continue" in str(told.value)
+    assert "\n" not in str(told.value)
+    # The state of the step is intact, so that a second attempt may write it.
+    assert saved_steps(tmp_path) == ([2, 4] if recovers else [2])
+    assert not leftovers(tmp_path / "checkpoints")
+
+
+def test_a_run_may_continue_without_a_checkpoint_that_lacked_memory(tmp_path: Path, monkeypatch) -> None:
+    write, failures = checkpoint.write_state, [MemoryError(), out_of_memory()]
+
+    def save(*given):
+        if (tmp_path / "checkpoints" / "step-00000001").exists() and failures:
+            raise failures.pop()
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "write_state", save)
+    options = settings(tmp_path, checkpoint_every=1, on_failed_save="continue")
+    done = train(open_loop(), options, Progress(), None)
+    assert done.failed_checkpoints == [2, 3]
+    assert saved_steps(tmp_path)[-1] == STEPS

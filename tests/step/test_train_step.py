@@ -278,3 +278,20 @@ def test_only_the_optimizer_whose_gradients_overflowed_is_skipped() -> None:
     moved = {name: float((tensor - before[name]).norm()) for name, tensor in model.state_dict().items()}
     assert math.hypot(moved["calm.weight"], moved["calm.bias"]) == pytest.approx(0.1 * 0.1, rel=1e-3)
     assert moved["wild.weight"] == moved["wild.bias"] == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_negative_count_behind_a_positive_sum_is_named_and_moves_nothing(precision) -> None:
+    counts = iter([9.0, -2.0, 5.0])
+
+    def loss(model, batch):
+        return Loss(mean_loss(model, batch), torch.tensor(next(counts)))
+
+    workload = make_workload(
+        model=lambda: network(torch.float32), train_data=points(dtype=torch.float32), loss=loss
+    )
+    train_state = train_state_of(workload, precision=precision)
+    before = weights(train_state.model)
+    with pytest.raises(InputError, match="must be finite and at least 0, found -2 for a micro-batch"):
+        train_step(train_state, split(workload, [8, 8, 8]), SAMPLES)
+    assert torch.equal(weights(train_state.model), before)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.errors import DoesNotFitError, RestartSmallerError
+from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerError
 from autobatch.device.cpu import SilentMeter
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
@@ -23,6 +23,7 @@ from tests.support.training import (
     language_model,
     make_loop,
     make_workload,
+    mean_loss,
     network,
     points,
     token_loss,
@@ -257,3 +258,14 @@ def test_the_sanity_check_runs_two_samples_and_keeps_the_random_state() -> None:
 
 def test_without_validation_data_there_are_no_metrics() -> None:
     assert metrics_of(make_workload(), 4) == {}
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-2.0)])
+@pytest.mark.parametrize("name", ["loss", "share"])
+def test_an_invalid_count_is_named(name: str, count) -> None:
+    def wrong(model, batch):
+        return Loss(mean_loss(model, batch), count)
+
+    fields = {"loss": wrong} if name == "loss" else {"metrics": lambda *given: {name: wrong(*given)}}
+    with pytest.raises(InputError, match=f"count of the validation metric '{name}' must be finite and at"):
+        metrics_of(make_workload(validation_data=points(9), **fields), 4)
