@@ -170,11 +170,7 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
         if totals.count is None:
             totals.count = 0.0
             totals.divisor = divisor_of(_items_per_sample(train_state, count, size), totals.samples)
-        if isinstance(count, Tensor):
-            count = count.detach().double()
-            least = totals.least_count
-            totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
-        totals.count = totals.count + count
+        _add_count(totals, count)
         return _at_least_32_bits(total) / totals.divisor
     if isinstance(loss, Tensor) and loss.dim() == 0:
         if not totals.sizes:
@@ -187,6 +183,15 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
 def divisor_of(items_per_sample: float | None, samples: int) -> float:
     """Return D for a `Loss`: a power of two near the items of a batch of so many samples; None if unknown."""
     return _power_of_two((items_per_sample or 1.0) * samples)
+
+
+def _add_count(totals: StepTotals, count: float | Tensor) -> None:
+    if isinstance(count, Tensor):
+        count = count.detach().double()
+        least = totals.least_count
+        totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
+    assert totals.count is not None
+    totals.count = totals.count + count
 
 
 def _invalid_count(count: float, of: str) -> InputError:
@@ -233,10 +238,8 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     (loss, count, first_norm, first_count, least_count), values = _read(totals, norms)
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
-    if not 0 <= items < math.inf:
-        raise _invalid_count(items, "the batch")
-    if least_count < 0:
-        raise _invalid_count(least_count, "a micro-batch")
+    if least_count < 0 or not 0 <= items < math.inf:
+        raise _invalid_count(*((least_count, "a micro-batch") if least_count < 0 else (items, "the batch")))
     if items > 0 and not any(has_gradient):
         raise InputError(
             "the workload's loss has no gradient: compute it from the parameters that the optimizer trains, "
