@@ -23,6 +23,9 @@ Printer = Callable[[str], None]
 """Function that prints a text and a line end."""
 
 
+RUNS = "runs"
+"""Folder of the runs."""
+
 HELP = {
     "profiles": """\
 usage: autobatch profiles [list | show NAME | save NAME] [--json]
@@ -33,9 +36,10 @@ Hardware profiles: the memory and other figures of GPUs, each with its source.
   show NAME    Print a profile.
   save NAME    Save a profile of the GPU of this machine.""",
     "report": """\
-usage: autobatch report RUN [--json]
+usage: autobatch report [RUN] [--json]
 
-Write the report of a run again. RUN is its folder, for example runs/NAME/DATE.""",
+Write the report of a run again. RUN is its folder, for example runs/NAME/DATE,
+or one above it, of which the newest run is taken. (default: runs)""",
     "doctor": """\
 usage: autobatch doctor [--json]
 
@@ -71,7 +75,7 @@ def profiles(arguments: list[str], write: Printer) -> int:
 
 
 def report(arguments: list[str], write: Printer) -> int:
-    """Run ``autobatch report RUN``: write the report of a run again.
+    """Run ``autobatch report [RUN]``: write the report of a run again.
 
     Raises:
         InputError: the run does not exist.
@@ -79,14 +83,14 @@ def report(arguments: list[str], write: Printer) -> int:
     words, as_json = _words("report", arguments, write)
     if words is None:
         return 0
-    if len(words) != 1:
+    if len(words) > 1:
         raise InputError(
             f"report takes the folder of one run, found {len(words)}: write report runs/NAME/DATE"
         )
     from autobatch.report.page import write_report
-    from autobatch.report.result import load_run
+    from autobatch.report.result import find_run, load_run
 
-    folder = Path(words[0])
+    folder = find_run(Path(words[0] if words else RUNS))
     run = load_run(folder)
     try:
         path = write_report(folder / "report.html", run)

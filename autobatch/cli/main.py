@@ -34,14 +34,15 @@ commands:
   tune       probe, plan, and measure which configuration is fastest
   estimate   predict what fits on GPUs that need not be present
   profiles   hardware profiles: list, show NAME, save NAME
-  report     write the report of a run again: report RUN
+  report     write the report of a run again: report [RUN], else the newest
   doctor     show devices, memory, versions, and what is missing
 
-WORKLOAD is module:function or path/to/file.py:function. Without it: `workload`
-in autobatch.toml or in [tool.autobatch] of pyproject.toml, else the demo.
+WORKLOAD is file.py, path/to/file.py:function or module:function. Without it:
+`workload` in autobatch.toml or in [tool.autobatch] of pyproject.toml, else the
+demo.
 
   autobatch fit --target-batch 1024
-  autobatch fit train.py:workload --target-batch 1024 --memory-budget 6GiB
+  autobatch fit train.py --target-batch 1024 --memory-budget 6GiB
   autobatch COMMAND --help        the common options
   autobatch COMMAND --help-all    every option
   autobatch --version

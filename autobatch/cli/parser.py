@@ -21,6 +21,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.option_types import Group, choices_of, expected, help_of, plain_type
 from autobatch.core.options import COMMANDS, Options, options_from
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
+from autobatch.core.usual_words import answer_to
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -71,7 +72,7 @@ def parse(
         isinstance(workload.value, str) and workload.value and is_text(workload.value)
     ):
         raise InputError(
-            f"{workload.name} must be module:function or path/to/file.py:function, "
+            f"{workload.name} must be file.py, file.py:function or module:function, "
             f"found {quoted(workload.value)}"
         )
     names = {option: _spelled(option) for option in kind.__struct_fields__}
@@ -151,7 +152,7 @@ def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> 
         "workload",
         nargs="?",
         metavar="WORKLOAD",
-        help=f"module:function or file.py:function. {_hint(known.get('workload'), 'demo')}",
+        help=f"file.py or module:function. {_hint(known.get('workload'), 'demo')}",
     )
     for field in sorted(fields, key=lambda field: (not field.required, not help_of(field).common)):
         about = help_of(field)
@@ -196,7 +197,9 @@ def _shown(value: object) -> str:
 
 def _unknown(name: str, option: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(option, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"see autobatch {name} --help-all"
+    hint = answer_to(option, COMMANDS[name].__struct_fields__, _spelled) or (
+        f"did you mean {near[0]}?" if near else f"see autobatch {name} --help-all"
+    )
     return f"there is no option {option}; {hint}"
 
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from autobatch.core.text import LONGEST_VALUE, printable
+from autobatch.core.usual_words import answer_to
 
 AtLeastZero = Annotated[int, Meta(ge=0)]
 LARGEST_INTEGER = 2**63 - 1
@@ -74,7 +75,9 @@ def unknown_option(asked: str, names: Iterable[str]) -> str:
     """Return the message about an option that does not exist, with the nearest name that does."""
     names = sorted(names)
     near = difflib.get_close_matches(asked, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+    hint = answer_to(asked, names, str) or (
+        f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+    )
     return f"there is no option {printable(asked, limit=LONGEST_VALUE)}; {hint}"
 
 

@@ -14,6 +14,8 @@ from autobatch.core.text import error_text
 from autobatch.core.version import __version__
 from autobatch.report.sentences import plural
 
+RESULT = "result.json"
+"""File with the records of a run, in its folder."""
 NOT_IN_JSON = ("model", "metrics", "notes")
 
 
@@ -98,6 +100,32 @@ class Estimates(Record, frozen=True, kw_only=True):
         return estimates_html(self.estimates, self.notes)
 
 
+def find_run(folder: Path) -> Path:
+    """Return the folder of a run: this one, or the newest run below it.
+
+    Raises:
+        InputError: there is none.
+    """
+    if (folder / RESULT).exists():
+        return folder
+    try:
+        found = [path for path in folder.glob(f"**/{RESULT}") if not _is_moved(path.parent)]
+        newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    except OSError as error:
+        raise InputError(f"cannot look for a run in {folder}: {error.strerror or error}") from error
+    if newest is None:
+        raise InputError(
+            f"there is no run in {folder}: give the folder of a run, which has {RESULT}, or train with "
+            "autobatch fit"
+        )
+    return newest.parent
+
+
+def _is_moved(folder: Path) -> bool:
+    """Return whether a run was moved aside by a later one in the same folder."""
+    return folder.name.startswith("previous-")
+
+
 def load_run(folder: Path) -> RunRecord:
     """Read the folder of a run.
 
@@ -111,7 +139,7 @@ def load_run(folder: Path) -> RunRecord:
     Raises:
         InputError: ``result.json`` is missing, or is not the result of a run.
     """
-    path = folder / "result.json"
+    path = folder / RESULT
     try:
         found = read_json(path)
     except InputError as error:

@@ -217,9 +217,10 @@ def _cause(whole: SampleGradient, weights: list[float], *, mixes_samples: bool) 
     """Name the likely cause of a fault, and its remedy."""
     if mixes_samples:
         return (
-            f"{MIXED} (a contrastive loss, batch statistics, a penalty on the whole batch), so the batch "
-            "cannot be split. Use WholeBatchLoss(represent=…, loss=…), which is accumulated exactly, a "
-            "target batch that fits in one micro-batch, or a loss that treats each sample alone"
+            f"{MIXED}, so the batch cannot be split. If samples are padded to the longest of their batch, "
+            "mask the padding in the model and the loss. For a contrastive loss or a penalty on the whole "
+            "batch use WholeBatchLoss(represent=…, loss=…), which is accumulated exactly. For batch "
+            "statistics use a target batch that fits in one micro-batch"
         )
     if whole.count is not None:
         return "the total of the workload's Loss must be the sum over the items that count counts"

@@ -76,6 +76,14 @@ class WholeBatchLoss:
         return self.loss(model, self.represent(model, batch))
 
 
+_FUNCTIONS = {
+    "model": "model=lambda: …, which builds the model",
+    "loss": "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
+    "optimizer": "optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate)",
+}
+"""Fields that must be functions, and an example of each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, its data and its loss."""
@@ -114,7 +122,7 @@ class Workload:
     """Processes that load the samples."""
     name: str = "workload"
     """Names the folder of the runs and the entries of the cache. The default is replaced by the name of the
-    function that ``file.py:function`` refers to."""
+    function that ``file.py:function`` refers to, or by that of the file."""
 
     @classmethod
     def from_loader(
@@ -166,11 +174,17 @@ class Workload:
             raise InputError(f"Workload(name=…) must be text that can name a folder, found {self.name!r}")
 
     def _check_functions(self) -> None:
-        for name in ("model", "loss", "optimizer"):
+        for name, remedy in _FUNCTIONS.items():
             if not callable(getattr(self, name)):
                 raise InputError(
-                    f"Workload({name}=…) must be a function, found {kind_of(getattr(self, name))}"
+                    f"Workload({name}=…) must be a function, found {kind_of(getattr(self, name))}: "
+                    f"write {remedy}"
                 )
+        if _is_plain_loss(self.loss):
+            raise InputError(
+                f"Workload(loss=…) is called as loss(model, batch), but {name_of(self.loss)} takes outputs "
+                f"and targets: write {_FUNCTIONS['loss']}"
+            )
         if _is_module(self.model):
             raise InputError(
                 f"Workload(model=…) must be a function that builds the model, found {kind_of(self.model)} "
@@ -214,6 +228,11 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
+def name_of(value: object) -> str:
+    """Return the name of a function, or the type of another value."""
+    return str(getattr(value, "__name__", None) or type(value).__name__)
+
+
 def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
     """Check for a ``DataLoader`` without importing torch: if nothing did, there is none."""
     data = sys.modules.get("torch.utils.data")
@@ -227,6 +246,14 @@ def _is_plain(name: str) -> bool:
 
 def _is_number(value: object, kind: type | UnionType = int | float) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_plain_loss(value: object) -> bool:
+    """Check for a loss of torch, which knows no model: ``cross_entropy`` or ``CrossEntropyLoss()``."""
+    places = (getattr(value, "__module__", None), type(value).__module__)
+    return not {"torch.nn.functional", "torch.nn.modules.loss"}.isdisjoint(places) or (
+        getattr(value, "__module__", None) in {"torch", "torch._C._nn"}
+    )
 
 
 def _is_module(value: object) -> bool:

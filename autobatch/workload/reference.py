@@ -1,4 +1,4 @@
-"""A workload found by its reference, ``module:function`` or ``path/to/file.py:function``."""
+"""A workload found by its reference: ``file.py``, ``path/to/file.py:function`` or ``module:function``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ DEMO = "autobatch.workload.demo:workload"
 
 
 def load_workload(reference: str) -> Workload:
-    """Import and call the function of a reference ``module:function`` or ``path/to/file.py:function``.
+    """Import and call the function of a reference ``path/to/file.py:function`` or ``module:function``.
 
-    The working directory is importable, as for ``python -m``. A workload without a name takes the name of its
-    function.
+    The function may be left out if there is only one that can be meant. The working directory is importable,
+    as for ``python -m``. A workload without a name takes the name of its function; that of its file if the
+    function is called ``workload``.
 
     Raises:
         InputError: the file, module or function does not exist, or the function returns no `Workload`.
     """
-    place, _, function = reference.rpartition(":")
-    if not place or not function:
+    place, colon, function = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    if not place or (colon and not function):
         raise InputError(
-            f"{reference!r} is not a workload: write module:function or path/to/file.py:function"
+            f"{reference!r} is not a workload: write file.py, path/to/file.py:function or module:function"
         )
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    function = function or _only_workload_of(module, place)
     make = getattr(module, function, None)
     if make is None:
         names = _functions_of(module)
@@ -49,8 +51,42 @@ def load_workload(reference: str) -> Workload:
         workload = make()
     if not isinstance(workload, Workload):
         raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")
-    # Two workloads of one file need two names, or they would share a cached limit.
-    return workload if workload.name != Workload.name else replace(workload, name=function)
+    if workload.name != Workload.name:
+        return workload
+    # Two workloads of one file need two names, or they would share a cached limit; and so do the functions
+    # of two files, which are often called the same.
+    name = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    return replace(workload, name=name if function == Workload.name else function)
+
+
+def _only_workload_of(module: Any, place: str) -> str:
+    """Return the name of the workload of a module that a reference does not name.
+
+    It is ``workload``, else the only function that states to return a `Workload`, else the only `Workload`.
+
+    Raises:
+        InputError: there is none, or there are several.
+    """
+    names = _functions_of(module)
+    if Workload.name in names:
+        return Workload.name
+    stated = [name for name in names if _states_workload(getattr(module, name))]
+    made = [name for name in names if isinstance(getattr(module, name), Workload)]
+    for found in (stated, made):
+        if len(found) == 1:
+            return found[0]
+    several = stated or made or names
+    found_words = f"it has {', '.join(several)}" if several else "it has no functions"
+    raise InputError(
+        f"{place} names no workload, and {found_words}: write {place}:FUNCTION, or call the function that "
+        f"returns the Workload {Workload.name}"
+    )
+
+
+def _states_workload(value: object) -> bool:
+    """Return whether a function is annotated to return a `Workload`, as a class or as text."""
+    stated = getattr(value, "__annotations__", {}).get("return")
+    return stated is Workload or (isinstance(stated, str) and stated.rpartition(".")[2] == "Workload")
 
 
 def _functions_of(module: Any) -> list[str]:
@@ -67,7 +103,9 @@ def _functions_of(module: Any) -> list[str]:
 
 def _load_module(name: str) -> Any:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise InputError(f"{name!r} is not a module: write module:function or path/to/file.py:function")
+        raise InputError(
+            f"{name!r} is not a module: write file.py, path/to/file.py:function or module:function"
+        )
     _make_importable(Path.cwd())
     try:
         # This imports the parent packages, which are user code too.

@@ -72,9 +72,18 @@ def test_the_report_of_a_run_is_written_again(tmp_path: Path) -> None:
     assert said("report", str(tmp_path)) == str(path)
     assert "1,024 samples" in path.read_text()
     assert json.loads(said("report", str(tmp_path), "--json")) == {"report": str(path)}
-    for words in ([], [str(tmp_path), "more"]):
-        with pytest.raises(InputError, match=f"found {len(words)}: write report runs/NAME/DATE"):
-            said("report", *words)
+    with pytest.raises(InputError, match="found 2: write report runs/NAME/DATE"):
+        said("report", str(tmp_path), "more")
+
+
+def test_the_newest_run_is_taken_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="there is no run in runs: give the folder of a run"):
+        said("report")
+    folder = tmp_path / "runs" / "small" / "20261121"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_bytes(msgspec.json.encode(a_run()))
+    assert said("report") == said("report", "runs") == "runs/small/20261121/report.html"
 
 
 def test_the_doctor_prints_lines_or_one_object(tmp_path: Path) -> None:

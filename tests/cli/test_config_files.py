@@ -97,7 +97,7 @@ def test_options_of_other_commands_are_ignored(tmp_path: Path) -> None:
         ("device = 3", "device in .* must be text, found 3"),
         ("precision = 'fp8'", "must be one of auto, fp32, bf16, fp16, found 'fp8'"),
         ("out = 1979-05-27", "out in .* must be text"),
-        ("workload = 3", "workload in .* must be module:function"),
+        ("workload = 3", "workload in .* must be file.py"),
         ("memory_budget = 1.5", "memory_budget in .* must be text or a whole number"),
         ("memory_budget = 'lots'", "memory_budget in .*: 'lots' is not a size in bytes"),
         ("timeout = nan", "timeout in .* must be a number over 0, found nan"),

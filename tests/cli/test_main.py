@@ -35,7 +35,7 @@ REFUSED = [
     (("fit", "--target", "8"), "there is no option --target; did you mean --target-batch?"),
     (("estimate", "--profile", "--json"), "--profile has no value: give one or more names"),
     ((*FIT, "a:b", "c:d"), "there is one WORKLOAD, found 'a:b' and 'c:d'; see autobatch fit --help"),
-    ((*FIT, ""), "WORKLOAD must be module:function or path/to/file.py:function, found ''"),
+    ((*FIT, ""), "WORKLOAD must be file.py, file.py:function or module:function, found ''"),
     ((*FIT, "--memory-budget", "nonsense"), "--memory-budget: 'nonsense' is not a size in bytes"),
     ((*FIT, "--memory-budget", "0"), "--memory-budget: '0' is a size of 0 bytes"),
     ((*FIT, "--memory-budget", "-1"), "--memory-budget: '-1' is not a size in bytes"),
@@ -52,7 +52,7 @@ REFUSED = [
     (("probe", "--steps", "3"), "there is no option --steps"),
     (("profiles", "shwo"), "there is no action 'shwo' of profiles: use list, show NAME or save NAME"),
     (("doctor", "now"), "doctor takes no arguments, found now"),
-    (("report",), "report takes the folder of one run, found 0: write report runs/NAME/DATE"),
+    (("report", "a", "b"), "report takes the folder of one run, found 2: write report runs/NAME/DATE"),
 ]
 
 

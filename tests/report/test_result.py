@@ -1,5 +1,6 @@
 """A run is written as JSON and read back."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.version import __version__
 from autobatch.report.charts.curves import training_figure
-from autobatch.report.result import SCHEMA, Estimates, PlanResult, ProbeResult, Result, load_run
+from autobatch.report.result import SCHEMA, Estimates, PlanResult, ProbeResult, Result, find_run, load_run
 from tests.support.sample_run import a_device, a_probe, a_run, a_step
 
 
@@ -120,3 +121,15 @@ def test_notes_of_another_type_are_refused_also_beside_unreadable_lines(tmp_path
 def test_a_name_that_no_file_can_have_is_one_line(tmp_path):
     with pytest.raises(InputError, match="cannot be read: embedded null byte"):
         load_run(tmp_path / "nul\0")
+
+
+def test_the_newest_run_below_a_folder_is_found(tmp_path: Path) -> None:
+    for number, name in enumerate(("a/1", "b/2", "b/2/previous-1")):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text("{}")
+        os.utime(folder / "result.json", (number, number))
+    assert find_run(tmp_path) == tmp_path / "b" / "2"
+    assert find_run(tmp_path / "a") == find_run(tmp_path / "a" / "1") == tmp_path / "a" / "1"
+    with pytest.raises(InputError, match=r"there is no run in .*nowhere: give the folder of a run"):
+        find_run(tmp_path / "nowhere")

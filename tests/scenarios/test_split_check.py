@@ -49,7 +49,7 @@ def test_a_loss_that_cannot_be_split_is_trained_if_asked_for(tmp_path: Path) -> 
     options = {"device": "cpu", "memory_budget": "1GiB", "target_batch": 24, "steps": 1, "trials": 0}
     options |= {"max_micro_batch": 8, "out": str(tmp_path / "run")}
     workload = make_workload(loss=contrastive_loss)
-    with pytest.raises(InputError, match=r"depends on several samples at once .* use --split-check note"):
+    with pytest.raises(InputError, match=r"depends on several samples at once.* use --split-check note"):
         autobatch.fit(workload, **options)
     for choice in ("note", "off"):
         assert autobatch.fit(workload, split_check=choice, **options).training.optimizer_steps == 1

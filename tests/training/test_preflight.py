@@ -123,7 +123,7 @@ def test_rows_of_a_loss_over_the_whole_batch_must_not_depend_on_other_samples(bu
     [
         (
             {"loss": contrastive_loss},
-            r"depends on several samples at once .* Use WholeBatchLoss\(represent=…",
+            r"depends on several samples at once.* use WholeBatchLoss\(represent=…",
         ),
         ({"loss": batch_penalty}, "depends on several samples at once"),
         ({"loss": batch_gradient_penalty}, "depends on several samples at once"),

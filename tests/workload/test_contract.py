@@ -10,6 +10,7 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import WholeBatchLoss, Workload, kind_of
+from tests.support.training import make_workload
 
 FIELDS: dict[str, Any] = {
     "model": lambda: None,
@@ -74,3 +75,24 @@ def test_a_whole_batch_loss_takes_functions_and_runs_one_after_the_other() -> No
 
 def test_the_type_of_a_value_is_described() -> None:
     assert [kind_of(value) for value in ([], 3, None)] == ["a list", "an int", "nothing (None)"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"optimizer": torch.optim.SGD(torch.nn.Linear(1, 1).parameters())},
+            r"optimizer=…\) must be a function, found a SGD: write optimizer=lambda params, learning_rate:",
+        ),
+        (
+            {"loss": torch.nn.functional.cross_entropy},
+            r"called as loss\(model, batch\), but cross_entropy takes outputs and targets: write loss=lambda",
+        ),
+        ({"loss": torch.nn.MSELoss()}, r"but MSELoss takes outputs and targets"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_answered_with_what_to_write(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        make_workload(**fields)

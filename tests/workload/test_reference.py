@@ -52,8 +52,9 @@ def test_a_file_never_takes_the_name_of_another_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("train", "'train' is not a workload: write module:function or path/to/file.py:function"),
-        ("train.py", "'train.py' is not a workload"),
+        ("nowhere_mod", "there is no module 'nowhere_mod'"),
+        ("nowhere.py", "there is no file nowhere.py"),
+        ("found_mod", r"found_mod names no workload, and it has make, nothing: write found_mod:FUNCTION"),
         (":make", "':make' is not a workload"),
         ("mod:", "'mod:' is not a workload"),
         ("..:make", "'..' is not a module"),
@@ -104,3 +105,33 @@ def test_an_error_in_a_parent_package_is_not_a_missing_module(tmp_path: Path) ->
     with pytest.raises(ModuleNotFoundError, match="nowhere_at_all") as found:
         load_workload("broken_pack.train:make")
     assert user_frame(found.value) == f"{tmp_path / 'broken_pack' / '__init__.py'}:1"
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (MAKES.replace("def make", "def helper") + "def workload(): return helper()\n", "lone_file"),
+        (MAKES.replace("def make()", "def small() -> Workload") + "def helper(): pass\n", "small"),
+        ("from __future__ import annotations\n" + MAKES.replace("make()", "big() -> Workload"), "big"),
+    ],
+)
+def test_a_file_alone_is_enough_if_one_function_can_be_meant(content: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "lone_file.py").write_text(content)
+    found = load_workload("lone_file.py")
+    assert found.name == name
+    assert load_workload("lone_file").name == name
+
+
+def test_workloads_of_two_files_have_two_names(tmp_path: Path) -> None:
+    for name in ("cats_file", "dogs_file"):
+        (tmp_path / f"{name}.py").write_text(MAKES.replace("make", "workload"))
+    names = {load_workload(f"{name}.py:workload").name for name in ("cats_file", "dogs_file")}
+    assert names == {"cats_file", "dogs_file"}
+
+
+def test_several_functions_that_could_be_meant_are_named(tmp_path: Path) -> None:
+    both = MAKES.replace("def make()", "def one() -> Workload")
+    both += "def two() -> Workload: return one()\n"
+    (tmp_path / "two_file.py").write_text(both)
+    with pytest.raises(InputError, match=r"two_file\.py names no workload, and it has one, two"):
+        load_workload("two_file.py")
