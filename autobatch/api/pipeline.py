@@ -29,7 +29,9 @@ from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.find_limit import check_size, find_limit, find_limits_by_size
 from autobatch.probing.limits import predicted_memory
+from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload
+from autobatch.probing.survive import survive_real_batches
 from autobatch.report.result import Estimates, Result
 from autobatch.training.compare_modes import Finding
 from autobatch.training.preflight import examine
@@ -79,6 +81,7 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
             note_split(process, result, progress)
             return result
         limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
+        limit = survive_real_batches(process, limit, Order(None, options.seed), progress=progress)
         found = find_limits_by_size(process, limits, limit.probe, progress=progress)
         result = Result(device=device, probe=found, profile=limit.file, command=context.command)
         note_split(process, result, progress)
@@ -143,6 +146,8 @@ def probe_and_plan(process: SetupProcess, options: PlanOptions, context: RunCont
     unpack.plan_for(info, 1, options)
     limits = unpack.probe_limits(options, options.target_batch)
     limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
+    order = Order(options.target_batch, options.seed)
+    limit = survive_real_batches(process, limit, order, progress=progress)
     plan = unpack.plan_for(info, limit.probe.micro_batch, options)
     progress.planned(plan)
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):

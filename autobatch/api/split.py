@@ -26,7 +26,9 @@ def add_split(process: SetupProcess, result: Result, options: PlanOptions, progr
     if plan is None or probe is None or probe.stopped_by == "interrupt":
         return result
     cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
-    settings = SplitSettings(options.split, probe.micro_batch, min(cap, options.target_batch), options.seed)
+    # A split by size is checked against the batches of the run on its own.
+    limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
+    settings = SplitSettings(options.split, limit, min(cap, options.target_batch), options.seed)
     progress.doing("choosing how batches are split")
     try:
         choice = process.call("the choice of the split", choose_split, plan, settings)

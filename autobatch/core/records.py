@@ -74,6 +74,19 @@ class LengthLimit(Record, frozen=True, kw_only=True):
     upper_bound_by: UpperBoundBy | None
 
 
+class RealBatches(Record, frozen=True, kw_only=True):
+    """Check of a limit against batches of the run, whose samples differ in size."""
+
+    batches: int
+    """Batches, in the order and the split of the run."""
+    by: Literal["replay", "run"]
+    """Replayed in a model of the allocator, or run."""
+    micro_batch_alone: int
+    """Largest micro-batch of the most expensive samples alone."""
+    is_exact: bool = True
+    """False if the replay bounds some allocations from above."""
+
+
 class Probe(Record, frozen=True, kw_only=True):
     """The largest micro-batch that fits, and how it was found."""
 
@@ -95,6 +108,8 @@ class Probe(Record, frozen=True, kw_only=True):
     """Bytes of other processes on the GPU at the end; `DeviceRecord` has the figure of the start."""
     precision: Precision | None = None
     """Precision of the attempts; None if unknown."""
+    real_batches: RealBatches | None = None
+    """Check against real batches; None if samples do not differ in size or the allocator caches nothing."""
 
 
 class MicroBatchCost(Record, frozen=True, kw_only=True):
@@ -132,6 +147,8 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Time of a step that is split by count ÷ time of a step in this split, by ``cost``; None if unknown."""
     digest: str = ""
     """Digest of the sizes of all samples."""
+    replayed_batches: int | None = None
+    """Batches of the run that fit in a replay of this split; None if the step cannot be traced."""
 
 
 class Plan(Record, frozen=True, kw_only=True):

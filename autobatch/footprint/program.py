@@ -208,16 +208,16 @@ def largest(
             known[m] = all(replay(order.at(m), make_allocator()).fits for order in orders)
         return known[m]
 
-    low = _last_fitting(fits, 0, cap)
+    low = last_fitting(fits, 0, cap)
     for _ in range(_ROUNDS):
         later = [m for m in range(low + 2, min(low + neighbours, cap) + 1) if fits(m)]
         if not later:
             break
-        low = _last_fitting(fits, later[-1], cap)
+        low = last_fitting(fits, later[-1], cap)
     return low or None
 
 
-def _last_fitting(fits: Callable[[int], bool], low: int, cap: int) -> int:
+def last_fitting(fits: Callable[[int], bool], low: int, cap: int) -> int:
     """Return an m >= ``low`` that fits while m + 1 does not or exceeds ``cap``; ``low`` fits or is 0."""
     stride = 1
     high = low + 1

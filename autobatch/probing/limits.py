@@ -259,7 +259,7 @@ def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> 
     try:
         # Augmented data draw random numbers while they are read.
         with preserved_random_state():
-            return footprint(replace(_setting(setup), steps=steps))
+            return footprint(replace(setting_of(setup), steps=steps))
     except AutobatchError:
         return None
 
@@ -285,7 +285,7 @@ def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
     device = setup.device.describe()
     gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
     with preserved_random_state():
-        program = with_workspaces(footprint(_setting(setup)), None if gpu is None else gpu.workspaces)
+        program = with_workspaces(footprint(setting_of(setup)), None if gpu is None else gpu.workspaces)
     unlimited = new_allocator(describe_setup(setup), capped=False)
     return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
 
@@ -313,7 +313,7 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
         cap=info.samples,
         expandable=info.allocator is not None and info.allocator.expandable_segments,
     )
-    setting = _setting(setup)
+    setting = setting_of(setup)
     with preserved_random_state():
         return find_remedies(setting, step or footprint(setting), spending)
 
@@ -339,7 +339,7 @@ def predicted_memory(
     return predicted_points(step, micro_batch, unlimited, info.samples), curve
 
 
-def _setting(setup: TrainSetup) -> Setting:
+def setting_of(setup: TrainSetup) -> Setting:
     """Return what a trace of an attempt runs, with the operators of the GPU if the device is one."""
     return Setting(
         workload=setup.workload,

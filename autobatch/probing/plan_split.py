@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, memory_signature
 from autobatch.core.records import MicroBatchCost, Plan, SizeCut
+from autobatch.footprint.size_program import SizeProgram
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
+from autobatch.probing.real_batches import RUN, Order, RunBatches, program_of, trace_setup
 from autobatch.probing.setup import with_knobs
 from autobatch.probing.size_cost import measure_cost
+from autobatch.probing.size_curve import curve_of
 from autobatch.probing.size_hazards import find_obstacle
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.size_split import SizeSplit, digest_of, padded_and_real
@@ -27,6 +30,8 @@ BATCHES = 8
 """Batches of the run over which the savings are averaged."""
 LEAST_GAIN = 1.03
 """Ratio of times, or of padded sizes if times are unknown, from which ``auto`` splits by size."""
+SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+"""Shares of the limits that are tried until real batches fit."""
 MEASURED_EVERY = 4
 """Batches from one measurement of the noise scale to the next; see `autobatch.training.noise_scale`."""
 
@@ -71,7 +76,16 @@ def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> Split
         )
     # Another precision, and every knob that changes memory, has a limit of its own.
     has_own_limit = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
-    return _compare(setup, plan, settings, plan.micro_batch if has_own_limit else settings.limit)
+    if has_own_limit:
+        sizes = setup.worst_case.sizes()
+        program = None if sizes is None else trace_setup(setup, sizes)
+        return _compare(setup, program, plan, settings, plan.micro_batch)
+    return _compare(setup, _program_of(session), plan, settings, settings.limit)
+
+
+def _program_of(session: Session) -> SizeProgram | None:
+    sizes = session.setup.worst_case.sizes()
+    return None if sizes is None else program_of(session, sizes)
 
 
 def read_sizes(session: Session) -> Sizes | None:
@@ -79,25 +93,56 @@ def read_sizes(session: Session) -> Sizes | None:
     return session.setup.worst_case.sizes()
 
 
-def _compare(setup: TrainSetup, plan: Plan, settings: SplitSettings, limit: int) -> SplitChoice:
+def _compare(
+    setup: TrainSetup, program: SizeProgram | None, plan: Plan, settings: SplitSettings, limit: int
+) -> SplitChoice:
     """Plan a split by size, and take it if it saves enough or was asked for."""
     sizes = setup.worst_case.sizes()
     assert sizes is not None
-    cost = measure_cost(setup, sizes, limit)
     cut = SizeCut(
         sizes=[float(sizes.max())],
         micro_batches=[min(limit, settings.cap)],
         limits_by="longest",
-        cost=cost,
+        cost=measure_cost(setup, sizes, limit),
         digest=digest_of(sizes),
     )
-    cut = with_expectations(cut, sizes, plan, settings.seed)
+    if program is not None:
+        points = curve_of(program, sizes, setup.device.new_allocator, limit=limit, cap=settings.cap)
+        cut = msgspec.structs.replace(
+            cut,
+            sizes=[point.size for point in points],
+            micro_batches=[point.micro_batch for point in points],
+            limits_by="replay",
+        )
+    order = Order(plan.target_batch, settings.seed, plan.last_batch)
+    survived = _surviving(RunBatches(setup=setup, sizes=sizes, order=order), program, cut)
+    if survived is None:
+        return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run")
+    cut = with_expectations(survived, sizes, plan, settings.seed)
     gain = cut.expected_speedup or (cut.padding_by_count or 1.0) / (cut.padding or 1.0)
     if settings.split == "auto" and gain < LEAST_GAIN:
-        return SplitChoice(
-            None, f"batches are split by count: by size would save {max(0.0, 1 - 1 / gain):.0%}"
-        )
+        return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}")
     return SplitChoice(cut, describe_cut(cut))
+
+
+def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -> SizeCut | None:
+    """Lower the limits of a cut until the batches of the run fit, in a replay and in one run.
+
+    Returns:
+        None if no limits do.
+    """
+    for share in SHARES:
+        limits = [max(1, int(limit * share)) for limit in cut.micro_batches]
+        lower = msgspec.structs.replace(cut, micro_batches=limits)
+        split = SizeSplit(sizes=batches.sizes, cut=lower, measured_every=MEASURED_EVERY)
+        if program is not None:
+            found = batches.replay(program, split, split.largest)
+            if not found.fits:
+                continue
+            lower = msgspec.structs.replace(lower, replayed_batches=found.batches)
+        if batches.run(split, split.largest, count=1 if program else RUN) is None:
+            return lower
+    return None
 
 
 def describe_cut(cut: SizeCut) -> str:

@@ -53,31 +53,31 @@ def run_attempt(process: SetupProcess, micro_batch: int, max_size: float | None 
 
 def trace(process: SetupProcess) -> Footprint | None:
     """Trace the step. Return None if it cannot be traced."""
-    return _ask_or_none(process, "tracing the step", _trace)
+    return ask_or_none(process, "tracing the step", _trace)
 
 
 def trace_other_order(process: SetupProcess) -> Program | None:
     """Trace an attempt in the other order. Return None if it cannot be traced."""
-    return _ask_or_none(process, "tracing the step", _trace_other_order)
+    return ask_or_none(process, "tracing the step", _trace_other_order)
 
 
 def traced_peak(process: SetupProcess, micro_batch: int) -> int | None:
     """Return the peak reserved bytes that a trace alone predicts on a GPU; None on other devices."""
     if process.info.compute_capability is None:
         return None
-    return _ask_or_none(process, "tracing the step", _traced_peak, micro_batch)
+    return ask_or_none(process, "tracing the step", _traced_peak, micro_batch)
 
 
 def others_bytes(process: SetupProcess) -> int | None:
     """Return the bytes that other processes hold on the GPU now; None if unknown."""
     if process.info.device.other_processes_bytes is None:
         return None
-    return _ask_or_none(process, "reading the GPU", _others_bytes)
+    return ask_or_none(process, "reading the GPU", _others_bytes)
 
 
 def remedies(process: SetupProcess) -> list[Remedy]:
     """Return the changes that let a micro-batch fit that does not, as predicted."""
-    return _ask_or_none(process, "looking for remedies", _remedies) or []
+    return ask_or_none(process, "looking for remedies", _remedies) or []
 
 
 def nothing_fits(
@@ -108,7 +108,7 @@ def nothing_fits(
     return DoesNotFitError(". ".join(parts))
 
 
-def _ask_or_none(
+def ask_or_none(
     process: SetupProcess,
     act: str,
     function: Callable[Concatenate[Session, P], T],

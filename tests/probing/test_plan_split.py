@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import MicroBatchCost
 from autobatch.planning import make_plan
-from autobatch.probing import plan_split
+from autobatch.probing import plan_split, real_batches
 from autobatch.probing.child import Session
 from autobatch.probing.plan_split import SplitSettings, choose_split, read_sizes, with_expectations
 from autobatch.workload.size_split import SizeSplit, padded_and_real
-from tests.support.ragged import Sequences, ragged_split, ragged_workload
-from tests.support.training import make_setup, tokens
+from tests.support.ragged import Sequences, ragged_split, ragged_workload, simulated_setup, wide_model
+from tests.support.training import make_loop, make_setup, tokens
 
 PLAN = make_plan(target_batch=24, micro_batch_limit=6, learning_rate=0.01)
 
@@ -28,6 +30,14 @@ def known_cost(monkeypatch) -> None:
     monkeypatch.setattr(plan_split, "measure_cost", lambda *_: MicroBatchCost(fixed=0.1, per_size=1.0))
 
 
+@pytest.fixture(name="untraced")
+def untraced_steps(monkeypatch) -> None:
+    """Let no step be traced, as on a GPU."""
+    monkeypatch.setattr(plan_split, "program_of", lambda *_: None)
+    monkeypatch.setattr(plan_split, "trace_setup", lambda *_: None)
+
+
+@pytest.mark.usefixtures("untraced")
 def test_ragged_samples_are_split_by_size_with_the_saving_in_the_note() -> None:
     session = Session(make_setup(ragged_workload()))
     cut, note = choose_split(session, PLAN, settings())
@@ -64,6 +74,7 @@ def test_a_hazard_is_a_note_for_auto_and_an_error_for_size() -> None:
         choose_split(session, PLAN, settings("size"))
 
 
+@pytest.mark.usefixtures("untraced")
 def test_auto_leaves_batches_alone_if_nothing_is_saved(monkeypatch) -> None:
     monkeypatch.setattr(plan_split, "measure_cost", lambda *_: MicroBatchCost(fixed=1.0))
     session = Session(make_setup(ragged_workload()))
@@ -90,8 +101,28 @@ def test_expectations_are_means_over_the_batches_that_will_run() -> None:
     assert cut.steps == pytest.approx(sum(steps) / len(steps))
 
 
+@pytest.mark.usefixtures("untraced")
 def test_knobs_with_a_limit_of_their_own_bound_the_split() -> None:
     session = Session(make_setup(ragged_workload()))
     plan = msgspec.structs.replace(PLAN, micro_batch=3, knobs={"optimizer": "fused"})
     assert choose_split(session, plan, settings(limit=20)).cut.micro_batches == [3]
     assert choose_split(session, PLAN, settings(limit=20)).cut.micro_batches == [20]
+
+
+def test_a_step_that_is_traced_has_a_limit_for_each_size_which_real_batches_survive(tmp_path: Path) -> None:
+    workload = ragged_workload(model=wide_model, train_data=Sequences(samples=300, longest=40))
+    setup = simulated_setup(workload, tmp_path, "32MiB")
+    plan = make_plan(target_batch=120, micro_batch_limit=30, learning_rate=0.01)
+    cut = choose_split(Session(setup), plan, settings(limit=30)._replace(cap=120)).cut
+    assert cut.limits_by == "replay"
+    assert cut.replayed_batches == real_batches.REPLAYED
+    assert cut.micro_batches == sorted(cut.micro_batches, reverse=True)
+    assert cut.micro_batches[0] > 2 * cut.micro_batches[-1]
+    split = SizeSplit(sizes=setup.worst_case.sizes(), cut=cut, measured_every=4)
+    with setup.device.training() as meter:
+        loop = make_loop(
+            workload, target_batch=120, micro_batch=split.largest, split=split, steps=20,
+            device=setup.device, meter=meter,
+        )  # fmt: skip
+        list(loop.run())
+    assert loop.oom_recoveries == 0

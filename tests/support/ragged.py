@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from autobatch.core.records import MicroBatchCost, SizeCut
+from autobatch.device.profiles import load_profile
+from autobatch.device.simulated import SimulatedDevice
+from autobatch.probing.attempt import TrainSetup
 from autobatch.workload.contract import Collated, Loss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.size_split import SizeSplit, digest_of
@@ -75,3 +79,20 @@ def ragged_split(workload: Workload, limit: int = 5, *, measured_every: int | No
     limits = [limit + 2 * (len(knots) - 1 - number) for number in range(len(knots))]
     cut = SizeCut(sizes=knots, micro_batches=limits, limits_by="replay", cost=COST, digest=digest_of(sizes))
     return SizeSplit(sizes=sizes, cut=cut, measured_every=measured_every)
+
+
+def wide_model() -> nn.Module:
+    """Make a model whose activations outweigh its parameters."""
+    return nn.Sequential(nn.Embedding(7, 32), nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 7))
+
+
+def simulated_setup(workload: Workload, home: Path, budget: str) -> TrainSetup:
+    """Build what a probe opens of a workload, on a simulated GPU."""
+    torch.manual_seed(0)
+    return TrainSetup(
+        workload=workload,
+        model=workload.model(),
+        device=SimulatedDevice(load_profile("t4", user_dir=home), memory_budget=budget),
+        worst_case=WorstCaseSampler(workload),
+        precision="fp32",
+    )

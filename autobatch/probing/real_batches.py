@@ -1,0 +1,200 @@
+"""The check of a limit against the batches that training will run, if samples differ in size.
+
+The most expensive samples bound the live memory, but micro-batches of many shapes fragment a caching
+allocator. So hundreds of batches are replayed in its model, in the order and the split of the run. If the
+step cannot be traced, a few of them are run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autobatch.core.errors import AutobatchError
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.footprint.size_program import Shape, SizeProgram
+from autobatch.footprint.size_replay import BatchReplay, replay_batches
+from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
+from autobatch.probing.child import Session
+from autobatch.probing.limits import setting_of
+from autobatch.probing.size_curve import trace_sizes
+from autobatch.step.restore import temporary_weights
+from autobatch.step.train_step import train_step
+from autobatch.workload.contract import WholeBatchLoss
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.order import GlobalBatchSampler, LastBatch
+from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.split import CountSplit, MicroBatchIds, Split
+
+Sizes = NDArray[np.float64]
+REPLAYED = 300
+"""Batches that are replayed."""
+MOST_EVENTS = 2_000_000
+"""Allocations and frees after which a replay ends, about 4 seconds."""
+RUN = 6
+"""Batches that are run if a step cannot be traced."""
+ASSUMED_STEPS = 4
+"""Micro-batches of a batch whose size is unknown."""
+STRIDE = 100
+"""Candidates of a search without a target batch are a hundredth apart."""
+MOST_RUNS = 8
+"""Candidates that are run."""
+
+
+class Order(NamedTuple):
+    """The order of the data of a run: plain values."""
+
+    target_batch: int | None
+    """None if unknown."""
+    seed: int
+    last_batch: LastBatch = "carry"
+
+
+class Survivor(NamedTuple):
+    """The largest micro-batch that real batches survive."""
+
+    micro_batch: int
+    batches: int
+    """Batches that were replayed or run."""
+    is_replayed: bool
+    is_exact: bool = True
+    """False if the replay bounds some allocations from above."""
+
+
+@dataclass(frozen=True)
+class TracedSizes:
+    """The program of a setup over sizes, kept in its session; None if it cannot be traced."""
+
+    program: SizeProgram | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBatches:
+    """The first batches of a run, for replays and for runs."""
+
+    setup: TrainSetup
+    sizes: Sizes
+    """Size of each sample, by its index."""
+    order: Order
+
+    @property
+    def sampler(self) -> GlobalBatchSampler:
+        """The batches in the order of the run."""
+        target, samples = self.order.target_batch, len(self.sizes)
+        assert target is not None
+        # A run that drops every batch does not start, and another stage says so.
+        last = "carry" if samples < target else self.order.last_batch
+        return GlobalBatchSampler(
+            samples=samples, target_batch=target, seed=self.order.seed, steps=REPLAYED, last_batch=last
+        )
+
+    def replay(self, program: SizeProgram, split: Split, micro_batch: int) -> BatchReplay:
+        """Replay the batches in an empty allocator with the budget as its limit."""
+        shapes = (
+            [Shape(len(part.ids), float(self.sizes[part.ids].max())) for part in parts]
+            for parts in self._parts(split, micro_batch)
+        )
+        return replay_batches(program, shapes, self.setup.device.new_allocator(), most_events=MOST_EVENTS)
+
+    def run(self, split: Split, micro_batch: int, *, count: int) -> str | None:
+        """Run the first batches within the budget, on copies of the weights.
+
+        Returns:
+            The out-of-memory error of a batch that does not fit; None if all fit.
+        """
+        setup = self.setup
+        reason: str | None = None
+        with preserved_random_state(), setup.device.enforced() as meter:
+            try:
+                meter.mark("setup")
+                with temporary_weights(setup.model, setup.device.torch_device):
+                    train_state = open_train_state(setup, meter)
+                    for parts in itertools.islice(self._parts(split, micro_batch), count):
+                        samples = sum(len(part.ids) for part in parts)
+                        fetched = ((load_micro_batch(setup.workload, p.ids), len(p.ids)) for p in parts)
+                        train_step(train_state, batches_of(setup, meter, fetched), samples, mark=meter.mark)
+                    setup.device.synchronize()
+                    del train_state
+            except Exception as error:
+                if classify(error) is Verdict.NONE:
+                    raise
+                reason = first_line(error)
+        if reason is not None:
+            setup.device.release()
+        return reason
+
+    def _parts(self, split: Split, micro_batch: int) -> Iterator[list[MicroBatchIds]]:
+        return (split.parts(batch, micro_batch) for batch in self.sampler.batches())
+
+
+def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None:
+    """Return the largest micro-batch up to a limit that real batches survive.
+
+    Args:
+        session: the open setup.
+        limit: the largest micro-batch that fits on the most expensive samples.
+        order: the batches of the run.
+
+    Returns:
+        None if real batches need not be tried: samples of one size, or an allocator without a cache. Also
+        None if sizes are unknown, or if no candidate survives.
+    """
+    setup, sizes = session.setup, session.setup.worst_case.sizes()
+    caches = setup.device.allocator_config is not None
+    if sizes is None or sizes.min() == sizes.max() or not caches:
+        return None
+    if isinstance(setup.workload.loss, WholeBatchLoss):
+        return None
+    program, split = program_of(session, sizes), CountSplit()
+    tries = 0
+    for micro_batch, target in _candidates(limit, order.target_batch):
+        batches = RunBatches(setup=setup, sizes=sizes, order=order._replace(target_batch=target))
+        if program is not None:
+            found = batches.replay(program, split, micro_batch)
+            if found.fits:
+                return Survivor(micro_batch, found.batches, True, program.is_exact)
+            continue
+        tries += 1
+        if batches.run(split, micro_batch, count=RUN) is None:
+            return Survivor(micro_batch, RUN, False)
+        if tries == MOST_RUNS:
+            return None
+    return None
+
+
+def program_of(session: Session, sizes: Sizes) -> SizeProgram | None:
+    """Trace the setup of a session over sizes, once; None if that is not possible."""
+    kept = session.find(TracedSizes)
+    return (kept or session.keep(TracedSizes(trace_setup(session.setup, sizes)))).program
+
+
+def trace_setup(setup: TrainSetup, sizes: Sizes) -> SizeProgram | None:
+    """Trace a setup over sizes; None if it fails, or on a GPU, whose libraries take more than is traced."""
+    if not setup.device.is_traceable:
+        return None
+    try:
+        with preserved_random_state():
+            return trace_sizes(setting_of(setup), sizes)
+    except AutobatchError:
+        return None
+
+
+def _candidates(limit: int, target: int | None) -> Iterator[tuple[int, int]]:
+    """Yield micro-batches to try with their target batch, the largest first."""
+    if target is None:
+        micro_batch = limit
+        while micro_batch:
+            yield micro_batch, micro_batch * ASSUMED_STEPS
+            micro_batch -= max(1, micro_batch // STRIDE)
+        return
+    # A plan depends on the micro-batch only through the number of its steps.
+    steps = math.ceil(target / limit)
+    sizes: Sequence[int] = sorted({math.ceil(target / count) for count in range(steps, target + 1)})
+    for micro_batch in reversed(sizes):
+        yield micro_batch, target
