@@ -1,40 +1,126 @@
-"""Torture of the product from outside.
+"""Torture of the product from outside: wrong inputs, damaged files, memory that runs out, and kills.
 
-python -m benchmarks.torture [--number 600] [--seed 1]
+python -m benchmarks.torture [--parts inputs damage memory kills] [--seed 1] [--save]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
 import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from benchmarks.damages import damage_checkpoints
+from benchmarks.injected_oom import inject_everywhere
+from benchmarks.report import save, surroundings
 from benchmarks.wrong_inputs import ask, counts, wrong_inputs
 
+Outcome = tuple[dict[str, dict[str, int]], list[str]]
+"""Counts of what happened, by kind; and the faults, one per line."""
 
-def main() -> int:
-    """Ask every wrong input, print the counts and the faults, and return 1 if there are any."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--number", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    answers, start = [], time.perf_counter()
-    with tempfile.TemporaryDirectory() as root:
-        for index, asked in enumerate(wrong_inputs(given.number, given.seed)):
-            folder = Path(root, str(index))
-            folder.mkdir()
-            answers.append(ask(asked, folder))
+
+def torture_inputs(root: Path, given: argparse.Namespace) -> Outcome:
+    """Ask every wrong input."""
+    answers = []
+    for index, asked in enumerate(wrong_inputs(given.number, given.seed)):
+        folder = root / str(index)
+        folder.mkdir()
+        answers.append(ask(asked, folder))
+    faults = []
     for answer in answers:
         if answer.faults:
             asked = answer.asked
             shown = (asked.words, asked.environ, {name: text[-300:] for name, text in asked.files.items()})
-            print(f"{', '.join(answer.faults)}: {str(shown)[:900]}\n    {answer.err[:900]!r}")
-    for kind, found in counts(answers).items():
-        print(f"{kind:<10}", ", ".join(f"{name}: {number}" for name, number in sorted(found.items())))
-    faulty = sum(bool(answer.faults) for answer in answers)
-    print(f"{len(answers)} wrong inputs, {faulty} faulty, {time.perf_counter() - start:.0f} s")
-    return int(faulty > 0)
+            faults.append(f"{', '.join(answer.faults)}: {str(shown)[:900]} {answer.err[:900]!r}")
+    return {kind: dict(found) for kind, found in counts(answers).items()}, faults
+
+
+def torture_files(root: Path, given: argparse.Namespace) -> Outcome:
+    """Damage checkpoints."""
+    with warnings.catch_warnings():
+        # torch warns of the protocols of planted pickles.
+        warnings.simplefilter("ignore", UserWarning)
+        found, missed = damage_checkpoints(root, given.seed, given.flips)
+    return _plain(found), missed
+
+
+def torture_memory(root: Path, given: argparse.Namespace) -> Outcome:
+    """Let memory run out at every operation, and at some of the check of the loss."""
+    found, faults = inject_everywhere(root / "run", stride=given.stride)
+    checked, more = inject_everywhere(root / "checked", stride=29 * given.stride, split_check="note")
+    for phase, outcomes in checked.items():
+        found.setdefault(phase, Counter()).update(outcomes)
+    return _plain(found), [*faults, *more]
+
+
+def torture_kills(root: Path, given: argparse.Namespace) -> Outcome:
+    """Kill runs with loader workers and averaged weights, at random instants."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.killing", str(root), str(given.kills), str(given.seed), "fed"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return {}, [done.stderr.strip().splitlines()[-1]]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {"SIGKILL": {"survived": found["killed"], "runs with the same bits": found["finished"]}}, []
+
+
+PARTS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
+    "inputs": ("random wrong inputs", torture_inputs),
+    "damage": ("damaged checkpoints", torture_files),
+    "memory": ("out-of-memory errors in a resumed run", torture_memory),
+    "kills": ("kills of a run with loader workers and averaged weights", torture_kills),
+}
+
+
+def main() -> int:
+    """Run the parts, print the counts and the faults, and return 1 if there are any."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--number", type=int, default=600, help="wrong inputs")
+    parser.add_argument("--flips", type=int, default=1000, help="flipped bits")
+    parser.add_argument("--stride", type=int, default=1, help="operations between two out-of-memory errors")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
+    given = parser.parse_args()
+    content = surroundings()
+    content["parts"] = parts = {}
+    for name in given.parts:
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as root:
+            found, faults = PARTS[name][1](Path(root), given)
+        parts[name] = {"counts": found, "faults": faults, "seconds": round(time.perf_counter() - start)}
+        print(_table({name: parts[name]}), flush=True)
+    if given.save:
+        save("torture", content, _table(parts))
+    return int(any(part["faults"] for part in parts.values()))
+
+
+def _plain(found: dict[str, Counter[str]]) -> dict[str, dict[str, int]]:
+    return {kind: dict(outcomes) for kind, outcomes in found.items()}
+
+
+def _table(parts: dict[str, Any]) -> str:
+    """Return the counts of some parts, and their faults, in words."""
+    lines = []
+    for name, part in parts.items():
+        lines += [f"{PARTS[name][0]}: {len(part['faults'])} faults, {part['seconds']} s"]
+        for kind, outcomes in sorted(part["counts"].items()):
+            found = ", ".join(f"{outcome}: {number}" for outcome, number in sorted(outcomes.items()))
+            lines.append(f"- {kind}: {found}")
+        lines += [f"- FAULT {fault}" for fault in part["faults"]]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

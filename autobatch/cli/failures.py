@@ -8,13 +8,14 @@ import errno
 import os
 import platform
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autobatch.core.errors import AutobatchError, UserCodeError
+from autobatch.core.errors import AutobatchError, DoesNotFitError, UserCodeError
 from autobatch.core.text import error_text, one_line
 from autobatch.core.version import __version__
 from autobatch.workload.user_code import describe, failed_part, remarks_on, user_frame
@@ -103,6 +104,8 @@ def describe_failure(error: BaseException, *, folder: Path | None = None) -> Err
         line = "; ".join([str(error), *remarks])
         return ErrorReport(line=line, exit_code=error.exit_code, logged=logged)
     # autobatch never raises SystemExit here, so it comes from the workload.
+    if _is_oom(error):
+        return ErrorReport(line=_no_memory(error), exit_code=DoesNotFitError.exit_code, logged=True)
     theirs = failed_part(error) is not None or user_frame(error) is not None
     if theirs or isinstance(error, SystemExit):
         return ErrorReport(line=describe(error), exit_code=2, logged=True)
@@ -111,6 +114,21 @@ def describe_failure(error: BaseException, *, folder: Path | None = None) -> Err
     found = f"unexpected {type(error).__name__}: {error_text(error)}"
     line = f"{found}; this is a bug in autobatch, please report it"
     return ErrorReport(line=line, exit_code=1, logged=True)
+
+
+def _is_oom(error: BaseException) -> bool:
+    """Check whether memory ran out, without importing torch only for that."""
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from autobatch.device.oom import is_oom
+
+    return is_oom(error)
+
+
+def _no_memory(error: BaseException) -> str:
+    remarks = "".join(f"; {remark}" for remark in remarks_on(error))
+    text = f"{type(error).__name__}: {error_text(error)}".splitlines()[0]
+    return f"out of memory where nothing smaller can be tried: {text}{remarks}; free memory"
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ import enum
 import errno
 import re
 import textwrap
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from autobatch.core.errors import AutobatchError
+from autobatch.core.errors import AutobatchError, DoesNotFitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,6 +128,26 @@ def classify(error: BaseException) -> Verdict:
 def is_oom(error: BaseException) -> bool:
     """Return whether memory ran out for certain: on the device, on the host, or fatally."""
     return classify(error) in (Verdict.DEVICE, Verdict.HOST, Verdict.FATAL)
+
+
+@contextmanager
+def memory_named(doing: str) -> Iterator[None]:
+    """Turn an out-of-memory error within the block into an error that says what memory did not suffice for.
+
+    Raises:
+        DoesNotFitError: memory ran out.
+    """
+    try:
+        yield
+    except AutobatchError:
+        raise
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise DoesNotFitError(
+            f"out of memory while {doing}: {first_line(error).rstrip('.')}. Free memory, or give a larger "
+            "--memory-budget"
+        ) from error
 
 
 def is_fragmented(error: BaseException) -> bool:

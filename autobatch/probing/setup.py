@@ -17,6 +17,7 @@ from autobatch.core.records import DeviceRecord, Precision, Record
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
+from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
@@ -123,7 +124,8 @@ def open_setup(
     device = open_device(settings.device, memory_budget=budget, environ=environ)
     with preserved_random_state():
         seed_everything(settings.seed)
-        model = build_model(workload)
+        with memory_named("the model was built"):
+            model = build_model(workload)
     return TrainSetup(
         workload=workload,
         model=model,

@@ -26,7 +26,7 @@ from autobatch.core.files import read_json, write_atomic
 from autobatch.core.progress import Progress
 from autobatch.core.records import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
-from autobatch.device.oom import first_line, is_oom
+from autobatch.device.oom import first_line, is_oom, memory_named
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
 from autobatch.training.evaluation import ValidationBatchSize, evaluate
@@ -116,7 +116,8 @@ def train(
     # The run is over: what is exported, and what the caller gets, are the averaged weights.
     switch(loop.train_state.optimizers, train=False)
     progress.doing("writing the weights")
-    export_weights(loop.train_state, settings.out)
+    with memory_named("the weights were exported, after the last checkpoint"):
+        export_weights(loop.train_state, settings.out)
     return totals.summary(
         loop,
         validation=validation,

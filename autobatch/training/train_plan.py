@@ -12,6 +12,7 @@ from torch import nn
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Training
 from autobatch.core.version import versions
+from autobatch.device.oom import memory_named
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import with_knobs
 from autobatch.training.build import LoopSettings, open_loop
@@ -33,6 +34,7 @@ class Resume:
     """Whether hardware, plan and versions are those of the checkpoint, so that the rest is bit-identical."""
 
 
+@memory_named("the training was prepared")
 def train_plan(
     setup: TrainSetup,
     plan: Plan,

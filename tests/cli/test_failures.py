@@ -174,3 +174,11 @@ def test_a_message_is_one_short_line_without_control_characters(error: BaseExcep
     assert said in line
     assert line.isprintable()
     assert len(line) <= 2000
+
+
+def test_memory_that_runs_out_anywhere_is_exit_code_3() -> None:
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")):
+        found = describe_failure(error)
+        assert found.exit_code == 3
+        assert found.line.startswith("out of memory where nothing smaller can be tried: ")
+        assert "report it" not in found.line

@@ -22,7 +22,7 @@ from autobatch.core.errors import (
 )
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import BudgetExceeded, cuda_oom_text
-from autobatch.device.oom import Verdict, classify, first_line, is_fragmented, is_oom
+from autobatch.device.oom import Verdict, classify, first_line, is_fragmented, is_oom, memory_named
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB of which 1 GiB "
@@ -337,3 +337,16 @@ def test_real_allocator_error_of_torch_under_an_address_space_limit() -> None:
         [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120, check=True
     )
     assert child.stdout.split() == ["RuntimeError", "HOST", "True"]
+
+
+def test_memory_that_runs_out_in_a_named_part_is_one_error_and_others_pass() -> None:
+    with (
+        pytest.raises(DoesNotFitError, match=r"out of memory while it was built: MemoryError\. Free") as told,
+        memory_named("it was built"),
+    ):
+        raise MemoryError
+    assert told.value.exit_code == 3
+    for error in (KeyError("x"), DoesNotFitError("its own"), InputError("out of memory slots")):
+        with pytest.raises(type(error)) as same, memory_named("it was built"):
+            raise error
+        assert same.value is error
