@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, overload
 
@@ -12,7 +11,6 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.integrations.batch_step import Batch, CollatedT, Optimizer, train_state_of
 from autobatch.integrations.data_source import Data, DataSource, SampleT
-from autobatch.integrations.stream import Piece, samples_of, split
 from autobatch.planning import micro_batches
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, kind_of
@@ -141,18 +139,17 @@ def batches(
     drawn, total = source.batches(plan, seed=seed, steps=steps, epochs=epochs, start=start)
     train_state = train_state_of([optimizer] if isinstance(optimizer, Optimizer) else optimizer, scaler)
     numbered = enumerate(drawn, start)
-    return Batches((_batch(train_state, plan, source, index, pieces) for index, pieces in numbered), total)
+    return Batches((_batch(train_state, plan, source, index, one) for index, one in numbered), total)
 
 
 def _batch(
-    train_state: TrainState, plan: Plan, source: DataSource, index: int, pieces: list[Piece]
+    train_state: TrainState, plan: Plan, source: DataSource, index: int, drawn: list[Any]
 ) -> Batch[Collated]:
-    samples = samples_of(pieces)
+    samples = source.count(drawn)
     sizes = plan.micro_batches
     if sum(sizes) != samples:
         sizes = micro_batches(samples, plan.micro_batch)
-    collated = itertools.chain.from_iterable(map(source.collated, split(pieces, sizes)))
-    return Batch(train_state, index, samples, collated)
+    return Batch(train_state, index, samples, source.micro_batches(drawn, sizes))
 
 
 def _check(plan: Plan, **numbers: int | None) -> None:

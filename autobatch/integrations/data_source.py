@@ -10,7 +10,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
-from autobatch.integrations.stream import Piece, as_piece, concatenate_pieces, cut_into_batches
+from autobatch.integrations.stream import (
+    Piece,
+    as_piece,
+    concatenate_pieces,
+    cut_into_batches,
+    samples_of,
+    split,
+)
 from autobatch.workload.contract import Collated, MapStyle, kind_of
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.order import GlobalBatchSampler
@@ -66,32 +73,46 @@ class DataSource:
 
     def batches(
         self, plan: Plan, *, seed: int, steps: int | None, epochs: int | None, start: int
-    ) -> tuple[Iterator[list[Piece]], int | None]:
-        """Draw the pieces of each batch, from number ``start`` on.
+    ) -> tuple[Iterator[list[Any]], int | None]:
+        """Draw the batches, from number ``start`` on.
 
         Returns:
-            The pieces, and the number of batches, None if it is unknown before the data ends.
+            The indices or samples of each batch, or its pieces if the data yields batches; and the number of
+            batches, None if it is unknown before the data ends.
 
         Raises:
             InputError: map-style data has too few samples.
         """
         if self.is_map_style and self._sampler is None:
             sampler = _sampler_of(len(self._data), plan, seed, steps=steps, epochs=epochs)
-            drawn = ([Piece(index, 0, 1) for index in batch.ids] for batch in sampler.batches(start))
-            return drawn, max(0, sampler.total - start)
+            return (batch.ids for batch in sampler.batches(start)), max(0, sampler.total - start)
         cut = cut_into_batches(self._epoch, plan.target_batch, epochs=epochs, last_batch=plan.last_batch)
         total = max(0, steps - start) if steps is not None and epochs is None else None
-        return itertools.islice(cut, start, steps), total
+        drawn = itertools.islice(cut, start, steps)
+        return (drawn if self._batched else ([one.content for one in pieces] for pieces in drawn)), total
 
-    def collated(self, pieces: list[Piece]) -> Iterator[tuple[Collated, int]]:
-        """Yield a micro-batch and its number of samples; several if batches of a loader differ in form."""
+    def count(self, drawn: list[Any]) -> int:
+        """Count the samples of a drawn batch."""
+        return samples_of(drawn) if self._batched else len(drawn)
+
+    def micro_batches(self, drawn: list[Any], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
+        """Collate a drawn batch in micro-batches of these sizes, and yield each with its number of samples.
+
+        Batches of a loader that differ in form give more micro-batches.
+        """
         if self._batched:
-            yield from concatenate_pieces(pieces)
+            for pieces in split(drawn, sizes):
+                yield from concatenate_pieces(pieces)
             return
-        samples = [piece.content for piece in pieces]
+        first = 0
+        for size in sizes:
+            yield self._collated(drawn[first : first + size]), size
+            first += size
+
+    def _collated(self, samples: list[Any]) -> Collated:
         if self.is_map_style:
             samples = fetch(self._data, samples)
-        yield collate_samples(samples, self._collate, option="autobatch.batches(collate=…)"), len(samples)
+        return collate_samples(samples, self._collate, option="autobatch.batches(collate=…)")
 
     def _epoch(self) -> Iterator[Piece]:
         """Begin one pass over the data, or over its indices."""
