@@ -19,9 +19,11 @@ if TYPE_CHECKING:
         NonFiniteError,
         RestartSmallerError,
     )
-    from autobatch.core.records import Plan, Probe
+    from autobatch.core.progress import Progress
+    from autobatch.core.records import Plan, Probe, StepRecord, Training
     from autobatch.integrations.custom_loop import batches
     from autobatch.report.result import Estimates, Result
+    from autobatch.training.sinks import Sink
     from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
 
 _MODULES = {
@@ -35,9 +37,11 @@ _MODULES = {
         "NonFiniteError",
         "RestartSmallerError",
     ),
-    "core.records": ("Plan", "Probe"),
+    "core.progress": ("Progress",),
+    "core.records": ("Plan", "Probe", "StepRecord", "Training"),
     "integrations.custom_loop": ("batches",),
     "report.result": ("Estimates", "Result"),
+    "training.sinks": ("Sink",),
     "workload.contract": ("Loss", "WholeBatchLoss", "Workload"),
 }
 """Public names by the module that defines them."""
@@ -53,8 +57,12 @@ __all__ = [
     "NonFiniteError",
     "Plan",
     "Probe",
+    "Progress",
     "RestartSmallerError",
     "Result",
+    "Sink",
+    "StepRecord",
+    "Training",
     "WholeBatchLoss",
     "Workload",
     "__version__",

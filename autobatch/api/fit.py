@@ -6,6 +6,7 @@ import datetime
 import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,7 +78,10 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
             ready.plan,
             ready.sampler,
             settings,
-            unpack.run_settings(options, ready.out, _resume_hint(context.command, ready.out)),
+            replace(
+                unpack.run_settings(options, ready.out, _resume_hint(context.command, ready.out)),
+                sinks=context.sinks,
+            ),
             key=ready.key,
             split_check=options.split_check,
             progress=context.progress,

@@ -6,11 +6,13 @@ Each takes the options of the command of the same name as keywords, as text or a
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import msgspec
 
 from autobatch.api.fit import run_fit
+from autobatch.api.listeners import ShowProgress, listening
 from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
 from autobatch.core.keywords import (
     EstimateKeywords,
@@ -28,37 +30,56 @@ from autobatch.core.options import (
     options_from,
 )
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
+from autobatch.training.sinks import Sink
 from autobatch.workload.contract import Workload
 
 
-def probe(workload: Workload | str | None = None, **options: Unpack[ProbeKeywords]) -> ProbeResult:
+def probe(
+    workload: Workload | str | None = None,
+    *,
+    progress: ShowProgress = "auto",
+    **options: Unpack[ProbeKeywords],
+) -> ProbeResult:
     """Find the largest micro-batch that fits.
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
+        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
+            to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         options: those of ``autobatch probe``, under the same names, as text or plain values.
 
     Raises:
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    result = run_probe(workload, options_from(ProbeOptions, dict(options)), RunContext())
+    checked = options_from(ProbeOptions, dict(options))
+    with listening(progress) as listener:
+        result = run_probe(workload, checked, RunContext(progress=listener))
     assert result.probe is not None
     return ProbeResult(**_fields(result.probe), device=result.device)
 
 
-def plan(workload: Workload | str | None = None, **options: Unpack[PlanKeywords]) -> PlanResult:
+def plan(
+    workload: Workload | str | None = None,
+    *,
+    progress: ShowProgress = "auto",
+    **options: Unpack[PlanKeywords],
+) -> PlanResult:
     """Probe, then plan the batch, to train in your own loop.
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
+        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
+            to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         options: those of ``autobatch plan``; ``target_batch`` is required.
 
     Raises:
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    result = run_plan(workload, options_from(PlanOptions, dict(options)), RunContext())
+    checked = options_from(PlanOptions, dict(options))
+    with listening(progress) as listener:
+        result = run_plan(workload, checked, RunContext(progress=listener))
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
@@ -79,25 +100,43 @@ def estimate(workload: Workload | str | None = None, **options: Unpack[EstimateK
     return run_estimate(workload, options_from(EstimateOptions, dict(options)), os.environ)
 
 
-def tune(workload: Workload | str | None = None, **options: Unpack[TuneKeywords]) -> Result:
+def tune(
+    workload: Workload | str | None = None,
+    *,
+    progress: ShowProgress = "auto",
+    **options: Unpack[TuneKeywords],
+) -> Result:
     """Probe, plan, and measure what is left to choose.
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
+        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
+            to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
         options: those of ``autobatch tune``; ``target_batch`` is required.
 
     Raises:
         InputError: an option, the device, the storage or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    return run_tune(workload, options_from(TuneOptions, dict(options)), RunContext())
+    checked = options_from(TuneOptions, dict(options))
+    with listening(progress) as listener:
+        return run_tune(workload, checked, RunContext(progress=listener))
 
 
-def fit(workload: Workload | str | None = None, **options: Unpack[FitKeywords]) -> Result:
+def fit(
+    workload: Workload | str | None = None,
+    *,
+    progress: ShowProgress = "auto",
+    sinks: Sequence[Sink] = (),
+    **options: Unpack[FitKeywords],
+) -> Result:
     """Probe, plan, tune, train, validate and report.
 
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
+        progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
+            to ``logging.getLogger("autobatch")``, as warnings if nothing else shows them.
+        sinks: receive the records of the training besides ``metrics.jsonl`` (see ``examples/sinks.py``).
         options: those of ``autobatch fit``; ``target_batch`` is required.
 
     Returns:
@@ -108,7 +147,9 @@ def fit(workload: Workload | str | None = None, **options: Unpack[FitKeywords]) 
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    return run_fit(workload, options_from(FitOptions, dict(options)), RunContext())
+    checked = options_from(FitOptions, dict(options))
+    with listening(progress) as listener:
+        return run_fit(workload, checked, RunContext(progress=listener, sinks=tuple(sinks)))
 
 
 def _fields(record: msgspec.Struct) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from autobatch.probing.survive import survive_real_batches
 from autobatch.report.result import Estimates, Result
 from autobatch.training.compare_modes import Finding
 from autobatch.training.preflight import examine
+from autobatch.training.sinks import Sink
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
 from autobatch.workload.contract import Workload
 
@@ -54,6 +55,8 @@ class RunContext:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     command: str = ""
     """The command line that repeats this call."""
+    sinks: tuple[Sink, ...] = ()
+    """Receive the records of the training besides the files of the run."""
     entered: Callable[[Path], None] = lambda _: None
     """Receives the folder of a run as soon as it is known."""
     clock: Callable[[], float] = time.monotonic

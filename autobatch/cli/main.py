@@ -156,7 +156,7 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
 def _result_of(
     name: str, workload: str | None, options: Options, stream: SafeStream, log: RunLog
 ) -> Result | Estimates:
-    from autobatch.cli.terminal import Terminal
+    from autobatch.report.terminal import Terminal
 
     with Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal:
         terminal.begin(workload, predicts=name == "estimate")

@@ -11,8 +11,10 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json
 from autobatch.core.records import SCHEMA, DeviceRecord, Estimate, Plan, Probe, Record, RunRecord, StepRecord
 from autobatch.core.text import error_text
+from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.report.sentences import plural
+from autobatch.report.sentences import plural, rate_in_words
+from autobatch.report.summary import describe_estimate, describe_limit, describe_plan, text_of
 
 RESULT = "result.json"
 """File with the records of a run, in its folder."""
@@ -44,6 +46,13 @@ class Result(RunRecord, frozen=True, kw_only=True):
             for name, value in values.items()
         }
 
+    def __str__(self) -> str:
+        """Return the summary that a terminal shows."""
+        return text_of(self, out=self.out)
+
+    def __repr__(self) -> str:
+        return f"<Result: {_short(str(self))}>"
+
     def _repr_html_(self) -> str:
         # Imported here: matplotlib takes half a second, and only a notebook needs it.
         from autobatch.report.notebook import run_html
@@ -60,6 +69,13 @@ class ProbeResult(Probe, frozen=True, kw_only=True):
     def probe(self) -> Probe:
         """The probe, under its name in the JSON."""
         return self
+
+    def __str__(self) -> str:
+        """Return how many samples fit, and the evidence."""
+        return f"{describe_limit(self)} in {format_bytes(self.device.budget_bytes)} on {self.device.name}"
+
+    def __repr__(self) -> str:
+        return f"<ProbeResult: {_short(str(self))}>"
 
     def _repr_html_(self) -> str:
         from autobatch.report.notebook import probe_html
@@ -78,6 +94,17 @@ class PlanResult(Plan, frozen=True, kw_only=True):
         """The plan, under its name in the JSON."""
         return self
 
+    def __str__(self) -> str:
+        """Return the split of the batch, and the learning rate with its origin."""
+        return (
+            f"{describe_plan(self)}\n{describe_limit(self.probe)} in "
+            f"{format_bytes(self.device.budget_bytes)} on {self.device.name}\n"
+            f"learning rate {rate_in_words(self)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<PlanResult: {_short(str(self))}>"
+
     def _repr_html_(self) -> str:
         from autobatch.report.notebook import plan_html
 
@@ -94,10 +121,22 @@ class Estimates(Record, frozen=True, kw_only=True):
         """Return the object that ``--json`` prints."""
         return {"schema": SCHEMA, "autobatch": __version__, **msgspec.to_builtins(self)}
 
+    def __str__(self) -> str:
+        """Return one line for each GPU, and the notes."""
+        return "\n".join([*map(describe_estimate, self.estimates), *self.notes])
+
+    def __repr__(self) -> str:
+        return f"<Estimates: {_short(str(self))}>"
+
     def _repr_html_(self) -> str:
         from autobatch.report.notebook import estimates_html
 
         return estimates_html(self.estimates, self.notes)
+
+
+def _short(text: str) -> str:
+    """Return the first line of a summary."""
+    return " ".join(text.partition("\n")[0].split())
 
 
 def find_run(folder: Path) -> Path:

@@ -18,8 +18,19 @@ from autobatch.report.sentences import (
 )
 
 if TYPE_CHECKING:
-    from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord, Training, Trial, Tuning
-    from autobatch.report.result import Result
+    from pathlib import Path
+
+    from autobatch.core.records import (
+        DeviceRecord,
+        Estimate,
+        LrTuning,
+        Plan,
+        Probe,
+        RunRecord,
+        Training,
+        Trial,
+        Tuning,
+    )
 
 CAPS = {
     "target_batch": "that is the whole target batch",
@@ -174,23 +185,29 @@ def describe_fit(run: RunRecord) -> str:
     return f"{words}; {known}{count(probe.micro_batch)} fit in {budget}"
 
 
-def summary_lines(result: Result) -> list[Line]:
-    """Return the final lines: first what fits, what was reached and where it is, then the details."""
-    return [*_main_lines(result), *_detail_lines(result)]
+def summary_lines(run: RunRecord, *, out: Path | None = None, report: Path | None = None) -> list[Line]:
+    """Return the final lines: first what fits, what was reached and where it is, then the details.
+
+    Args:
+        run: the records.
+        out: the folder of the run; None if there is none.
+        report: the report page; None if there is none.
+    """
+    return [*_main_lines(run, out), *_detail_lines(run, report)]
 
 
-def _main_lines(result: Result) -> Iterator[Line]:
+def _main_lines(result: RunRecord, out: Path | None) -> Iterator[Line]:
     if result.probe is not None or result.plan is not None:
         yield Line("fits", describe_fit(result), "main")
     if result.training is not None:
         yield Line("reached", describe_reached(result.training), "main")
     elif result.tuning is not None and result.tuning.trials:
         yield Line("tuned", describe_tuning(result.tuning, result.plan), "main")
-    if result.out is not None and result.training is not None:
-        yield Line("saved in", str(result.out), "main")
+    if out is not None and result.training is not None:
+        yield Line("saved in", str(out), "main")
 
 
-def _detail_lines(result: Result) -> Iterator[Line]:
+def _detail_lines(result: RunRecord, report: Path | None) -> Iterator[Line]:
     training, tuning = result.training, result.tuning
     if result.plan is not None:
         yield Line("plan", describe_plan(result.plan))
@@ -203,16 +220,25 @@ def _detail_lines(result: Result) -> Iterator[Line]:
         if training.noise_advice is not None:
             yield Line("noise", training.noise_advice)
         yield Line("checkpoint", str(training.checkpoint), "path")
-    if result.report is not None:
-        yield Line("report", str(result.report), "path")
+    if report is not None:
+        yield Line("report", str(report), "path")
     if result.command:
         yield Line("run again", result.command)
 
 
-def text_of(result: Result) -> str:
+def text_of(run: RunRecord, *, out: Path | None = None) -> str:
     """Return the summary as text, without the paths of single files."""
-    lines = [line for line in summary_lines(result) if line.kind != "path"]
+    lines = [line for line in summary_lines(run, out=out) if line.kind != "path"]
     return "\n".join(f"{line.label:<10} {line.text}" for line in lines)
+
+
+def describe_estimate(one: Estimate) -> str:
+    """Describe what is predicted to fit on a GPU."""
+    budget = format_bytes(one.budget_bytes)
+    if not one.fits:
+        return f"{one.profile}: does not fit in {budget} ({one.precision})"
+    plan = "" if one.plan is None else f", batch {count(one.plan.target_batch)} in {describe_split(one.plan)}"
+    return f"{one.profile}: {count(one.micro_batch)} samples at a time in {budget} ({one.precision}){plan}"
 
 
 def describe_budget(device: DeviceRecord) -> str:

@@ -6,8 +6,8 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +42,7 @@ from autobatch.training.metrics import (
 )
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS, METRICS
+from autobatch.training.sinks import Sink, UserSinks
 from autobatch.training.totals import RunTotals
 from autobatch.training.watch_split import SplitWatch
 from autobatch.workload.rng import preserved_random_state
@@ -70,6 +71,8 @@ class RunSettings:
     """Optimizer steps between two validations; ``None`` for one at the end only."""
     validation_micro_batch: int | None = None
     """Micro-batch of the validation; ``None`` to find what fits."""
+    sinks: Sequence[Sink] = ()
+    """Receive the records besides the files of the run."""
 
 
 def train(
@@ -95,12 +98,28 @@ def train(
         AutobatchError: see `Loop.run`.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
+    tensorboard = open_tensorboard(settings.out / TENSORBOARD, batches_seen=loop.batches_seen)
+    sinks = UserSinks([*([] if tensorboard is None else [tensorboard]), *settings.sinks], progress)
+    with closing(sinks):
+        record = _train(loop, settings, progress, resumed, watch, sinks)
+        sinks.end(record)
+    return record
+
+
+def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
+    loop: Loop,
+    settings: RunSettings,
+    progress: Progress,
+    resumed: Loaded | None,
+    watch: SplitWatch | None,
+    sinks: UserSinks,
+) -> Training:
     _apply_smaller_micro_batch(loop, settings.out, resumed)
     check_checkpoint_state(capture_loop(loop))
     check_exportable(loop.train_state.model)
     totals = RunTotals()
     rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
-    run = _Run(loop, settings, resumed)
+    run = _Run(loop, settings, resumed, sinks)
     records = loop.run() if watch is None else watch.run(loop)
     try:
         with stop_on_signals() as request, run.saved_after_oom():
@@ -134,13 +153,13 @@ class _StopRequested(Exception):  # noqa: N818 - an event, not a fault
 class _Run:
     """A loop with the folder that it writes to."""
 
-    def __init__(self, loop: Loop, settings: RunSettings, resumed: Loaded | None) -> None:
+    def __init__(self, loop: Loop, settings: RunSettings, resumed: Loaded | None, sinks: UserSinks) -> None:
         self._loop = loop
         self._settings = settings
         self._resumed_from = None if resumed is None else resumed.path
         self.checkpoint = self._resumed_from
         """The last checkpoint."""
-        self._writers: list[MetricsWriter] = []
+        self._writers: list[MetricsWriter] = [sinks]
         self._saved_at = loop.clock()
         self.failed_checkpoints: list[int] = []
         """Steps after which no checkpoint could be written."""
@@ -224,17 +243,14 @@ class _Run:
 
     @contextmanager
     def _open_writers(self) -> Iterator[None]:
-        """Open the metrics file, and TensorBoard if it is installed."""
-        out = self._settings.out
-        self._writers.append(JsonLines(out / METRICS))
-        tensorboard = open_tensorboard(out / TENSORBOARD, batches_seen=self._loop.batches_seen)
-        if tensorboard is not None:
-            self._writers.append(tensorboard)
+        """Open the metrics file beside the sinks."""
+        lines = JsonLines(self._settings.out / METRICS)
+        self._writers.append(lines)
         try:
             yield
         finally:
-            while self._writers:
-                self._writers.pop().close()
+            self._writers.remove(lines)
+            lines.close()
 
     def _flush(self) -> None:
         """Write the metrics of every batch that the next checkpoint holds."""

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from torch import nn
 
-from autobatch.cli.terminal import Terminal
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.units import MiB
 from autobatch.probing.cache import CachedLimit, store
 from autobatch.probing.estimate import EstimateSettings, estimate_limits, on_meta
+from autobatch.report.terminal import Terminal
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 

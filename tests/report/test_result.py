@@ -11,7 +11,7 @@ from autobatch.core.files import write_atomic
 from autobatch.core.version import __version__
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.result import SCHEMA, Estimates, PlanResult, ProbeResult, Result, find_run, load_run
-from tests.support.sample_run import a_device, a_probe, a_run, a_step
+from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
 
 def write(folder, result, lines=None):
@@ -133,3 +133,20 @@ def test_the_newest_run_below_a_folder_is_found(tmp_path: Path) -> None:
     assert find_run(tmp_path / "a") == find_run(tmp_path / "a" / "1") == tmp_path / "a" / "1"
     with pytest.raises(InputError, match=r"there is no run in .*nowhere: give the folder of a run"):
         find_run(tmp_path / "nowhere")
+
+
+def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
+    run = a_run()
+    result = Result(device=run.device, probe=run.probe, plan=run.plan, training=run.training)
+    assert str(result).splitlines()[0].startswith("fits       batch 1,024 in 12 micro-batches")
+    fields = {name: getattr(run.plan, name) for name in run.plan.__struct_fields__}
+    plan = PlanResult(**fields, device=run.device, probe=run.probe)
+    assert str(plan).splitlines()[0] == "batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003"
+    estimates = Estimates(estimates=[an_estimate()], notes=["no GPU was used"])
+    assert str(estimates).splitlines() == [
+        "rtx-4090: 90 samples at a time in 22.0 GiB (bf16), batch 1,024 in 12 micro-batches (4 × 86, 8 × 85)",
+        "no GPU was used",
+    ]
+    for one in (result, plan, estimates):
+        assert len(repr(one)) < 160
+        assert "\n" not in repr(one)

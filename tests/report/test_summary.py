@@ -182,7 +182,7 @@ def test_three_lines_answer_and_the_others_give_the_details() -> None:
         profile=Path("profiles/gpu/limits/1.json"),
         command="autobatch fit",
     )
-    lines = summary_lines(result)
+    lines = summary_lines(result, out=result.out, report=result.report)
     assert [(line.label, line.kind) for line in lines] == [
         ("fits", "main"), ("reached", "main"), ("saved in", "main"), ("plan", "detail"), ("tuned", "detail"),
         ("rate", "detail"), ("trained", "detail"), ("noise", "detail"), ("checkpoint", "path"),

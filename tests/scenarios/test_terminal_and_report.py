@@ -7,11 +7,11 @@ import io
 import msgspec
 import pytest
 
-from autobatch.cli.terminal import Terminal
 from autobatch.core.records import RunRecord
 from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from autobatch.report.sentences import headline, training_in_words
 from autobatch.report.summary import describe_reached, describe_training
+from autobatch.report.terminal import Terminal
 from tests.support.sample_run import a_device, a_probe, a_run
 from tests.support.step_workloads import WORKLOADS
 

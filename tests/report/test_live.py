@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from autobatch.cli.live import LiveLine
+from autobatch.report.live import LiveLine
 from tests.support.sample_run import a_step
 
 

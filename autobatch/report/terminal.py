@@ -15,12 +15,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from autobatch.cli.estimate_table import gpu_table, memory_table, remedy_lines
-from autobatch.cli.live import LiveLine
 from autobatch.core.progress import Progress
 from autobatch.core.text import LONGEST_VALUE, encodable, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
+from autobatch.report.estimate_table import gpu_table, memory_table, remedy_lines
+from autobatch.report.live import LiveLine
 from autobatch.report.sentences import knobs_in_words, ratio_in_words
 from autobatch.report.summary import (
     Line,
@@ -182,7 +182,7 @@ class Terminal(Progress):
     def finish(self, result: Result) -> None:
         """Print the result, even if quiet: what fits, what was reached and where it is, then the details."""
         self._end()
-        for line in summary_lines(result):
+        for line in summary_lines(result, out=result.out, report=result.report):
             self._print_line(line)
 
     def estimated(self, estimates: Estimates) -> None:
