@@ -13,7 +13,7 @@ import msgspec
 SCHEMA = 2
 """Version of the JSON that the command line prints."""
 LimitedBy = Literal["memory", "target_batch", "dataset", "max_micro_batch"]
-UpperBoundBy = Literal["run", "replay", "cap"]
+UpperBoundBy = Literal["run", "replay", "cap", "error"]
 Precision = Literal["fp32", "bf16", "fp16"]
 LearningRateRule = Literal["none", "linear", "sqrt"]
 
@@ -63,6 +63,8 @@ class Attempt(Record, frozen=True, kw_only=True):
     """Reason why it does not fit: the first line of the error, or the rule that it broke."""
     phase: str | None = None
     """Phase of the step that failed: ``setup``, ``forward``, ``loss``, ``backward`` or ``optimizer``."""
+    is_error: bool = False
+    """True if it failed for another reason than memory, above a size that fits."""
 
 
 class LengthLimit(Record, frozen=True, kw_only=True):
@@ -93,7 +95,8 @@ class Probe(Record, frozen=True, kw_only=True):
     micro_batch: int
     limited_by: LimitedBy
     upper_bound_by: UpperBoundBy | None
-    """Evidence that the next size does not fit; None if the search was stopped before it was found."""
+    """Evidence that the next size does not fit, or ``error`` if it fails for another reason than memory; None
+    if the search was stopped before."""
     predicted_micro_batch: int | None
     oom_count: int
     attempts: list[Attempt]
@@ -103,7 +106,8 @@ class Probe(Record, frozen=True, kw_only=True):
     lengths: list[LengthLimit] = []
     """Largest micro-batch for each quartile of the sample sizes; empty if all samples have one size."""
     stopped_by: str | None = None
-    """``time limit`` or ``interrupt`` if the answer is the largest size found before; None if complete."""
+    """``time limit``, ``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
+    None if complete."""
     other_processes_bytes: int | None = None
     """Bytes of other processes on the GPU at the end; `DeviceRecord` has the figure of the start."""
     precision: Precision | None = None

@@ -56,7 +56,8 @@ _PATTERNS = (
     _Pattern(Verdict.FATAL, r"\bFailed to CUDA (?:host )?(?:m|c)?alloc\b"),
     _Pattern(Verdict.FATAL, r"\bCuda failure (?:\d+ )?'out of memory'"),
     # The caching allocators' own text, if the type was lost (workers, wrapped errors).
-    _Pattern(Verdict.DEVICE, r"\b(?:CUDA|HIP|XPU) out of memory\. Tried to allocate\b"),
+    # Bare, it is raised by whoever simulates one (accelerate's own tests).
+    _Pattern(Verdict.DEVICE, r"\b(?:CUDA|HIP|XPU) out of memory\.(?: Tried to allocate\b|\s*\Z)"),
     _Pattern(Verdict.DEVICE, r"\bMPS backend out of memory\b"),
     # backend:cudaMallocAsync has another text (many reports of ComfyUI).
     _Pattern(Verdict.DEVICE, r"\bAllocation on device \d+ would exceed allowed memory\b"),
@@ -123,6 +124,14 @@ def classify(error: BaseException) -> Verdict:
             return Verdict.NONE
         found.add(_classify_one(link))
     return next((verdict for verdict in _BY_WEIGHT if verdict in found), Verdict.NONE)
+
+
+def loses_context(error: BaseException) -> bool:
+    """Return whether the GPU's context is unusable after an error, even one from another process."""
+    text = _text(error)
+    return bool(_DEAD_CONTEXT.search(text)) or any(
+        pattern.search(text) for verdict, pattern in _COMPILED if verdict is Verdict.FATAL
+    )
 
 
 def is_oom(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import Value
 from autobatch.core.records import Attempt, Precision
+from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
@@ -39,6 +40,7 @@ while the second micro-batch of a later one runs."""
 OTHER_ATTEMPT_STEPS = (2, 2, 1)
 """Micro-batches of each step when an attempt near the limit of a caching allocator is repeated. A first step
 of several micro-batches fragments the memory in another way, so that a size may fit in one order only."""
+UNKNOWN_STATS = MemoryStats(None, None, None, None, None)
 NEAR_THE_LIMIT = 0.75
 """Share of the budget above which an attempt is repeated in the other order."""
 
@@ -71,6 +73,8 @@ class Outcome(NamedTuple):
     """None if the device records no events, or a step failed."""
     other: Trace | None = None
     """Events of the repetition in the other order; None if there was none, or a step of it failed."""
+    is_context_lost: bool = False
+    """True if the memory ran out in a way after which the process should be replaced."""
 
 
 def attempt(setup: TrainSetup, micro_batch: int) -> Outcome:
@@ -87,7 +91,8 @@ def attempt(setup: TrainSetup, micro_batch: int) -> Outcome:
     second = _run_steps(setup, micro_batch, OTHER_ATTEMPT_STEPS)
     worse = first.attempt if second.attempt.fits else second.attempt
     seconds = first.attempt.seconds + second.attempt.seconds
-    return Outcome(msgspec.structs.replace(worse, seconds=seconds), first.trace, second.trace)
+    worse = msgspec.structs.replace(worse, seconds=seconds)
+    return Outcome(worse, first.trace, second.trace, second.is_context_lost)
 
 
 def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Outcome:
@@ -112,9 +117,11 @@ def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Out
                 raise
             failure = (verdict, first_line(error))
         # Outside the except block, nothing keeps the failed step's tensors alive.
-        stats = meter.stats()
+        is_lost = failure is not None and failure[0] is Verdict.FATAL
+        # A lost context answers no question.
+        stats = UNKNOWN_STATS if is_lost else meter.stats()
         trace = meter.trace() if failure is None else None
-    if failure is not None:
+    if failure is not None and not is_lost:
         setup.device.release()
     reason = failure[1] if failure is not None else setup.device.refuses(stats)
     return Outcome(
@@ -129,6 +136,7 @@ def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Out
             phase=phase if failure is not None else None,
         ),
         trace,
+        is_context_lost=is_lost,
     )
 
 

@@ -78,6 +78,9 @@ class ThisProcess:
         setup: the setup.
     """
 
+    is_replaceable = False
+    """False: there is no child."""
+
     def __init__(self, setup: TrainSetup) -> None:
         self.setup = setup
         self.info: SetupInfo = describe_setup(setup)
@@ -106,6 +109,8 @@ class ChildProcess:
 
     info: SetupInfo
     """Description of the setup."""
+    is_replaceable = True
+    """True: `restart` replaces a child that crashed, or lost its GPU context."""
 
     def __init__(
         self,

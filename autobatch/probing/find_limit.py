@@ -22,6 +22,7 @@ from autobatch.probing import questions
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup, store
 from autobatch.probing.child import SetupProcess
+from autobatch.probing.failed_sizes import FailedSizes
 from autobatch.probing.limits import ReplayPredictor, first_size, has_ample_room
 from autobatch.probing.search import search
 from autobatch.probing.setup import SetupInfo, new_allocator
@@ -74,8 +75,15 @@ class _Probing(NamedTuple):
 
     def run(self, size: int) -> Outcome:
         """Make one attempt and report it."""
+        return self.report(self.attempt(size))
+
+    def attempt(self, size: int) -> Outcome:
+        """Make one attempt."""
         self.progress.doing(f"running {size:,} samples at once")
-        outcome = self.guard.judge(questions.run_attempt(self.process, size))
+        return self.guard.judge(questions.run_attempt(self.process, size))
+
+    def report(self, outcome: Outcome) -> Outcome:
+        """Report an attempt, and return it."""
         self.progress.attempted(outcome.attempt)
         return outcome
 
@@ -150,9 +158,14 @@ def find_limits_by_size(
     *shorter, longest = quartiles
     lengths = [LengthLimit(size=longest, micro_batch=found.micro_batch, upper_bound_by=found.upper_bound_by)]
     for size in reversed(shorter):
-        one = search(
+        sizes = FailedSizes(
             lambda micro_batch, size=size: questions.run_attempt(process, micro_batch, size),  # type: ignore[misc]
+            process,
+        )
+        one = search(
+            sizes,
             cap=cap,
+            stopped=lambda sizes=sizes: sizes.stopped_by,  # type: ignore[misc]
             predictor=ReplayPredictor(
                 lambda: new_allocator(process.info), first_size=first_size(process.info.compute_capability)
             ),
@@ -199,9 +212,11 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footp
     )
     tried: list[Attempt] = []
 
+    sizes = FailedSizes(probing.attempt, process)
+
     def run(size: int) -> Outcome:
         try:
-            outcome = probing.run(size)
+            outcome = probing.report(sizes(size))
         except Exception as error:
             # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
             if size == 1 and tried and not any(one.fits for one in tried):
@@ -211,7 +226,15 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footp
         return outcome
 
     limit_s = probing.limits.time_limit_s
-    found = search(run, cap=probing.cap, predictor=predictor, expired=lambda: clock() - start > limit_s)
+    found = search(
+        run,
+        cap=probing.cap,
+        predictor=predictor,
+        stopped=lambda: sizes.stopped_by or ("time limit" if clock() - start > limit_s else None),
+    )
+    if found.upper_bound_by == "error":
+        failed = min((one for one in found.attempts if one.is_error), key=lambda one: one.micro_batch)
+        probing.progress.note(f"a micro-batch of {failed.micro_batch:,} does not run: {failed.reason}")
     if not found.micro_batch:
         if found.stopped_by == "interrupt":
             raise KeyboardInterrupt
@@ -221,7 +244,7 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footp
         limited_by=probing.limited_by(found.micro_batch),
         upper_bound_by=found.upper_bound_by,
         predicted_micro_batch=found.predicted,
-        oom_count=sum(not attempt.fits for attempt in found.attempts),
+        oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in found.attempts),
         attempts=found.attempts,
         stopped_by=found.stopped_by,
         precision=process.info.precision,

@@ -33,12 +33,16 @@ def run_attempt(process: SetupProcess, micro_batch: int, max_size: float | None 
     """
     start = time.perf_counter()
     try:
-        return process.call(
+        outcome = process.call(
             f"an attempt at a micro-batch of {micro_batch}", _run_attempt, micro_batch, max_size
         )
     except ChildCrashed as crash:
         if not crash.out_of_memory:
             raise
+    else:
+        if outcome.is_context_lost:
+            process.restart()
+        return outcome
     process.restart()
     killed = Attempt(
         micro_batch=micro_batch,

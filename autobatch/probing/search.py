@@ -25,12 +25,13 @@ class Found(NamedTuple):
     micro_batch: int
     """The largest that ran and fits; 0 if none did."""
     upper_bound_by: UpperBoundBy | None
-    """Proof that the next size does not fit; None if the search was stopped before there was one."""
+    """Proof that the next size does not fit, or ``error`` if it fails for another reason than memory; None if
+    the search was stopped before there was one."""
     predicted: int | None
     """The first prediction; None if there was none."""
     attempts: list[Attempt]
     stopped_by: str | None
-    """``time limit`` or ``interrupt``; None if the search ran to its end."""
+    """``interrupt``, or what ``stopped`` returned; None if the search ran to its end."""
 
 
 @dataclass(kw_only=True)
@@ -47,6 +48,8 @@ class _Bracket:
     descents: int = 0
     is_narrow: bool = False
     """Since a size last fitted, another has run to its end in one order and does not fit."""
+    is_error: bool = False
+    """True if ``high`` failed for another reason than memory."""
     tried: set[int] = field(default_factory=set)
 
     @property
@@ -66,7 +69,8 @@ class _Bracket:
                 # Memory is not monotone here, and a failure below a size that runs is no bound.
                 self.high = None
         elif size > self.low:
-            self.high = size if self.high is None else min(self.high, size)
+            if self.high is None or size < self.high:
+                self.high, self.is_error = size, attempt.is_error
             self.is_narrow = self.is_narrow or outcome.trace is not None
 
 
@@ -75,7 +79,7 @@ def search(
     *,
     cap: int,
     predictor: ReplayPredictor,
-    expired: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], str | None] = lambda: None,
 ) -> Found:
     """Find the largest micro-batch that fits.
 
@@ -83,7 +87,7 @@ def search(
         run: makes an attempt.
         cap: largest size of the search, at least 1.
         predictor: learns from each attempt, and may have a guess before the first.
-        expired: asked before each run once a size fits; True ends the search with the largest size so far.
+        stopped: asked before each run once a size fits; a reason ends the search.
 
     Returns:
         The result. A ``KeyboardInterrupt`` in ``run`` ends the search as the time limit does.
@@ -94,8 +98,8 @@ def search(
     stopped_by = None
     bound = None
     while bound is None:
-        if bracket.high == 1 or (bracket.low and expired()):
-            stopped_by = "time limit" if bracket.low else None
+        stopped_by = stopped() if bracket.low else None
+        if bracket.high == 1 or stopped_by:
             break
         guess = predictor.largest(cap)
         predicted = guess if predicted is None else predicted
@@ -107,7 +111,8 @@ def search(
             break
         attempts.append(outcome.attempt)
         bracket.note(outcome)
-        predictor.learn(outcome)
+        if not outcome.attempt.is_error:
+            predictor.learn(outcome)
         bound = _upper_bound(bracket, predictor)
         if bound == "replay" and len(attempts) > 1 and not attempts[-2].fits:
             # The size was chosen with care after a refusal. Reserved memory is not monotone, so more may fit.
@@ -123,7 +128,7 @@ def _upper_bound(bracket: _Bracket, predictor: ReplayPredictor) -> UpperBoundBy 
     if bracket.low >= bracket.cap:
         return "cap"
     if bracket.high == bracket.low + 1:
-        return "run"
+        return "error" if bracket.is_error else "run"
     return "replay" if predictor.proves_next_fails(bracket.low) else None
 
 

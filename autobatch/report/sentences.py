@@ -155,6 +155,8 @@ def _next_size(probe: Probe) -> str:
     above = count(probe.micro_batch + 1)
     if probe.upper_bound_by == "run":
         return f"{above} ran and did not fit."
+    if probe.upper_bound_by == "error":
+        return f"{above} did not run, for another reason than memory."
     if probe.upper_bound_by == "replay":
         return f"A replay of the measured footprint shows that {above} does not fit."
     if probe.upper_bound_by == "cap":

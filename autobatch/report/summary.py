@@ -62,6 +62,7 @@ def describe_limit(probe: Probe) -> str:
     ran = plural(len(probe.attempts), "test run")
     evidence = {
         "run": f"{more} ran and do not",
+        "error": f"{more} do not run, for another reason than memory",
         "replay": f"{more} do not (predicted from {ran})",
         "cap": CAPS[probe.limited_by],
         None: f"more may: the {probe.stopped_by} ended the search",

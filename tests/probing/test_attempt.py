@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autobatch
 from autobatch import Loss, Workload
 from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.setup import SetupSettings, open_setup
 from tests.support.probes import RandomVectors, classify
@@ -220,3 +221,17 @@ def test_an_attempt_on_a_simulated_gpu_fails_in_the_words_of_cuda() -> None:
     assert failed.reason is not None
     assert failed.reason.startswith("CUDA out of memory. Tried to allocate ")
     assert "GPU 0 has a total capacity of 14.55 GiB" in failed.reason
+
+
+def test_a_lost_context_is_asked_nothing(monkeypatch) -> None:
+    """After a sticky error every call to the driver raises that error again."""
+
+    def sticky(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    made = setup_of(work(nn.Linear(16, 4), loss=sticky), "1MiB")
+    monkeypatch.setattr(StorageMeter, "stats", sticky)
+    monkeypatch.setattr(type(made.device), "release", sticky)
+    outcome = attempt(made, 3)
+    assert outcome.is_context_lost
+    assert (outcome.attempt.fits, outcome.attempt.reason) == (False, "CUDA error: out of memory")

@@ -90,7 +90,7 @@ def test_the_time_limit_gives_the_largest_size_so_far() -> None:
         machine.run,
         cap=10**6,
         predictor=predictor_of(),
-        expired=lambda: len(machine.asked) >= 2,
+        stopped=lambda: "time limit" if len(machine.asked) >= 2 else None,
     )
     assert found.micro_batch == max(machine.asked)
     assert found.upper_bound_by is None
