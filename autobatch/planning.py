@@ -6,7 +6,9 @@ T samples as evenly as possible. Nothing is rounded and no divisor is needed: a 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import LearningRateRule, Plan, Precision
@@ -128,6 +130,67 @@ def make_plan(
             rule, learning_rate=learning_rate, target_batch=target_batch, base_batch=base_batch
         ),
         precision=precision,
+    )
+
+
+def launched_world_size(environ: Mapping[str, str]) -> int:
+    """Return the number of processes that a launcher (torchrun) has started, 1 without one.
+
+    Raises:
+        InputError: WORLD_SIZE is no whole number over 0.
+    """
+    text = environ.get("WORLD_SIZE", "1")
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise InputError(f"WORLD_SIZE of the environment is {text!r}: it must be a whole number, 1 or more")
+    return int(text)
+
+
+def check_world_size(plan: Plan, found: int, who: str) -> None:
+    """Check that a plan is for the processes that run it, or each would take the whole batch.
+
+    Raises:
+        InputError: it is for another number of ranks.
+    """
+    if plan.world_size != found:
+        raise InputError(
+            f"the plan is for {plan.world_size} rank{'s' * (plan.world_size > 1)}, and {who} runs in {found} "
+            f"process{'es' * (found > 1)}, so a step would not have {plan.target_batch} samples: plan with "
+            f"world_size={found}"
+        )
+
+
+def nearest_even_targets(target_batch: int, world_size: int, limit: int) -> list[int]:
+    """Return the target batches next to this one, below and above, that equal micro-batches do not slow.
+
+    Equal micro-batches of at most ``limit`` samples then take as few accumulation steps as unequal ones.
+    """
+
+    def is_good(target: int) -> bool:
+        share, rest = divmod(target, world_size)
+        return share > 0 and not rest and share % math.ceil(share / limit) == 0
+
+    below = next((target for target in range(target_batch - 1, 0, -1) if is_good(target)), None)
+    above = next(target for target in itertools.count(target_batch + 1) if is_good(target))
+    return [above] if below is None else [below, above]
+
+
+def even_split_note(plan: Plan, limit: int | None = None) -> str | None:
+    """Return a remark if equal micro-batches are at most half of what fits; None if they are not.
+
+    Args:
+        plan: the plan.
+        limit: the largest micro-batch that fits, in samples; None for that of the plan.
+    """
+    limit = plan.micro_batch if limit is None else limit
+    size, steps = even_split(plan)
+    share = plan.target_batch // plan.world_size
+    if 2 * size > min(limit, share):
+        return None
+    near = " or ".join(map(str, nearest_even_targets(plan.target_batch, plan.world_size, limit)))
+    return (
+        f"a target batch of {plan.target_batch} splits into equal micro-batches of {size} in {steps} "
+        f"accumulation steps at most, although {limit} samples fit: a target batch of {near} needs fewer "
+        "steps, and autobatch.batches splits any batch"
     )
 
 

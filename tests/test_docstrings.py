@@ -39,7 +39,8 @@ def examples() -> list[tuple[str, str]]:
                     name = f"{path.stem}:{getattr(node, 'name', 'module')}"
                     body = ast.get_docstring(node) or ""
                     text = body.split("\nArgs:")[0]
-                    found += [(name, code) for code in CODE.findall(text + "\n") if code.strip()]
+                    code = "".join(one for one in CODE.findall(text + "\n") if one.strip())
+                    found += [(name, code)] if code else []
     return found
 
 
@@ -56,7 +57,8 @@ def test_the_code_of_a_docstring_runs(owner: str, code: str, tmp_path: Path) -> 
     library = owner.partition(":")[0]
     if library in ("transformers", "lightning", "accelerate"):
         installed(library)
-    done = run(SETTING + re.sub(r"(?m)^ {4}", "", code), tmp_path)
+    setting = f"{SETTING}globals().update(set_up({library!r}))\n"
+    done = run(setting + re.sub(r"(?m)^ {4}", "", code), tmp_path)
     assert done.returncode == 0, done.stderr
 
 

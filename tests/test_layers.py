@@ -24,8 +24,8 @@ LAYERS = [
     "probing",
     "training",
     "tuning",
-    "integrations",
     "api",
+    "integrations",
     "cli",
 ]
 """In import order. Imports inside functions and for type checkers count like all others."""

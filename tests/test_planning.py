@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.core.errors import InputError
+from autobatch.core.records import Plan
 from autobatch.planning import (
     even_split,
+    even_split_note,
+    launched_world_size,
     learning_rate_factor,
     make_plan,
     micro_batches,
+    nearest_even_targets,
     rank_share,
     split_evenly,
 )
@@ -131,3 +135,46 @@ def test_a_learning_rate_that_is_kept_says_for_which_batch_it_was_tuned(base: in
     plan = make_plan(target_batch=1024, micro_batch_limit=64, learning_rate=3e-4, base_batch=base)
     assert plan.learning_rate == 3e-4
     assert plan.learning_rate_source == words
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_nearest_even_targets_are_found_as_by_trying_all(ranks: int) -> None:
+    for target in range(1, 40):
+        for limit in (1, 3, 7, 20):
+            good = [
+                other
+                for other in range(ranks, 90, ranks)
+                if even_split(_plan(other, limit, ranks))[1] == _plan(other, limit, ranks).accumulation_steps
+            ]
+            below = [other for other in good if other < target][-1:]
+            above = [other for other in good if other > target][:1]
+            assert nearest_even_targets(target, ranks, limit) == below + above
+
+
+def test_a_split_that_loses_half_the_size_says_so() -> None:
+    assert even_split_note(_plan(97, 67)) == (
+        "a target batch of 97 splits into equal micro-batches of 1 in 97 accumulation steps at most, "
+        "although 49 samples fit: a target batch of 96 or 98 needs fewer steps, and autobatch.batches splits "
+        "any batch"
+    )
+    assert "although 67 samples fit" in (even_split_note(_plan(97, 67), 67) or "")
+    assert even_split_note(_plan(96, 67)) is None
+    assert even_split_note(_plan(24, 7)) is None, "6 of 7 is no loss worth a word"
+    assert even_split_note(_plan(5, 7)) is None, "the whole batch is one micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"), [({}, 1), ({"WORLD_SIZE": "1"}, 1), ({"WORLD_SIZE": "8"}, 8)]
+)
+def test_the_ranks_of_a_launcher_are_read(environ: dict[str, str], expected: int) -> None:
+    assert launched_world_size(environ) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "²", ""])
+def test_an_invalid_number_of_ranks_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"WORLD_SIZE of the environment is .* a whole number, 1 or more"):
+        launched_world_size({"WORLD_SIZE": text})
+
+
+def _plan(target: int, limit: int, ranks: int = 1) -> Plan:
+    return make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1, world_size=ranks)

@@ -24,8 +24,8 @@ from autobatch.core.keywords import (
 from autobatch.core.options import (
     EstimateOptions,
     FitOptions,
-    PlanOptions,
     ProbeOptions,
+    RankPlanOptions,
     TuneOptions,
     options_from,
 )
@@ -77,7 +77,7 @@ def plan(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from(PlanOptions, dict(options))
+    checked = options_from(RankPlanOptions, dict(options))
     with listening(progress) as listener:
         result = run_plan(workload, checked, RunContext(progress=listener))
     assert result.plan is not None

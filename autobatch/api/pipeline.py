@@ -21,10 +21,11 @@ import msgspec
 from autobatch.api import unpack
 from autobatch.api.split import add_split
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, TuneOptions
+from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, RankPlanOptions, TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.device.profiles import data_home
+from autobatch.planning import rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.find_limit import check_size, find_limit, find_limits_by_size
@@ -91,10 +92,11 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
         return result
 
 
-def run_plan(workload: Workload | str | None, options: PlanOptions, context: RunContext) -> Result:
+def run_plan(workload: Workload | str | None, options: RankPlanOptions, context: RunContext) -> Result:
     """Run ``autobatch plan``. An interrupted probe answers with the largest size so far."""
+    world_size = unpack.world_size_of(options, context.environ)
     with open_setup_process(workload, options, context) as process:
-        result = probe_and_plan(process, options, context)
+        result = probe_and_plan(process, options, context, world_size=world_size)
         note_split(process, result, context.progress)
         return add_split(process, result, options, context.progress)
 
@@ -137,8 +139,16 @@ def open_setup_process(
     return open_process(workload, settings, isolated=context.isolated)
 
 
-def probe_and_plan(process: SetupProcess, options: PlanOptions, context: RunContext) -> Result:
+def probe_and_plan(
+    process: SetupProcess, options: PlanOptions, context: RunContext, *, world_size: int = 1
+) -> Result:
     """Find the largest micro-batch and plan the batch, also after an interrupted probe.
+
+    Args:
+        process: holds the setup.
+        options: options of the command.
+        context: surroundings of the call.
+        world_size: data-parallel ranks that share a batch.
 
     Raises:
         InputError: a rule for the learning rate lacks the batch that it was tuned for.
@@ -146,12 +156,12 @@ def probe_and_plan(process: SetupProcess, options: PlanOptions, context: RunCont
     """
     info, progress = process.info, context.progress
     # An invalid plan must fail before minutes are spent on a probe.
-    unpack.plan_for(info, 1, options)
-    limits = unpack.probe_limits(options, options.target_batch)
+    unpack.plan_for(info, 1, options, world_size)
+    limits = unpack.probe_limits(options, rank_share(options.target_batch, world_size, 0))
     limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
     order = Order(options.target_batch, options.seed)
     limit = survive_real_batches(process, limit, order, progress=progress)
-    plan = unpack.plan_for(info, limit.probe.micro_batch, options)
+    plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)
     progress.planned(plan)
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
         progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")

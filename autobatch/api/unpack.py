@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from autobatch.core.options import EstimateOptions, FitOptions, PlanOptions, SearchOptions, TuneOptions
+from autobatch.core.options import (
+    EstimateOptions,
+    FitOptions,
+    PlanOptions,
+    RankPlanOptions,
+    SearchOptions,
+    TuneOptions,
+)
 from autobatch.core.records import Plan
-from autobatch.planning import make_plan
+from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimate import EstimateSettings
 from autobatch.probing.find_limit import ProbeLimits, caps_of
 from autobatch.probing.setup import SetupInfo, SetupSettings
@@ -44,7 +52,18 @@ def probe_limits(options: SearchOptions, target_batch: int | None = None) -> Pro
     )
 
 
-def plan_for(info: SetupInfo, limit: int, options: PlanOptions) -> Plan:
+def world_size_of(options: RankPlanOptions, environ: Mapping[str, str]) -> int:
+    """Return the ranks that share a batch: those that were asked for, else those of the environment.
+
+    Raises:
+        InputError: WORLD_SIZE is no number of ranks.
+    """
+    if options.world_size is not None:
+        return options.world_size
+    return launched_world_size(environ)
+
+
+def plan_for(info: SetupInfo, limit: int, options: PlanOptions, world_size: int = 1) -> Plan:
     """Plan the batch under a limit on the micro-batch.
 
     Raises:
@@ -53,6 +72,7 @@ def plan_for(info: SetupInfo, limit: int, options: PlanOptions) -> Plan:
     return make_plan(
         target_batch=options.target_batch,
         micro_batch_limit=limit,
+        world_size=world_size,
         learning_rate=info.learning_rate,
         base_batch=options.base_batch or info.base_batch,
         rule=options.lr_rule,

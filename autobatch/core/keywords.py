@@ -39,8 +39,8 @@ class ProbeKeywords(SearchKeywords, total=False):
     micro_batch: int | None
 
 
-class PlanKeywords(SearchKeywords, total=False):
-    """Keywords of `autobatch.plan`."""
+class BatchKeywords(SearchKeywords, total=False):
+    """Keywords of the calls that plan a batch."""
 
     target_batch: Required[int]
     split: Literal["auto", "count", "size"]
@@ -48,7 +48,13 @@ class PlanKeywords(SearchKeywords, total=False):
     base_batch: int | None
 
 
-class TuneKeywords(PlanKeywords, total=False):
+class PlanKeywords(BatchKeywords, total=False):
+    """Keywords of `autobatch.plan`."""
+
+    world_size: int | None
+
+
+class TuneKeywords(BatchKeywords, total=False):
     """Keywords of `autobatch.tune`."""
 
     trials: int | None

@@ -104,7 +104,7 @@ class ProbeOptions(SearchOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PlanOptions(SearchOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of ``autobatch plan``."""
+    """Options of the commands that plan a batch."""
 
     target_batch: Annotated[
         AtLeastOne, OptionHelp("Samples per optimizer step, exactly.", "what to train", "N", common=True)
@@ -128,6 +128,19 @@ class PlanOptions(SearchOptions, frozen=True, kw_only=True, forbid_unknown_field
             "learning rate",
             "N",
             common=True,
+        ),
+    ] = None
+
+
+class RankPlanOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of ``autobatch plan``, which plans for other launchers too."""
+
+    world_size: Annotated[
+        AtLeastOne | None,
+        OptionHelp(
+            "Data-parallel ranks that share a batch. Without it: WORLD_SIZE of the environment, else 1.",
+            "what to train",
+            "N",
         ),
     ] = None
 
@@ -314,7 +327,7 @@ class EstimateOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
 
 COMMANDS: dict[str, type[Options]] = {
     "fit": FitOptions,
-    "plan": PlanOptions,
+    "plan": RankPlanOptions,
     "probe": ProbeOptions,
     "tune": TuneOptions,
     "estimate": EstimateOptions,

@@ -1,17 +1,24 @@
-"""A plan as arguments of Hugging Face ``accelerate``.
+"""Hugging Face ``accelerate``: plan for an ``Accelerator``, and set its accumulation.
 
-    from accelerate import Accelerator
+    accelerator = Accelerator()
+    plan = autobatch.integrations.accelerate.plan(
+        accelerator, model, optimizer, loader, loss=loss, target_batch=16
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, plan.loader)
 
-    adapter = autobatch.integrations.accelerate
-    accelerator = Accelerator(**adapter.arguments(plan))
-    loader = DataLoader(dataset, batch_size=adapter.batch_size(plan), shuffle=True)
+``plan.loader`` is the same loader with the planned batch size. The loop stays as it is:
 
-``with accelerator.accumulate(model):`` is then less exact than autobatch:
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
 
-- Each micro-batch has the same weight, whatever it holds: a mean of means. For a mean over tokens of ragged
-  data, the gradient was off by 0.06 to 0.94 (in float64), unless the counts were gathered by hand.
-- Micro-batches are equal (see `even_split`). The last one of an epoch may be short and has the weight of a
-  whole one: give ``drop_last=True`` to the loader.
+It is less exact than autobatch. The notes of the plan say by how much on your own data:
+
+- Each micro-batch has the same weight, whatever it holds: a mean of means.
+- Micro-batches are equal (`autobatch.planning.even_split`). The last one of an epoch may be short and has
+  the weight of a whole one: give ``drop_last=True`` to the loader.
 - The last batch of an epoch may have fewer micro-batches and is still divided by the full number, so its
   gradient is too small. ``plan.last_batch`` is ignored.
 - The learning rate belongs to the optimizer: use ``plan.learning_rate``. Clip the gradient yourself, only if
@@ -22,21 +29,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Unpack
 
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
+
+from autobatch.core.errors import InputError
+from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records import Plan
-from autobatch.planning import even_split
+from autobatch.integrations.library_plan import (
+    Float32Outputs,
+    LibraryLoop,
+    LibraryPlan,
+    on_host,
+    plan_for,
+    precision_of,
+    rebuilt,
+)
+from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
+from autobatch.workload.contract import Collated, Loss, Workload, kind_of
+
+LossFunction = Callable[[Any, Collated], "Tensor | Loss"]
+_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
 def arguments(plan: Plan) -> dict[str, Any]:
     """Return keyword arguments for ``accelerate.Accelerator``.
 
     Args:
-        plan: of `autobatch.plan`; its ``world_size`` must be the number of processes.
+        plan: of `autobatch.plan`, for the processes that a launcher has started.
 
     Raises:
-        InputError: the target batch does not divide equally among the ranks.
+        InputError: the plan is for another number of ranks, or they do not divide the target batch.
     """
+    check_world_size(plan, launched_world_size(os.environ), "accelerate")
+    if (note := even_split_note(plan)) is not None:
+        warnings.warn(note, stacklevel=2)
     return {
         "gradient_accumulation_steps": even_split(plan)[1],
         "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
@@ -50,3 +83,110 @@ def batch_size(plan: Plan) -> int:
         InputError: the target batch does not divide equally among the ranks.
     """
     return even_split(plan)[0]
+
+
+def plan(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    loss: LossFunction,
+    **options: Unpack[PlanKeywords],
+) -> LibraryPlan:
+    """Plan for an ``Accelerator``, set its accumulation steps, and make a loader of the planned batch size.
+
+    Args:
+        accelerator: whose device and precision are used.
+        model: before ``prepare``.
+        optimizer: before ``prepare``.
+        loader: before ``prepare``.
+        loss: maps ``(model, batch)`` to the loss that the loop backpropagates.
+        options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``.
+
+    Raises:
+        InputError: an option is invalid, or the loader was prepared before.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    if type(loader) is not DataLoader:
+        raise InputError(
+            f"the loader must be a torch DataLoader before accelerator.prepare, found {kind_of(loader)}: "
+            "plan first, then prepare plan.loader"
+        )
+    options.setdefault("precision", precision_of(accelerator.mixed_precision, _PRECISIONS, "accelerate"))
+    loop = LibraryLoop(
+        name="accelerate",
+        losses=partial(_losses, loss),
+        world_size=accelerator.num_processes,
+        device=accelerator.device,
+        divides_by_plan=True,
+        drop_last=loader.drop_last,
+    )
+    known = workload(model, optimizer, loader, loss=loss, mixed=accelerator.mixed_precision != "no")
+    with on_host(model):
+        found = plan_for(known, loop, loader=partial(_resized, loader), **options)
+    accelerator.gradient_accumulation_steps = found.accumulation_steps
+    return found
+
+
+def workload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    loss: LossFunction,
+    mixed: bool = False,
+) -> Workload:
+    """Build the workload of a loop that uses ``accelerate``.
+
+    Args:
+        model: the model.
+        optimizer: over its parameters.
+        loader: of the training data.
+        loss: maps ``(model, batch)`` to the loss.
+        mixed: whether outputs in 16 bits are copied to float32.
+    """
+    return Workload.from_loader(
+        loader,
+        model=lambda: model,
+        loss=lambda one, batch: loss(Float32Outputs(one) if mixed else one, batch),
+        optimizer=_rebuilder(optimizer, model),
+        learning_rate=float(optimizer.param_groups[0]["lr"]),
+        name=type(model).__name__,
+    )
+
+
+def _rebuilder(optimizer: torch.optim.Optimizer, own: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    return lambda model, _: rebuilt(optimizer, own, model)
+
+
+def _losses(loss: LossFunction, model: nn.Module, batches: list[Collated]) -> Iterator[Tensor]:
+    """Yield the losses that ``accelerator.backward`` gets for the micro-batches of a step."""
+    for batch in batches:
+        found = loss(model, batch)
+        mean = found.total / found.count if isinstance(found, Loss) else found
+        yield mean / len(batches)
+
+
+def _resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    """Return a loader of the same data with another batch size, which a loader cannot change itself."""
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise InputError(
+            f"the loader has {kind_of(loader.batch_sampler)} that makes its batches, whose size cannot be "
+            "changed: give it a sampler in place of a batch sampler"
+        )
+    return DataLoader(
+        loader.dataset,
+        batch_size=size,
+        sampler=loader.sampler,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )

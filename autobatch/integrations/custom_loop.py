@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, overload
 
@@ -11,7 +12,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.integrations.batch_step import Batch, CollatedT, Optimizer, train_state_of
 from autobatch.integrations.data_source import Data, DataSource, SampleT
-from autobatch.planning import micro_batches
+from autobatch.planning import check_world_size, launched_world_size, micro_batches
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, kind_of
 
@@ -160,6 +161,7 @@ def _check(plan: Plan, **numbers: int | None) -> None:
             f"autobatch.batches runs in one process, and the plan is for {plan.world_size} ranks: use a "
             "plan with world_size=1"
         )
+    check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     for name, value in numbers.items():
         least = 0 if name == "start" else 1
         if value is not None and value < least:

@@ -1,30 +1,58 @@
-"""A plan as arguments of Lightning.
+"""Lightning: plan for a ``Trainer``, a ``LightningModule`` and a ``LightningDataModule``.
 
-    from lightning import Trainer
+    trainer = Trainer(max_epochs=1)
+    plan = autobatch.integrations.lightning.plan(trainer, module, datamodule, target_batch=16)
+    trainer.fit(module, datamodule)
 
-    adapter = autobatch.integrations.lightning
-    trainer = Trainer(max_epochs=1, **adapter.arguments(plan))
-    loader = DataLoader(dataset, batch_size=adapter.batch_size(plan), shuffle=True)
+``training_step`` is the loss and ``configure_optimizers`` makes the optimizer, so nothing is written twice.
+The batch size goes to the attribute ``batch_size`` of the data module (or of the module, or of ``hparams``),
+from which ``train_dataloader`` must read it. A callback does the same when ``fit`` begins, in place of
+Lightning's ``BatchSizeFinder``:
 
-Its ``Trainer`` is then less exact than autobatch:
+    trainer = Trainer(
+        max_epochs=1, callbacks=[autobatch.integrations.lightning.AutobatchFinder(target_batch=16)]
+    )
+    trainer.fit(module, datamodule)
 
-- Each micro-batch has the same weight, whatever it holds: a mean of means. For a mean over tokens of ragged
-  data, the gradient was off by 0.06 to 0.94 (in float64).
-- Micro-batches are equal (see `even_split`). The last one of an epoch may be short and has the weight of a
-  whole one: give ``drop_last=True`` to the loader.
+Its loop is less exact than autobatch. The notes of the plan say by how much on your own data:
+
+- Each micro-batch has the same weight, whatever it holds: a mean of means.
+- Micro-batches are equal (`autobatch.planning.even_split`). The last one of an epoch may be short and has
+  the weight of a whole one: give ``drop_last=True`` to the loader.
 - The last batch of an epoch may have fewer micro-batches and is still divided by the full number, so its
   gradient is too small. ``plan.last_batch`` is ignored.
 - The learning rate belongs to the optimizer: use ``plan.learning_rate`` in ``configure_optimizers``.
+- Hooks that change a batch on the device (``on_after_batch_transfer``) do not run in the probe.
 
 `autobatch.batches` has none of these limits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Unpack
 
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from autobatch.core.errors import InputError
+from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records import Plan, Precision
-from autobatch.planning import even_split
+from autobatch.integrations.library_plan import LibraryLoop, LibraryPlan, on_host, plan_for, precision_of
+from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
+from autobatch.workload.contract import Collated, Workload, kind_of
+from autobatch.workload.loader_parts import parts_of
+
+if TYPE_CHECKING:
+    AutobatchFinder: Any
+
+__all__ = ["AutobatchFinder", "arguments", "batch_size", "plan", "workload"]
 
 _PRECISIONS: dict[Precision, str] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -33,12 +61,15 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
     """Return keyword arguments for ``lightning.Trainer``.
 
     Args:
-        plan: of `autobatch.plan`; its ``world_size`` must be the number of processes.
+        plan: of `autobatch.plan`, for the processes that a launcher has started.
         max_grad_norm: the 2-norm to clip the gradient of a batch to; None for no clipping.
 
     Raises:
-        InputError: the target batch does not divide equally among the ranks.
+        InputError: the plan is for another number of ranks, or they do not divide the target batch.
     """
+    check_world_size(plan, launched_world_size(os.environ), "Lightning")
+    if (note := even_split_note(plan)) is not None:
+        warnings.warn(note, stacklevel=2)
     return {
         "accumulate_grad_batches": even_split(plan)[1],
         "precision": _PRECISIONS[plan.precision],
@@ -54,3 +85,170 @@ def batch_size(plan: Plan) -> int:
         InputError: the target batch does not divide equally among the ranks.
     """
     return even_split(plan)[0]
+
+
+def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[PlanKeywords]) -> LibraryPlan:
+    """Plan for a Lightning ``Trainer``, and set its accumulation and the batch size.
+
+    Args:
+        trainer: before ``fit``.
+        module: the ``LightningModule``.
+        datamodule: the ``LightningDataModule``; None if the module has ``train_dataloader``.
+        options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``. Precision,
+            clipping and device are the trainer's.
+
+    Raises:
+        InputError: an option is invalid, or the module trains in a way that a plan cannot describe.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    if not module.automatic_optimization:
+        raise InputError(
+            f"{kind_of(module)} has automatic_optimization=False, so its training_step calls backward "
+            "itself: use autobatch.batches in a loop of your own"
+        )
+    holder = _holder(module, datamodule)
+    if datamodule is not None and getattr(datamodule, "trainer", None) is None:
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+    known = {value: key for key, value in _PRECISIONS.items()}
+    options.setdefault("precision", precision_of(str(trainer.precision), known, "Lightning"))
+    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") == "norm":
+        options.setdefault("max_grad_norm", float(trainer.gradient_clip_val))
+    loader = _loader(module, datamodule)
+    loop = LibraryLoop(
+        name="Lightning",
+        losses=_losses,
+        world_size=trainer.world_size,
+        device=trainer.strategy.root_device,
+        divides_by_plan=True,
+        drop_last=loader.drop_last,
+    )
+    with on_host(module), _outside_of_fit(module, trainer):
+        found = plan_for(workload(module, loader), loop, **options)
+    trainer.accumulate_grad_batches = found.accumulation_steps
+    setattr(*holder, found.micro_batch)
+    made = _loader(module, datamodule).batch_size
+    if made != found.micro_batch:
+        raise InputError(
+            f"train_dataloader made a loader of {made} samples, after batch_size was set to "
+            f"{found.micro_batch}: let it read self.batch_size"
+        )
+    return found
+
+
+def workload(module: Any, loader: DataLoader[Any]) -> Workload:
+    """Build the workload that a ``LightningModule`` trains on the data of a loader.
+
+    Raises:
+        InputError: ``configure_optimizers`` returns no optimizer.
+    """
+    (first, *_) = _optimizers(module)
+    parts = parts_of(loader)
+    return Workload(
+        model=lambda: module,
+        train_data=parts.train_data,
+        collate=parts.collate,
+        loss=_loss,
+        optimizer=lambda model, _: _optimizers(model),
+        learning_rate=float(first.param_groups[0]["lr"]),
+        name=type(module).__name__,
+    )
+
+
+def _loss(module: Any, batch: Any) -> Tensor:
+    """Return the loss of a micro-batch."""
+    takes = [batch, 0][: len(inspect.signature(module.training_step).parameters)]
+    found = module.training_step(*takes)
+    if isinstance(found, dict):
+        found = found.get("loss")
+    if not isinstance(found, Tensor):
+        raise InputError(f"training_step must return a loss, or a dict with one, found {kind_of(found)}")
+    return found
+
+
+def _losses(module: nn.Module, batches: list[Collated]) -> Iterator[Tensor]:
+    """Yield the losses that Lightning backpropagates for the micro-batches of a step."""
+    for batch in batches:
+        yield _loss(module, batch) / len(batches)
+
+
+def _optimizers(module: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers among the many forms that ``configure_optimizers`` may return."""
+    found = module.configure_optimizers()
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list | tuple):
+        found = found[0]
+    several = found if isinstance(found, list | tuple) else [found]
+    made = [one["optimizer"] if isinstance(one, dict) else one for one in several]
+    if not made or not all(isinstance(one, torch.optim.Optimizer) for one in made):
+        raise InputError(f"configure_optimizers must return an optimizer, found {kind_of(found)}")
+    return made
+
+
+def _loader(module: Any, datamodule: Any) -> DataLoader[Any]:
+    loader = (module if datamodule is None else datamodule).train_dataloader()
+    if not isinstance(loader, DataLoader):
+        raise InputError(f"train_dataloader must return one DataLoader, found {kind_of(loader)}")
+    return loader
+
+
+def _holder(module: Any, datamodule: Any) -> tuple[Any, str]:
+    """Return the object whose attribute ``batch_size`` the loader is made with.
+
+    Raises:
+        InputError: nothing has one.
+    """
+    owners = [one for one in (datamodule, module) if one is not None]
+    for owner in owners:
+        for holder in (owner, getattr(owner, "hparams", None)):
+            if holder is not None and hasattr(holder, "batch_size"):
+                return holder, "batch_size"
+    names = " nor ".join(type(one).__name__ for one in owners)
+    raise InputError(
+        f"neither {names} has an attribute batch_size" if len(owners) > 1 else f"{names} has no batch_size"
+    ) from None
+
+
+class _NoFit:
+    """A trainer outside of ``fit``, which logs nothing and is not copied with its module.
+
+    Args:
+        trainer: whose attributes are passed on.
+    """
+
+    estimated_stepping_batches = 1000
+    barebones = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def __deepcopy__(self, _: Any) -> _NoFit:
+        return self
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Log nothing."""
+
+
+@contextmanager
+def _outside_of_fit(module: Any, trainer: Any) -> Iterator[None]:
+    """Let ``training_step`` run within the block although no ``fit`` does."""
+    before = vars(module).copy()
+    module._trainer = _NoFit(trainer)
+    module.log = module.log_dict = _ignore
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import the callback, and with it the library, at first use (PEP 562)."""
+        if name == "AutobatchFinder":
+            return import_module("autobatch.integrations.lightning_callback").AutobatchFinder
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

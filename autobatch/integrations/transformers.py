@@ -1,15 +1,21 @@
-"""A plan as arguments of Hugging Face ``transformers``.
+"""Hugging Face ``transformers``: plan for a ``Trainer``, and set its arguments.
 
-    from transformers import TrainingArguments
+    trainer = Trainer(model, TrainingArguments("out"), train_dataset=dataset)
+    plan = autobatch.integrations.transformers.plan(trainer, target_batch=16)
+    trainer.train()
 
-    args = TrainingArguments(output_dir="out", **autobatch.integrations.transformers.arguments(plan))
+Everything is taken from the ``Trainer``: model (with PEFT), data and collator, ``compute_loss`` with
+``num_items_in_batch``, optimizer, precision, clipping and activation checkpointing. The callback does the
+same when ``train()`` begins, and logs the plan:
 
-Its ``Trainer`` is then less exact than autobatch:
+    trainer = Trainer(model, TrainingArguments("out"), train_dataset=dataset)
+    trainer.add_callback(autobatch.integrations.transformers.AutobatchCallback(trainer, target_batch=16))
 
-- A mean over tokens is weighted by the tokens of the whole batch only if the model takes
-  ``num_items_in_batch``. For other models, and for a ``compute_loss`` that ignores it, each micro-batch has
-  the same weight, whatever it holds: a mean of means.
-- Micro-batches are equal (see `even_split`), and the last one of an epoch may be short.
+Its loop is less exact than autobatch. The notes of the plan say by how much on your own data:
+
+- A mean over tokens is weighted by the tokens of the whole batch only if the model, or a loss of your own,
+  takes ``num_items_in_batch`` and uses it. Otherwise each micro-batch has the same weight: a mean of means.
+- Micro-batches are equal (`autobatch.planning.even_split`), and the last one of an epoch may be short.
 - The last batch of an epoch is short (``flush``) and is never carried over. ``plan.last_batch`` is ignored.
 
 `autobatch.batches` has none of these limits.
@@ -17,17 +23,43 @@ Its ``Trainer`` is then less exact than autobatch:
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Unpack
 
-from autobatch.core.records import Plan
-from autobatch.planning import even_split
+from torch import Tensor, nn
+
+from autobatch.core.errors import InputError
+from autobatch.core.keywords import PlanKeywords
+from autobatch.core.records import Plan, Precision
+from autobatch.integrations.library_plan import (
+    Float32Outputs,
+    LibraryLoop,
+    LibraryPlan,
+    on_host,
+    plan_for,
+    rebuilt,
+)
+from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
+from autobatch.workload.contract import Collated, Loss, Workload
+from autobatch.workload.loader_parts import parts_of
+
+if TYPE_CHECKING:
+    AutobatchCallback: Any
+
+__all__ = ["AutobatchCallback", "arguments", "plan", "workload"]
 
 
 def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Any]:
     """Return keyword arguments for ``transformers.TrainingArguments``.
 
     Args:
-        plan: of `autobatch.plan`; its ``world_size`` must be the number of processes.
+        plan: of `autobatch.plan`, for the processes that a launcher has started.
         max_grad_norm: the 2-norm to clip the gradient of a batch to; None for no clipping, as in autobatch.
             (The default of ``TrainingArguments`` clips at 1.)
 
@@ -35,9 +67,12 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
         Sizes in samples per device, the learning rate, and the precision.
 
     Raises:
-        InputError: the target batch does not divide equally among the ranks.
+        InputError: the plan is for another number of ranks, or they do not divide the target batch.
     """
+    check_world_size(plan, launched_world_size(os.environ), "the Trainer")
     micro_batch, steps = even_split(plan)
+    if (note := even_split_note(plan)) is not None:
+        warnings.warn(note, stacklevel=2)
     return {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": steps,
@@ -46,3 +81,173 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
         "fp16": plan.precision == "fp16",
         "max_grad_norm": 0.0 if max_grad_norm is None else max_grad_norm,
     }
+
+
+def plan(trainer: Any, **options: Unpack[PlanKeywords]) -> LibraryPlan:
+    """Plan for a ``Trainer``, and set its batch size, accumulation steps and learning rate.
+
+    Args:
+        trainer: before ``train()``.
+        options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``. Precision,
+            clipping and device are the trainer's.
+
+    Raises:
+        InputError: an option is invalid, or the trainer runs in a way that a plan cannot describe.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    args = trainer.args
+    _check(trainer)
+    options.setdefault("precision", _precision(args))
+    options.setdefault("max_grad_norm", args.max_grad_norm or None)
+    loop = LibraryLoop(
+        name="Trainer",
+        losses=partial(_losses, trainer),
+        # Without a count, the model takes the mean that its loss is defined by.
+        whole=lambda model, inputs: _compute(trainer, model, inputs, None),
+        world_size=args.world_size,
+        device=args.device,
+        divides_by_plan=False,
+        averages_means=not _is_scaled(trainer, 1),
+        drop_last=args.dataloader_drop_last,
+    )
+    with on_host(trainer.model), _checkpointing(trainer):
+        found = plan_for(workload(trainer), loop, **options)
+    args.per_device_train_batch_size = found.micro_batch
+    args.gradient_accumulation_steps = found.accumulation_steps
+    args.learning_rate = found.learning_rate
+    trainer._train_batch_size = args.train_batch_size
+    return found
+
+
+def workload(trainer: Any) -> Workload:
+    """Build the workload that a ``Trainer`` trains, for `autobatch.estimate` for example.
+
+    Raises:
+        InputError: the trainer has no training data.
+    """
+    if trainer.train_dataset is None:
+        raise InputError("the Trainer has no train_dataset: give it one before it is planned for")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a batch size that is about to change
+        parts = parts_of(trainer.get_train_dataloader())
+    return Workload(
+        model=lambda: trainer.model,
+        train_data=parts.train_data,
+        collate=parts.collate,
+        loss=partial(_loss, trainer),
+        optimizer=lambda model, _: _optimizer(trainer, model),
+        learning_rate=trainer.args.learning_rate,
+        name=type(trainer.model).__name__,
+    )
+
+
+def _loss(trainer: Any, model: nn.Module, inputs: Any) -> Tensor | Loss:
+    """Return the loss of a micro-batch, as the sum and the count that ``num_items_in_batch`` stands for."""
+    count = _count(trainer, [inputs])
+    if count is None or not _is_scaled(trainer, count):
+        return _compute(trainer, model, inputs, count)
+    return Loss(_compute(trainer, model, inputs, 1), count)
+
+
+def _losses(trainer: Any, model: nn.Module, batches: list[Collated]) -> Iterator[Tensor]:
+    """Yield the losses that ``Trainer.training_step`` backpropagates for the micro-batches of a step."""
+    count = _count(trainer, batches)
+    for inputs in batches:
+        loss = _compute(trainer, model, inputs, count)
+        yield loss if _is_scaled(trainer, count) else loss / len(batches)
+
+
+def _compute(trainer: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
+    # compute_loss may remove the labels from its inputs.
+    loss: Tensor = trainer.compute_loss(_as_prepared(trainer, model), dict(inputs), num_items_in_batch=count)
+    return loss
+
+
+def _count(trainer: Any, batches: list[Collated]) -> Any:
+    """Return ``num_items_in_batch`` of these micro-batches on one rank; None if the trainer counts none."""
+    device = next((p.device for p in trainer.model.parameters()), None)
+    gathers, trainer.args.average_tokens_across_devices = trainer.args.average_tokens_across_devices, False
+    try:
+        return trainer.get_batch_samples(iter(batches), len(batches), device)[1]
+    finally:
+        trainer.args.average_tokens_across_devices = gathers
+
+
+def _is_scaled(trainer: Any, count: Any) -> bool:
+    """Check whether the trainer leaves the loss as it is, because it is divided by the count already."""
+    told = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if told is not None:
+        return bool(told)
+    return (trainer.model_accepts_loss_kwargs and count is not None) or trainer.compute_loss_func is not None
+
+
+def _as_prepared(trainer: Any, model: nn.Module) -> Any:
+    """Return the model as accelerate prepares it: in 16 bits its outputs are copied to float32."""
+    if trainer.accelerator.mixed_precision == "no":
+        return model
+    return Float32Outputs(model)
+
+
+def _optimizer(trainer: Any, model: nn.Module) -> Any:
+    """Build the trainer's optimizer for a model, which may be a copy; its own one stays."""
+    if trainer.optimizer is not None:
+        return rebuilt(getattr(trainer.optimizer, "optimizer", trainer.optimizer), trainer.model, model)
+    takes_model = "model" in inspect.signature(trainer.create_optimizer).parameters
+    own = trainer.model
+    try:
+        if takes_model:
+            return trainer.create_optimizer(model)
+        trainer.model = model
+        return trainer.create_optimizer()
+    finally:
+        trainer.model, trainer.optimizer = own, None
+
+
+@contextmanager
+def _checkpointing(trainer: Any) -> Iterator[None]:
+    """Checkpoint activations within the block if the arguments ask for it, as ``train()`` does."""
+    args, model = trainer.args, trainer.model
+    word = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
+    is_on = bool(getattr(model, f"is_{word}_checkpointing", False))
+    is_asked = getattr(args, f"{word}_checkpointing") and hasattr(model, f"{word}_checkpointing_enable")
+    if is_on or not is_asked:
+        yield
+        return
+    kwargs = dict(getattr(args, f"{word}_checkpointing_kwargs") or {})
+    more = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+    enable = getattr(model, f"{word}_checkpointing_enable")
+    enable(**{f"{word}_checkpointing_kwargs": kwargs or None}, **more)
+    try:
+        yield
+    finally:
+        getattr(model, f"{word}_checkpointing_disable")()
+
+
+def _precision(args: Any) -> Precision:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def _check(trainer: Any) -> None:
+    """Raise if the trainer runs in a way that a plan of one device cannot describe."""
+    args = trainer.args
+    unknown = [
+        name
+        for name, is_on in (
+            (f"DataParallel over {args.n_gpu} GPUs in one process (start it with torchrun)", args.n_gpu > 1),
+            ("DeepSpeed", trainer.is_deepspeed_enabled),
+            ("FSDP", trainer.is_fsdp_enabled),
+            ("auto_find_batch_size", args.auto_find_batch_size),
+        )
+        if is_on
+    ]
+    if unknown:
+        raise InputError(f"autobatch cannot plan for a Trainer with {' and '.join(unknown)}: turn it off")
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import the callback, and with it the library, at first use (PEP 562)."""
+        if name == "AutobatchCallback":
+            return import_module("autobatch.integrations.transformers_callback").AutobatchCallback
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -88,6 +88,8 @@ class PlanResult(Plan, frozen=True, kw_only=True):
 
     device: DeviceRecord
     probe: Probe
+    notes: list[str] = []
+    """Remarks of the probe and the plan, one per line."""
 
     @property
     def plan(self) -> Plan:

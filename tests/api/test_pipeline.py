@@ -10,7 +10,7 @@ from torch import nn
 
 from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
 from autobatch.core.errors import InputError
-from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, TuneOptions, options_from
+from autobatch.core.options import EstimateOptions, ProbeOptions, RankPlanOptions, TuneOptions, options_from
 from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from autobatch.probing import child
@@ -18,14 +18,17 @@ from autobatch.tuning.tune_plan import PlanTuner
 from tests.support.commandline import SMALL
 from tests.support.probes import Listener, mlp, work
 from tests.support.step_workloads import deep_transformer
+from tests.support.training import make_workload
 
 
 def context_in(home: Path, **fields: Any) -> RunContext:
     return RunContext(environ={"AUTOBATCH_HOME": str(home)}, **fields)
 
 
-def plan_options(**values: Any) -> PlanOptions:
-    return options_from(PlanOptions, {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB", **values})
+def plan_options(**values: Any) -> RankPlanOptions:
+    return options_from(
+        RankPlanOptions, {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB", **values}
+    )
 
 
 def test_a_plan_shows_where_the_memory_goes(tmp_path: Path) -> None:
@@ -167,3 +170,29 @@ def test_an_estimate_reads_the_data_directory_of_its_environment(tmp_path: Path)
     options = options_from(EstimateOptions, {"profile": ["t4"], "max_micro_batch": 2})
     found = run_estimate(work(lambda: mlp(8)), options, {"AUTOBATCH_HOME": str(tmp_path)})
     assert [one.micro_batch for one in found.estimates] == [2]
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "world", "share"),
+    [
+        ({}, {}, 1, 64),
+        ({}, {"WORLD_SIZE": "4"}, 4, 16),
+        ({"world_size": 3}, {"WORLD_SIZE": "4"}, 3, 22),
+        ({"world_size": 1}, {"WORLD_SIZE": "4"}, 1, 64),
+    ],
+)
+def test_a_plan_is_for_the_ranks_that_were_asked_for_or_launched(
+    options: dict[str, Any], environ: dict[str, str], world: int, share: int, tmp_path: Path
+) -> None:
+    context = RunContext(environ=environ | {"AUTOBATCH_HOME": str(tmp_path)})
+    result = run_plan(make_workload(), plan_options(**options, max_micro_batch=5), context)
+    assert result.plan is not None
+    assert (result.plan.world_size, sum(result.plan.micro_batches)) == (world, share)
+    assert result.plan.target_batch == 64
+
+
+def test_a_rank_is_not_probed_beyond_its_share(tmp_path: Path) -> None:
+    context = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
+    result = run_plan(make_workload(), plan_options(target_batch=8, world_size=4), context)
+    assert result.probe is not None
+    assert (result.probe.micro_batch, result.probe.limited_by) == (2, "target_batch")

@@ -43,7 +43,8 @@ def settings_of(command: str, info: SetupInfo, values: dict[str, Any]) -> list[o
         return [unpack.setup_settings(options), unpack.probe_limits(options)]
     batch = options.target_batch
     found = [unpack.setup_settings(options, batch), unpack.probe_limits(options, batch)]
-    found.append(unpack.plan_for(info, 16, options))
+    world_size = unpack.world_size_of(options, {}) if command == "plan" else 1
+    found.append(unpack.plan_for(info, 16, options, world_size))
     if command == "tune":
         found.append(unpack.tune_settings(options, info, 100))
     if command == "fit":

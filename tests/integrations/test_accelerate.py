@@ -1,18 +1,34 @@
-"""A plan as arguments of accelerate, checked against the library if it is installed."""
+"""Plans for accelerate, against the library itself and the gradient of the whole batch."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
 
+from autobatch.core.errors import InputError
 from autobatch.integrations import accelerate
+from autobatch.planning import make_plan
 from tests.support.custom_loops import small_plan
 from tests.support.libraries import imports_library, installed
 from tests.support.training import apart, make_workload, mean_loss, reference, weights
+
+
+@pytest.fixture(autouse=True)
+def quiet_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    installed("accelerate").state.AcceleratorState._reset_state(reset_partial_state=True)
+    installed("accelerate").state.GradientState._reset_state()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -25,6 +41,14 @@ def test_the_arguments_follow_the_plan(precision: str) -> None:
     assert accelerate.batch_size(plan) == 6
 
 
+def test_a_plan_for_other_ranks_or_half_the_size_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="a target batch of 96 or 98 needs fewer steps"):
+        accelerate.arguments(make_plan(target_batch=97, micro_batch_limit=67, learning_rate=0.1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="the plan is for 1 rank, and accelerate runs in 2 processes"):
+        accelerate.arguments(small_plan(24, 7))
+
+
 def test_the_library_takes_every_argument() -> None:
     known = inspect.signature(installed("accelerate").Accelerator).parameters
     assert set(accelerate.arguments(small_plan(24, 7))) <= set(known)
@@ -34,24 +58,87 @@ def test_the_adapter_does_not_import_the_library() -> None:
     assert not imports_library(accelerate, "accelerate")
 
 
-def test_the_library_takes_the_step_of_the_plan() -> None:
+def step(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> None:
+    """Train one epoch as the library documents it."""
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_the_library_takes_the_step_of_the_arguments() -> None:
     """Equal micro-batches of a mean over samples: what the adapter promises, in float64."""
     workload = make_workload()
     expected, _ = reference(workload, [range(24)], mean_loss)
-    library = installed("accelerate")
     plan = small_plan(24, 7)
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        accelerator = library.Accelerator(cpu=True, **accelerate.arguments(plan))
-        model, optimizer, loader = accelerator.prepare(
-            module := workload.model(),
-            torch.optim.SGD(module.parameters(), lr=plan.learning_rate),
-            DataLoader(workload.train_data, batch_size=accelerate.batch_size(plan)),
-        )
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(mean_loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-    assert apart(weights(module), expected) < 1e-12
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate)
+    accelerator = installed("accelerate").Accelerator(cpu=True, **accelerate.arguments(plan))
+    step(
+        accelerator, model, optimizer, DataLoader(workload.train_data, batch_size=accelerate.batch_size(plan))
+    )
+    assert apart(weights(model), expected) < 1e-12
+
+
+def test_a_planned_loop_takes_the_step_of_the_whole_batch() -> None:
+    workload = make_workload()
+    expected, _ = reference(workload, [range(24)], mean_loss)
+    torch.manual_seed(0)
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=workload.learning_rate)
+    accelerator = installed("accelerate").Accelerator(cpu=True)
+    loader = DataLoader(workload.train_data, batch_size=2, num_workers=0)
+    plan = accelerate.plan(
+        accelerator, model, optimizer, loader, loss=mean_loss, target_batch=24, max_micro_batch=7
+    )
+    assert (plan.micro_batches, accelerator.gradient_accumulation_steps) == ([6] * 4, 4)
+    assert plan.loader.batch_size == 6
+    assert plan.loader.dataset is loader.dataset
+    assert plan.gradient_error is not None
+    assert plan.gradient_error < 1e-6
+    step(accelerator, model, optimizer, plan.loader)
+    assert apart(weights(model), expected) < 1e-12
+
+
+def test_the_probe_copies_outputs_to_float32_as_the_library_does() -> None:
+    """Without the copies the probe would find a larger micro-batch than the loop can run."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 512))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0].float())
+        seen.append(outputs.dtype)
+        return outputs.float().square().mean()
+
+    seen: list[torch.dtype] = []
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = installed("accelerate").Accelerator(cpu=True, mixed_precision="bf16")
+    loader = DataLoader(make_workload().train_data, batch_size=2)
+    plan = accelerate.plan(
+        accelerator, model, optimizer, loader, loss=loss, target_batch=8, max_micro_batch=4
+    )
+    assert plan.precision == "bf16"
+    assert set(seen) == {torch.float32}
+
+
+def test_what_was_prepared_or_has_no_batch_size_is_refused() -> None:
+    workload = make_workload()
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = installed("accelerate").Accelerator(cpu=True)
+    options: dict[str, Any] = {"loss": mean_loss, "target_batch": 8, "max_micro_batch": 4}
+    prepared = accelerator.prepare(DataLoader(workload.train_data, batch_size=2))
+    with pytest.raises(InputError, match=r"must be a torch DataLoader before accelerator\.prepare, found a"):
+        accelerate.plan(accelerator, model, optimizer, prepared, **options)
+
+    class Own(BatchSampler):
+        pass
+
+    own = DataLoader(workload.train_data, batch_sampler=Own(range(24), 2, drop_last=False))
+    with pytest.raises(InputError, match="has an Own that makes its batches, whose size cannot be changed"):
+        accelerate.plan(accelerator, model, optimizer, own, **options)

@@ -132,3 +132,10 @@ def test_the_number_of_batches_in_a_stream_is_unknown() -> None:
 def test_an_invalid_option_is_refused(make, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
+
+
+def test_a_plan_for_one_process_is_refused_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would take the whole batch."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"the plan is for 1 rank, and autobatch\.batches runs in 2 process"):
+        autobatch.batches(points(), small_plan(), epochs=1)

@@ -1,16 +1,48 @@
-"""A plan as arguments of transformers, checked against the library if it is installed."""
+"""Plans for a Trainer, against the library itself and the gradient of the whole batch."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from autobatch.core.errors import InputError
 from autobatch.integrations import transformers
+from autobatch.planning import make_plan
+from autobatch.workload.contract import Loss
 from tests.support.custom_loops import small_plan
 from tests.support.libraries import imports_library, installed
+from tests.support.trainers import BUDGET, Texts, gpt2, gradient_of, mean_over_words, pad, weights_of
+
+
+@pytest.fixture(autouse=True)
+def quiet_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def a_trainer(folder: Path, model: nn.Module | None = None, *, kind: Any = None, **options: Any) -> Any:
+    library = installed("transformers")
+    arguments = {
+        "report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "optim": "sgd",
+        "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_steps": 1, "max_grad_norm": 0.0,
+    }  # fmt: skip
+    more = {name: options.pop(name) for name in ("optimizers", "compute_loss_func") if name in options}
+    return (kind or library.Trainer)(
+        gpt2() if model is None else model,
+        library.TrainingArguments(str(folder), **arguments | options),
+        train_dataset=Texts(),
+        data_collator=pad,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -27,6 +59,20 @@ def test_the_arguments_follow_the_plan(precision: str) -> None:
     assert transformers.arguments(plan)["max_grad_norm"] == 0.0
 
 
+def test_a_plan_for_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="the plan is for 2 ranks, and the Trainer runs in 1 process, so"):
+        transformers.arguments(small_plan(24, 7, world_size=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="the plan is for 1 rank, and the Trainer runs in 2 processes"):
+        transformers.arguments(small_plan(24, 7))
+    assert transformers.arguments(small_plan(24, 7, world_size=2))["gradient_accumulation_steps"] == 2
+
+
+def test_a_split_that_loses_half_the_size_is_told() -> None:
+    with pytest.warns(UserWarning, match="a target batch of 96 or 98 needs fewer steps"):
+        transformers.arguments(make_plan(target_batch=97, micro_batch_limit=67, learning_rate=0.1))
+
+
 def test_the_library_takes_every_argument() -> None:
     known = inspect.signature(installed("transformers").TrainingArguments).parameters
     assert set(transformers.arguments(small_plan(24, 7))) <= set(known)
@@ -34,16 +80,120 @@ def test_the_library_takes_every_argument() -> None:
 
 def test_the_adapter_does_not_import_the_library() -> None:
     assert not imports_library(transformers, "transformers")
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        _ = transformers.Trainer
 
 
-def test_the_library_reads_the_arguments_as_meant(tmp_path: Path) -> None:
-    library = installed("transformers")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = library.TrainingArguments(
-            output_dir=str(tmp_path),
-            use_cpu=True,
-            **transformers.arguments(small_plan(24, 7, precision="bf16")),
-        )
-    assert (made.train_batch_size, made.gradient_accumulation_steps, made.bf16) == (6, 4, True)
-    assert made.max_grad_norm == 0.0
+def test_the_trainer_takes_the_step_of_the_whole_batch(tmp_path: Path) -> None:
+    """One step of the library itself, against one backward pass over all 24 samples."""
+    trainer = a_trainer(tmp_path)
+    before = weights_of(trainer.model)
+    plan = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
+    assert torch.equal(weights_of(trainer.model), before)
+    assert plan.accumulation_steps > 1
+    assert trainer.args.gradient_accumulation_steps == plan.accumulation_steps
+    assert trainer.args.per_device_train_batch_size == trainer._train_batch_size == plan.micro_batch
+    assert plan.gradient_error is not None
+    assert plan.gradient_error < 1e-4
+    seen: list[Any] = []
+    ask = trainer.compute_loss
+    trainer.compute_loss = lambda model, inputs, **more: (
+        seen.append(dict(inputs)) or ask(model, inputs, **more)
+    )
+    trainer.train()
+    assert [len(one["labels"]) for one in seen] == plan.micro_batches
+    texts = [
+        {"input_ids": row[mask.bool()]}
+        for one in seen
+        for row, mask in zip(one["input_ids"], one["attention_mask"], strict=True)
+    ]
+    model = gpt2().eval()
+    expected = weights_of(model) - 0.1 * gradient_of(model, mean_over_words(model, pad(texts)))
+    assert float((weights_of(trainer.model) - expected).norm() / (expected - before).norm()) < 1e-5
+
+
+def test_a_count_that_is_not_that_of_the_loss_is_told(tmp_path: Path) -> None:
+    """Without a loss type, as GPT-2 comes, the library counts first words, which no causal loss predicts."""
+    trainer = a_trainer(tmp_path, gpt2(loss_type=None))
+    plan = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
+    assert plan.gradient_error is not None
+    assert 0.05 < plan.gradient_error < 0.3
+    assert "times as long: the library divides by another count than the loss does" in " ".join(plan.notes)
+
+
+def test_a_loss_that_ignores_the_count_is_told(tmp_path: Path) -> None:
+    class Ignoring(installed("transformers").Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            loss = mean_over_words(model, inputs)
+            return (loss, None) if return_outputs else loss
+
+    trainer = a_trainer(tmp_path, kind=Ignoring)
+    plan = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
+    assert plan.gradient_error is not None
+    assert plan.gradient_error > 0.5
+    assert "because the losses are summed over micro-batches and not divided" in " ".join(plan.notes)
+    trainer.loss_is_scaled_for_ga = False
+    again = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
+    assert again.gradient_error is not None
+    assert 1e-2 < again.gradient_error < 1
+    assert "because each micro-batch has the same weight" in " ".join(again.notes)
+
+
+def test_the_loss_of_the_workload_is_a_sum_and_its_count(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path)
+    workload = transformers.workload(trainer)
+    batch = pad([workload.train_data[index] for index in range(5)])
+    model = trainer.model.eval()
+    found = workload.loss(model, batch)
+    assert isinstance(found, Loss)
+    assert int(found.count) == int((batch["labels"][:, 1:] != -100).sum())
+    assert torch.allclose(found.total / found.count, mean_over_words(model, batch))
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_the_optimizer_is_that_of_the_trainer(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path, optim="adamw_torch", weight_decay=0.1)
+    made = transformers.workload(trainer).optimizer(gpt2(), 0.1)
+    assert isinstance(made, torch.optim.AdamW)
+    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
+    assert trainer.optimizer is None
+    model = gpt2()
+    own = torch.optim.SGD(model.lm_head.parameters(), lr=0.5)
+    trainer = a_trainer(tmp_path, model, optimizers=(own, None))
+    other = gpt2()
+    made = transformers.workload(trainer).optimizer(other, 0.1)
+    assert isinstance(made, torch.optim.SGD)
+    assert made.param_groups[0]["params"] == [other.lm_head.weight]
+
+
+def test_adapters_of_peft_and_checkpointing_are_planned_with(tmp_path: Path) -> None:
+    peft = installed("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.0)
+    model = peft.get_peft_model(gpt2(), config)
+    trainer = a_trainer(tmp_path, model, gradient_checkpointing=True, bf16=True)
+    plan = transformers.plan(trainer, target_batch=24, memory_budget="250KiB")
+    assert plan.precision == "bf16"
+    assert plan.probe.limited_by == "memory"
+    assert not model.is_gradient_checkpointing
+    before = weights_of(model)
+    trainer.train()
+    assert not torch.equal(weights_of(model), before)
+    plain = a_trainer(tmp_path, peft.get_peft_model(gpt2(), config), bf16=True)
+    limit = transformers.plan(plain, target_batch=24, memory_budget="250KiB").probe.micro_batch
+    assert limit < plan.probe.micro_batch
+
+
+def test_ways_to_train_that_no_plan_describes_are_refused(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path, auto_find_batch_size=True)
+    with pytest.raises(InputError, match="cannot plan for a Trainer with auto_find_batch_size: turn it off"):
+        transformers.plan(trainer, target_batch=24)
+    trainer = a_trainer(tmp_path)
+    trainer.train_dataset = None
+    with pytest.raises(InputError, match="the Trainer has no train_dataset"):
+        transformers.plan(trainer, target_batch=24)
+
+
+def test_the_rule_for_the_learning_rate_sets_it(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path)
+    transformers.plan(trainer, target_batch=16, base_batch=4, lr_rule="sqrt", max_micro_batch=4)
+    assert trainer.args.learning_rate == pytest.approx(0.2)

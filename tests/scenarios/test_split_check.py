@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch.api.pipeline import RunContext, run_plan, run_probe, run_tune
 from autobatch.core.errors import InputError
-from autobatch.core.options import PlanOptions, ProbeOptions, TuneOptions
+from autobatch.core.options import ProbeOptions, RankPlanOptions, TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.tuning.tune_plan import PlanTuner
 from tests.support.split_losses import PAIRS
@@ -82,7 +82,7 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
         if choice == "probe":
             run_probe(workload, ProbeOptions(**options), context)
         elif choice == "plan":
-            run_plan(workload, PlanOptions(**options, target_batch=64), context)
+            run_plan(workload, RankPlanOptions(**options, target_batch=64), context)
         else:
             run_tune(workload, TuneOptions(**options, target_batch=64, trials=0), context)
         found = [note for note in context.progress.notes if "the gradient of" in note or "checked" in note]
@@ -93,7 +93,7 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
 def test_a_plan_in_one_micro_batch_is_exact_as_long_as_it_fits(tmp_path: Path) -> None:
     fields, wrong, _, _ = PAIRS["masked tokens"]
     context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
-    options = PlanOptions(device="cpu", memory_budget="64MiB", target_batch=16)
+    options = RankPlanOptions(device="cpu", memory_budget="64MiB", target_batch=16)
     run_plan(make_workload(**fields, loss=wrong), options, context)
     assert any("exact as long as memory does not run out" in note for note in context.progress.notes)
 

@@ -50,6 +50,7 @@ CHANGED: dict[str, Any] = {
     "verbose": True,
     "warmup_samples": 100,
     "workers": 2,
+    "world_size": 3,
 }
 
 

@@ -1,0 +1,192 @@
+"""A plan for the training loop of another library, and how far its gradient is from that of the batch.
+
+Such a loop runs equal micro-batches. It takes the user's model, data, loss and optimizer as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from autobatch.api import library
+from autobatch.core.errors import InputError
+from autobatch.core.keywords import PlanKeywords
+from autobatch.integrations.loop_error import gradient_error, last_step_note
+from autobatch.planning import check_world_size, even_split, even_split_note
+from autobatch.report.result import PlanResult
+from autobatch.report.sentences import fits_in_words, split_in_words
+from autobatch.workload.contract import Collated, Workload, kind_of
+
+logger = logging.getLogger("autobatch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryLoop:
+    """The loop of a library, as far as it decides about the gradient."""
+
+    name: str
+    losses: Callable[[nn.Module, list[Collated]], Iterator[Tensor]]
+    """Yields, for the micro-batches of one step, the losses that the library calls ``backward`` on."""
+    whole: Callable[[nn.Module, Collated], Tensor] | None = None
+    """Loss of a whole batch in one micro-batch; None for that of ``losses``."""
+    world_size: int
+    device: torch.device
+    divides_by_plan: bool
+    """True if a last step of fewer micro-batches is divided by the planned number, False by its own."""
+    averages_means: bool = True
+    """True if the losses of micro-batches are means, and weigh the same."""
+    drop_last: bool = False
+    """True if the loader drops a last micro-batch that is short."""
+
+
+class LibraryPlan(PlanResult, frozen=True, kw_only=True):
+    """A plan that was set in a library: equal micro-batches, and what is not exact about them."""
+
+    library: str
+    gradient_error: float | None
+    """Distance of the library's gradient from that of the batch, relative to it, on the user's own data; None
+    if it was not measured."""
+    loader: Any = None
+    """The user's loader with the new batch size, if the library cannot change it."""
+
+
+def plan_for(
+    workload: Workload, loop: LibraryLoop, *, loader: Any = None, **options: Unpack[PlanKeywords]
+) -> LibraryPlan:
+    """Probe and plan in equal micro-batches, and measure what the library's loop makes of them.
+
+    Args:
+        workload: what the library trains.
+        loop: how it trains.
+        loader: builds the user's loader for a batch size; None if the library does.
+        options: those of `autobatch.plan`.
+
+    Raises:
+        InputError: an option is invalid, or the ranks do not divide the target batch.
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    options.setdefault("world_size", loop.world_size)
+    options.setdefault("device", device_option(loop.device))
+    options["split"] = "count"
+    found = library.plan(workload, **options)
+    check_world_size(found, loop.world_size, loop.name)
+    size, steps = even_split(found)
+    error, measured = gradient_error(workload, loop.losses, loop.device, size, steps, whole=loop.whole)
+    remarks = (
+        even_split_note(found, found.probe.micro_batch),
+        measured,
+        last_step_note(
+            _epoch(workload),
+            found.target_batch,
+            size,
+            steps,
+            divides_by_plan=loop.divides_by_plan,
+            averages_means=loop.averages_means,
+            drop_last=loop.drop_last,
+        ),
+    )
+    fields = {name: getattr(found, name) for name in found.__struct_fields__}
+    fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
+    fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks if one is not None)]
+    made = None if loader is None else loader(size)
+    return LibraryPlan(**fields, library=loop.name, gradient_error=error, loader=made)
+
+
+def log_plan(plan: LibraryPlan) -> None:
+    """Log a plan and its remarks, a line each."""
+    logger.info("%s: a step takes %s samples in %s", plan.library, plan.target_batch, split_in_words(plan))
+    logger.info("%s", fits_in_words(plan.probe))
+    for line in plan.notes:
+        logger.info("note: %s", line)
+
+
+def device_option(device: torch.device) -> str:
+    """Return the option ``device`` of autobatch for a device of torch.
+
+    Raises:
+        InputError: autobatch knows no such device.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"autobatch probes on cpu and cuda, and the library trains on {device.type}")
+    return str(device)
+
+
+def precision_of(name: str, known: Mapping[str, str], library: str) -> Any:
+    """Return the precision of a plan for that of a library.
+
+    Raises:
+        InputError: it has none.
+    """
+    if name not in known:
+        raise InputError(
+            f"autobatch plans for the precisions {', '.join(known)} of {library}, found {name}: choose one"
+        )
+    return known[name]
+
+
+def rebuilt(optimizer: torch.optim.Optimizer, model: nn.Module, copy: nn.Module) -> torch.optim.Optimizer:
+    """Build an optimizer like another one, over the parameters of a copy of its model.
+
+    Raises:
+        InputError: the optimizer trains something that the model does not have.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    there = dict(copy.named_parameters(remove_duplicate=False))
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise InputError(
+                f"{kind_of(optimizer)} trains parameters that are not the model's: build it from "
+                "model.parameters()"
+            )
+        groups.append(group | {"params": [there[names[id(parameter)]] for parameter in group["params"]]})
+    # Defaults may hold what a base class is told: AdamW, for example, hands decoupled_weight_decay to Adam.
+    known = inspect.signature(type(optimizer)).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return type(optimizer)(groups, **defaults)
+
+
+class Float32Outputs:
+    """A model as accelerate prepares it for 16 bits: its outputs are copied to float32.
+
+    Args:
+        model: whose calls are converted; its attributes are passed on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and convert what it returns."""
+        return import_module("accelerate.utils").convert_to_fp32(self._model(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@contextmanager
+def on_host(model: nn.Module) -> Iterator[None]:
+    """Move a model to the host within the block, so that a probe on its device has room for a copy."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cpu":
+        yield
+        return
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        model.to(device)
+
+
+def _epoch(workload: Workload) -> int | None:
+    count = getattr(workload.train_data, "__len__", None)
+    return None if count is None else int(count())

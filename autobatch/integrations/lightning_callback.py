@@ -1,0 +1,39 @@
+"""A callback that plans for its Lightning ``Trainer`` when ``fit`` begins."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from lightning.pytorch.callbacks import Callback
+
+from autobatch.core.keywords import PlanKeywords
+from autobatch.integrations import lightning as adapter
+from autobatch.integrations.library_plan import LibraryPlan, log_plan
+
+
+class AutobatchFinder(Callback):  # type: ignore[misc]
+    """A callback in place of ``BatchSizeFinder``: it plans before ``fit`` reads the data, and logs the plan.
+
+    Args:
+        options: those of `autobatch.plan`; ``target_batch`` is required.
+    """
+
+    def __init__(self, **options: Unpack[PlanKeywords]) -> None:
+        self._options = options
+        self.plan: LibraryPlan | None = None
+        """The plan; None before ``fit``."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Plan once, before the loaders are made and the model is moved."""
+        if stage == "fit" and self.plan is None:
+            self.plan = adapter.plan(trainer, pl_module, trainer.datamodule, **self._options)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Log the plan, for people and for the loggers of the trainer."""
+        del pl_module
+        if self.plan is None:
+            return
+        log_plan(self.plan)
+        figures = {"target_batch": self.plan.target_batch, "micro_batch": self.plan.micro_batch}
+        for logger in trainer.loggers:
+            logger.log_hyperparams({f"autobatch/{name}": value for name, value in figures.items()})

@@ -1,0 +1,81 @@
+"""Small models and ragged data for the training loops of other libraries, and their gradient in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from tests.support.libraries import installed
+
+WORDS = 23
+BUDGET = "400KiB"
+"""Memory in which the batch of 24 needs several micro-batches."""
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Texts of 3 to 12 words."""
+
+    def __init__(self, count: int = 40) -> None:
+        draw = torch.Generator().manual_seed(3)
+        sizes = torch.randint(3, 13, (count,), generator=draw).tolist()
+        self._texts = [torch.randint(1, WORDS, (size,), generator=draw) for size in sizes]
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._texts[index]}
+
+
+def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad texts to the longest; padding is neither attended to nor predicted."""
+    width = max(len(row["input_ids"]) for row in rows)
+    batch = {
+        "input_ids": torch.zeros(len(rows), width, dtype=torch.long),
+        "attention_mask": torch.zeros(len(rows), width, dtype=torch.long),
+        "labels": torch.full((len(rows), width), -100),
+    }
+    for place, row in enumerate(rows):
+        size = len(row["input_ids"])
+        batch["input_ids"][place, :size] = row["input_ids"]
+        batch["labels"][place, :size] = row["input_ids"]
+        batch["attention_mask"][place, :size] = 1
+    return batch
+
+
+def gpt2(loss_type: str | None = "ForCausalLM") -> Any:
+    """Build a language model of transformers without dropout, which counts as ``loss_type`` says."""
+    library = installed("transformers")
+    torch.manual_seed(0)
+    config = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = library.GPT2LMHeadModel(library.GPT2Config(**config | dropout | ends))
+    model.loss_type = loss_type
+    return model
+
+
+def mean_over_words(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the mean over all predicted words of a micro-batch."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+
+def gradient_of(model: nn.Module, *losses: Tensor) -> Tensor:
+    """Return the sum of the gradients of losses, as one vector in float64."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
+    for loss in losses:
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+        total += torch.cat([part.flatten().double() for part in parts])
+    return total
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    """Return copies of the trained parameters as one vector in float64."""
+    return torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
