@@ -10,7 +10,7 @@ import pytest
 from autobatch.api import split
 from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.options import PlanOptions, options_from
+from autobatch.core.options import RankPlanOptions, options_from
 from autobatch.core.progress import Progress
 from tests.support.ragged import ragged_workload
 from tests.support.training import language_model
@@ -28,7 +28,7 @@ def plan(home: Path, workload, **values: Any):
     options = {"target_batch": 24, "device": "cpu", "memory_budget": "2MiB", **values}
     listener = Noting()
     context = RunContext(environ={"AUTOBATCH_HOME": str(home)}, progress=listener)
-    return run_plan(workload, options_from(PlanOptions, options), context), listener.notes
+    return run_plan(workload, options_from(RankPlanOptions, options), context), listener.notes
 
 
 def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(tmp_path: Path) -> None:
