@@ -18,11 +18,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.core.errors import DoesNotFitError, RestartSmallerError
-from benchmarks.tiny_run import tiny_workload, trained_run
+from benchmarks.tiny_run import tiny_workload, trained_run, weights_of
 
 STEPS, CHECKPOINT = 3, 1
 TOLERANCE = 1e-9
@@ -107,10 +107,8 @@ def inject_everywhere(
     shutil.copytree(begun, straight)
     workload = tiny_workload()
     with _injected(None) as counting:
-        assert torch.equal(
-            trained_run(straight, steps=STEPS, workload=workload, resume=True, split_check=split_check),
-            expected,
-        )
+        model = trained_run(straight, steps=STEPS, workload=workload, resume=True, split_check=split_check)
+    assert torch.equal(weights_of(model), expected)
     counts: dict[str, Counter[str]] = {}
     faults: list[str] = []
     # A collection of garbage would look through all modules in each run.
@@ -128,7 +126,7 @@ def inject_everywhere(
 
 def _begin(folder: Path) -> Tensor:
     """Write a run of which only the first checkpoint is left; return the weights at its end."""
-    expected = trained_run(folder, steps=STEPS, workload=tiny_workload())
+    expected = weights_of(trained_run(folder, steps=STEPS, workload=tiny_workload()))
     for step in range(CHECKPOINT + 1, STEPS + 1):
         shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
     return expected
@@ -137,24 +135,22 @@ def _begin(folder: Path) -> Tensor:
 def _outcome(folder: Path, at: int, expected: Tensor, split_check: str) -> tuple[str, str]:
     """Resume with an error at one operation; return the part of the run, and what happened."""
     failure: BaseException | None = None
-    weights, workload = None, tiny_workload()
+    model, workload = None, tiny_workload()
     with _injected(at) as injection:
         try:
-            weights = trained_run(
-                folder, steps=STEPS, workload=workload, resume=True, split_check=split_check
-            )
+            model = trained_run(folder, steps=STEPS, workload=workload, resume=True, split_check=split_check)
         except BaseException as error:
             failure = error.with_traceback(None)
-    if weights is not None:
-        return injection.phase, "recovered" if _agree(weights, expected) else "other weights"
+    if model is not None:
+        return injection.phase, "recovered" if _agree(model, expected) else "other weights"
     if not isinstance(failure, DoesNotFitError | RestartSmallerError):
         return injection.phase, f"{type(failure).__name__}: {str(failure)[:200]}"
-    weights = trained_run(folder, steps=STEPS, workload=tiny_workload(), resume=True)
-    return injection.phase, "resumed" if _agree(weights, expected) else "other weights after a resume"
+    model = trained_run(folder, steps=STEPS, workload=tiny_workload(), resume=True)
+    return injection.phase, "resumed" if _agree(model, expected) else "other weights after a resume"
 
 
-def _agree(weights: Tensor, expected: Tensor) -> bool:
-    return bool((weights - expected).norm() <= TOLERANCE * expected.norm())
+def _agree(model: nn.Module, expected: Tensor) -> bool:
+    return bool((weights_of(model) - expected).norm() <= TOLERANCE * expected.norm())
 
 
 def _phase(frame: FrameType | None) -> str:

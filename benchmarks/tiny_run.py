@@ -59,7 +59,7 @@ def tiny_workload() -> Workload:
 
 def trained_run(
     out: Path, *, steps: int, workload: Workload, resume: bool = False, split_check: Any = "off"
-) -> Tensor:
+) -> nn.Module:
     """Train, with a checkpoint and a validation after every step.
 
     Args:
@@ -70,7 +70,7 @@ def trained_run(
         split_check: as the option.
 
     Returns:
-        All weights, in one vector.
+        The trained model.
     """
     setup = open_setup(
         workload, SetupSettings(device="cpu", memory_budget="64MiB", precision="fp32", ema=EMA)
@@ -88,4 +88,9 @@ def trained_run(
         progress=Progress(),
         resume=None if stored is None else Resume(checkpoint=stored, is_exact=True),
     )
+    return model
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    """Return all weights, in one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -94,33 +94,31 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
     given = parser.parse_args()
-    content = surroundings()
-    content["parts"] = parts = {}
+    faulty = 0
     for name in given.parts:
-        start = time.perf_counter()
+        content, start = surroundings(), time.perf_counter()
         with tempfile.TemporaryDirectory() as root:
             found, faults = PARTS[name][1](Path(root), given)
-        parts[name] = {"counts": found, "faults": faults, "seconds": round(time.perf_counter() - start)}
-        print(_table({name: parts[name]}), flush=True)
-    if given.save:
-        save("torture", content, _table(parts))
-    return int(any(part["faults"] for part in parts.values()))
+        part = {"counts": found, "faults": faults, "seconds": round(time.perf_counter() - start)}
+        table = _table(name, part)
+        print(table, flush=True)
+        faulty += len(faults)
+        if given.save:
+            save(f"torture-{name}", content | {"options": vars(given), **part}, table)
+    return int(faulty > 0)
 
 
 def _plain(found: dict[str, Counter[str]]) -> dict[str, dict[str, int]]:
     return {kind: dict(outcomes) for kind, outcomes in found.items()}
 
 
-def _table(parts: dict[str, Any]) -> str:
-    """Return the counts of some parts, and their faults, in words."""
-    lines = []
-    for name, part in parts.items():
-        lines += [f"{PARTS[name][0]}: {len(part['faults'])} faults, {part['seconds']} s"]
-        for kind, outcomes in sorted(part["counts"].items()):
-            found = ", ".join(f"{outcome}: {number}" for outcome, number in sorted(outcomes.items()))
-            lines.append(f"- {kind}: {found}")
-        lines += [f"- FAULT {fault}" for fault in part["faults"]]
-    return "\n".join(lines) + "\n"
+def _table(name: str, part: dict[str, Any]) -> str:
+    """Return the counts of a part, and its faults, in words."""
+    lines = [f"{PARTS[name][0]}: {len(part['faults'])} faults, {part['seconds']} s", ""]
+    for kind, outcomes in sorted(part["counts"].items()):
+        found = ", ".join(f"{outcome}: {number}" for outcome, number in sorted(outcomes.items()))
+        lines.append(f"- {kind}: {found}")
+    return "\n".join([*lines, *(f"- FAULT {fault}" for fault in part["faults"])]) + "\n"
 
 
 if __name__ == "__main__":

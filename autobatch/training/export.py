@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import create_file
+from autobatch.device.oom import is_oom
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of
@@ -63,7 +64,9 @@ def _not_exportable(value: object) -> str | None:
         return f"a tensor in the layout {str(value.layout).removeprefix('torch.')}"
     try:
         save({"one": torch.zeros(1, dtype=value.dtype)})
-    except Exception:  # whatever it raises for a type that it does not know
+    except Exception as error:  # whatever it raises for a type that it does not know
+        if is_oom(error):
+            raise
         return f"of type {str(value.dtype).removeprefix('torch.')}"
     return None
 

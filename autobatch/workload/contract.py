@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
 
+LONGEST_NAME = 255
+"""Bytes of the longest name that file systems allow for a folder."""
 Collated: TypeAlias = Any
 """The return value of the workload's collate function, for a list of samples."""
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -240,8 +242,8 @@ def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Check that a name has no slashes, and no characters that a terminal would obey."""
-    return name.isprintable() and not set(name) & set("/\\")
+    """Check that a name is no path, is short, and has no characters that a terminal would obey."""
+    return name.isprintable() and not set(name) & set("/\\") and len(name.encode()) <= LONGEST_NAME
 
 
 def _is_number(value: object, kind: type | UnionType = int | float) -> bool:

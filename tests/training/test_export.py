@@ -124,3 +124,12 @@ def test_a_run_ends_before_its_first_step(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="weight is of type complex128"):
         autobatch.fit(workload, target_batch=6, steps=3, device="cpu", trials=0, out=tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_memory_that_runs_out_in_the_check_is_no_fault_of_the_model(monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(MemoryError):
+        check_exportable(nn.Linear(2, 2))

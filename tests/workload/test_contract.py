@@ -48,6 +48,7 @@ FIELDS: dict[str, Any] = {
         ("name", "../up", r"Workload\(name=…\) must be text that can name a folder, found '../up'"),
         ("name", "a\0b", r"Workload\(name=…\) must be text that can name a folder"),
         ("name", "\x1b[31mred", r"can name a folder, found '\\x1b\[31mred'"),
+        ("name", "x" * 256, r"can name a folder, found 'xx"),
         ("name", "two\u2028lines", r"can name a folder, found 'two\\u2028lines'"),
         ("name", "half\ud800", r"can name a folder, found 'half\\ud800'"),
         ("name", 3, r"Workload\(name=…\) must be text that can name a folder, found 3"),
