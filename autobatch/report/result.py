@@ -147,9 +147,9 @@ def find_run(folder: Path) -> Path:
     Raises:
         InputError: there is none.
     """
-    if (folder / RESULT).exists():
-        return folder
     try:
+        if (folder / RESULT).exists():
+            return folder
         found = [path for path in folder.glob(f"**/{RESULT}") if not _is_moved(path.parent)]
         newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     except OSError as error:

@@ -133,6 +133,8 @@ def test_the_newest_run_below_a_folder_is_found(tmp_path: Path) -> None:
     assert find_run(tmp_path / "a") == find_run(tmp_path / "a" / "1") == tmp_path / "a" / "1"
     with pytest.raises(InputError, match=r"there is no run in .*nowhere: give the folder of a run"):
         find_run(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"cannot look for a run in .*: File name too long"):
+        find_run(tmp_path / ("x" * 5000))
 
 
 def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
