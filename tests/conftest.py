@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.rank_server import RankServer, rank_server
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +37,10 @@ def quick_collection() -> None:
     """Attempts collect garbage when they end: look only through what the test itself makes."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", name="server")
+def opened_server() -> Iterator[RankServer]:
+    """Start one warm server of ranks for all tests of this process, if any of them asks for it."""
+    with rank_server() as server:
+        yield server

@@ -13,6 +13,14 @@ from typing import NamedTuple
 import msgspec
 
 from autobatch.api import unpack
+from autobatch.api.over_ranks import (
+    check_loss_of_ranks,
+    claim_of_ranks,
+    continued,
+    load_of_ranks,
+    options_of_rank,
+    refuse_tuning,
+)
 from autobatch.api.pipeline import (
     CHECKING_SPLIT,
     OPENING,
@@ -27,7 +35,6 @@ from autobatch.api.pipeline import (
     uninterrupted,
 )
 from autobatch.api.split import add_split, sizes_of
-from autobatch.core.errors import InputError
 from autobatch.core.files import write_atomic
 from autobatch.core.options import FitOptions
 from autobatch.core.progress import Progress
@@ -45,13 +52,11 @@ from autobatch.training.resume import (
     changes_since_checkpoint,
     check_same_data_order,
     load_plan,
-    load_run_state,
 )
 from autobatch.training.run_folder import (
     CHECKPOINTS,
     REPORT,
     RESULT,
-    claim_folder,
     folder_of,
     move_earlier_run,
 )
@@ -68,7 +73,8 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
         InputError: an option, the workload, or the content of the run's folder is invalid.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    _refuse_ranks(context.environ)
+    ranks = context.ranks
+    options = continued(refuse_tuning(options_of_rank(options, ranks), ranks), ranks)
     settings = unpack.loop_settings(options, is_demo=workload is None)
     with ExitStack() as held:
         prepare = _prepare_resume if options.resume else _prepare
@@ -86,11 +92,12 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
             split_check=options.split_check,
             progress=context.progress,
             resume=ready.resume,
+            ranks=ranks,
         )
         result = msgspec.structs.replace(
             ready.result, training=training, model=model, command=context.command
         )
-        return _write(result, ready.out, context.progress)
+        return _write(result, ready.out, context.progress) if ranks.rank == 0 else result
 
 
 class _Ready(NamedTuple):
@@ -117,10 +124,15 @@ def _prepare(
     check_storage_option(options)
     with open_setup_process(workload, options, context) as process:
         sampler = build_sampler(process.info.epoch_samples, settings)
-        out = _claim(folder_of(options.out, process.info.name, resume=False), context, held)
+        name = process.info.name
+        out = claim_of_ranks(
+            lambda: folder_of(options.out, name, resume=False), context.ranks, context.entered, held
+        )
         result = uninterrupted(probe_and_plan(process, options, context))
         assert result.plan is not None
-        earlier = move_earlier_run(out)
+        # A run that the launcher has started again has no earlier one.
+        is_restart = context.ranks.restart > 0
+        earlier = None if is_restart else context.ranks.once(lambda: move_earlier_run(out))
         if earlier is not None:
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
@@ -152,16 +164,19 @@ def _prepare_resume(
     held: ExitStack,
 ) -> _Ready:
     """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
-    progress, setup = context.progress, _open_setup(workload, options, context)
+    progress, ranks = context.progress, context.ranks
+    setup = _open_setup(workload, options, context)
     sampler = _sampler_of(setup, settings)
-    out = _claim(folder_of(options.out, setup.workload.name, resume=True), context, held)
-    stored = load_run_state(out)
+    name = setup.workload.name
+    out = claim_of_ranks(lambda: folder_of(options.out, name, resume=True), ranks, context.entered, held)
+    stored = load_of_ranks(out, ranks)
     for line in stored.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     plan = load_plan(stored, settings)
     check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
-    changes = changes_since_checkpoint(stored, device_key(setup), plan, options.max_micro_batch)
+    changes = changes_since_checkpoint(stored, device_key(setup), plan, options.max_micro_batch, ranks)
     changes += split_changes(setup, plan, options.split)
+    changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:
         progress.note(f"resuming from {stored.path} on the same hardware, bit for bit")
         device = setup.device.describe()
@@ -186,31 +201,16 @@ def _prepare_resume(
 
 
 def _open_setup(workload: Workload | str | None, options: FitOptions, context: RunContext) -> TrainSetup:
-    settings = unpack.setup_settings(options, options.target_batch)
+    settings = unpack.setup_settings(options, options.target_batch, world=context.ranks.world)
     context.progress.doing(OPENING)
-    return open_setup(find_workload(workload), settings, environ=context.environ, is_demo=workload is None)
+    found = find_workload(workload)
+    check_loss_of_ranks(found, context.ranks)
+    return open_setup(found, settings, environ=context.environ, is_demo=workload is None)
 
 
 def _sampler_of(setup: TrainSetup, settings: LoopSettings) -> GlobalBatchSampler:
     samples, order = epoch_of(setup.workload, settings.seed)
     return build_sampler(samples, settings, order)
-
-
-def _claim(out: Path, context: RunContext, held: ExitStack) -> Path:
-    """Lock the folder of the run until its end."""
-    held.enter_context(claim_folder(out))
-    context.entered(out)
-    return out
-
-
-def _refuse_ranks(environ: Mapping[str, str]) -> None:
-    """Raise if several processes would train, because each would overwrite the files of the others."""
-    ranks = environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
-        raise InputError(
-            f"WORLD_SIZE is {ranks}, and fit trains in one process: start it without torchrun, or use "
-            "autobatch.plan(…) in your own loop across ranks"
-        )
 
 
 def _resume_hint(command: str, out: Path) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from autobatch.api.fit import run_fit
 from autobatch.api.listeners import ShowProgress, listening
+from autobatch.api.over_ranks import joined_ranks
 from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
 from autobatch.core.keywords import (
     EstimateKeywords,
@@ -148,8 +149,8 @@ def fit(
         AutobatchError: see `autobatch.training.run.train`.
     """
     checked = options_from(FitOptions, dict(options))
-    with listening(progress) as listener:
-        return run_fit(workload, checked, RunContext(progress=listener, sinks=tuple(sinks)))
+    with listening(progress) as listener, joined_ranks(os.environ) as ranks:
+        return run_fit(workload, checked, RunContext(progress=listener, sinks=tuple(sinks), ranks=ranks))
 
 
 def _fields(record: msgspec.Struct) -> dict[str, Any]:

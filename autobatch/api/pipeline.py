@@ -25,6 +25,9 @@ from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, R
 from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.device.profiles import data_home
+from autobatch.distributed.launch import check_equal
+from autobatch.distributed.rank_plan import plan_over_ranks
+from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
 from autobatch.planning import rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
@@ -51,6 +54,8 @@ class RunContext:
     """Surroundings of a call: its progress, its process and its environment."""
 
     progress: Progress = field(default_factory=Progress)
+    ranks: Ranks = field(default_factory=Alone)
+    """The processes that run this call together."""
     isolated: bool = False
     """True to try a workload in a child process if it is given as a reference."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -75,6 +80,7 @@ class RunContext:
 
 def run_probe(workload: Workload | str | None, options: ProbeOptions, context: RunContext) -> Result:
     """Run ``autobatch probe``."""
+    refuse_ranks(context.environ, "probe")
     limits, progress = unpack.probe_limits(options), context.progress
     progress.doing(OPENING)
     with open_process(workload, unpack.setup_settings(options), isolated=context.isolated) as process:
@@ -111,6 +117,7 @@ def run_estimate(
 
 def run_tune(workload: Workload | str | None, options: TuneOptions, context: RunContext) -> Result:
     """Run ``autobatch tune``."""
+    refuse_ranks(context.environ, "tune")
     check_storage_option(options)
     with open_setup_process(workload, options, context) as process:
         result = uninterrupted(probe_and_plan(process, options, context))
@@ -134,7 +141,7 @@ def open_setup_process(
     workload: Workload | str | None, options: PlanOptions, context: RunContext
 ) -> AbstractContextManager[SetupProcess]:
     """Open the setup of a batch in a process that can be asked to try it."""
-    settings = unpack.setup_settings(options, options.target_batch)
+    settings = unpack.setup_settings(options, options.target_batch, world=context.ranks.world)
     context.progress.doing(OPENING)
     return open_process(workload, settings, isolated=context.isolated)
 
@@ -161,7 +168,9 @@ def probe_and_plan(
     limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
     order = Order(options.target_batch, options.seed)
     limit = survive_real_batches(process, limit, order, progress=progress)
+    check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": info.samples}))
     plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)
+    plan = plan_over_ranks(context.ranks, plan, limit.probe.micro_batch, info.device)
     progress.planned(plan)
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
         progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")

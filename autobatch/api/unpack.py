@@ -29,7 +29,9 @@ DEFAULT_TRIALS = 8
 """Configurations that are measured if no number was asked for."""
 
 
-def setup_settings(options: SearchOptions, target_batch: int | None = None) -> SetupSettings:
+def setup_settings(
+    options: SearchOptions, target_batch: int | None = None, *, world: int = 1
+) -> SetupSettings:
     """Return how the setup is opened; ``target_batch`` is None if the batch is unknown."""
     return SetupSettings(
         device=options.device,
@@ -39,6 +41,7 @@ def setup_settings(options: SearchOptions, target_batch: int | None = None) -> S
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
         target_batch=target_batch,
+        world=world,
     )
 
 

@@ -15,9 +15,12 @@ from autobatch.core.text import encodable, one_line, printable_lines, quoted
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
+    from autobatch.api.pipeline import RunContext
     from autobatch.cli.failures import RunLog
     from autobatch.cli.output import SafeStream
     from autobatch.core.options import EstimateOptions, Options
+    from autobatch.distributed.group import Group
+    from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
 
 
@@ -49,6 +52,8 @@ demo.
 """
 RUNNING = ("fit", "plan", "probe", "tune", "estimate")
 OTHER = ("profiles", "doctor", "report")
+OVER_RANKS = ("fit", "plan")
+"""Commands that several processes may run."""
 PARTS: dict[str, tuple[str, ...]] = {
     "fit": (),
     "plan": ("device", "probe", "plan", "profile", "report"),
@@ -71,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except OSError as error:
         code = _undelivered(error)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # A rank must not wait at exit for connections to ranks that are gone.
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -95,10 +104,16 @@ def run(arguments: list[str]) -> int:
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; turn an exception into one line, an exit code and, if it is unexpected, a log."""
     from autobatch.cli.failures import RunLog, raise_on_termination
+    from autobatch.distributed.ranks import Alone, open_ranks, refuse_ranks
 
     log = RunLog(_home, shlex.join(["autobatch", name, *arguments]))
     verbose = "--verbose" in arguments
+    ranks: Alone | Group | None = None
     try:
+        if name not in OVER_RANKS:
+            refuse_ranks(os.environ, name)
+        if name != "fit":
+            ranks = Alone()
         if name in OTHER:
             return _run_other(name, arguments)
         from autobatch.cli.parser import parse
@@ -111,9 +126,12 @@ def _guarded(name: str, arguments: list[str]) -> int:
             return _undelivered(error)
         verbose = options.verbose
         with raise_on_termination():
-            return _run_workload(name, workload, options, log)
+            ranks = ranks or open_ranks(os.environ)
+            code = _run_workload(name, workload, options, log, ranks)
+            ranks.close()
+            return code
     except BaseException as error:
-        return _complain(error, log, verbose=verbose)
+        return _complain(error, log, ranks, verbose=verbose)
 
 
 def _home() -> Path:
@@ -136,12 +154,15 @@ def _run_other(name: str, arguments: list[str]) -> int:
     return code if stream.failure is None else _undelivered(stream.failure)
 
 
-def _run_workload(name: str, workload: str | None, options: Options, log: RunLog) -> int:
+def _run_workload(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> int:
     from autobatch.cli.output import SafeStream, reserve_stdout
 
     with reserve_stdout() if options.json else contextlib.nullcontext():
         stream = SafeStream(sys.stderr if options.json else sys.stdout)
-        result = _result_of(name, workload, options, stream, log)
+        if ranks.rank:
+            _run_silently(name, workload, options, log, ranks)
+            return 0
+        result = _result_of(name, workload, options, log, stream=stream, ranks=ranks)
     if options.json:
         import msgspec
 
@@ -154,41 +175,84 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
 
 
 def _result_of(
-    name: str, workload: str | None, options: Options, stream: SafeStream, log: RunLog
+    name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
 ) -> Result | Estimates:
     from autobatch.report.terminal import Terminal
 
     with Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal:
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
-        from autobatch.api.fit import run_fit
-        from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
+        from autobatch.api.pipeline import RunContext, run_estimate
 
-        run_it: dict[str, Callable[[Any, Any, RunContext], Result]] = {
-            "fit": run_fit,
-            "plan": run_plan,
-            "probe": run_probe,
-            "tune": run_tune,
-        }
         if name == "estimate":
             terminal.doing("predicting what fits")
             estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
             terminal.estimated(estimates)
             return estimates
         context = RunContext(
-            progress=terminal, isolated=True, environ=os.environ, command=log.command, entered=log.enter
+            progress=terminal,
+            ranks=ranks,
+            isolated=True,
+            environ=os.environ,
+            command=log.command,
+            entered=log.enter,
         )
-        result = run_it[name](workload, options, context)
+        result = _runner(name)(workload, options, context)
         terminal.finish(result)
     return result
 
 
-def _complain(error: BaseException, log: RunLog, *, verbose: bool) -> int:
+def _runner(name: str) -> Callable[[Any, Any, RunContext], Result]:
+    """Return the function of a command that runs a workload."""
+    from autobatch.api.fit import run_fit
+    from autobatch.api.pipeline import run_plan, run_probe, run_tune
+
+    functions: dict[str, Callable[[Any, Any, RunContext], Result]] = {
+        "fit": run_fit,
+        "plan": run_plan,
+        "probe": run_probe,
+        "tune": run_tune,
+    }
+    return functions[name]
+
+
+def _run_silently(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> None:
+    """Run a command on a rank that prints nothing, and writes a log into the folder of the run."""
+    from autobatch.api.pipeline import RunContext
+    from autobatch.cli.rank_log import RankLog
+
+    progress = RankLog(ranks.rank)
+
+    def enter(folder: Path) -> None:
+        log.enter(folder)
+        progress.enter(folder)
+
+    context = RunContext(
+        progress=progress,
+        ranks=ranks,
+        isolated=True,
+        environ=os.environ,
+        command=log.command,
+        entered=enter,
+    )
+    _runner(name)(workload, options, context)
+
+
+def _complain(error: BaseException, log: RunLog, ranks: Ranks | None, *, verbose: bool) -> int:
+    """Print one line, unless another rank has done so, and return the exit code."""
     import traceback
 
     from autobatch.cli.failures import describe_failure
+    from autobatch.distributed.ranks import fail_before_meeting
 
     complaint = describe_failure(error, folder=log.folder)
+    if ranks is None:
+        is_first, earlier = fail_before_meeting(os.environ, complaint.line), None
+    else:
+        earlier = ranks.fail(complaint.line, complaint.exit_code)
+        is_first = earlier is None
+    if not is_first:
+        return complaint.exit_code if earlier is None else earlier
     where = ""
     if complaint.logged:
         path = log.write(error)

@@ -155,6 +155,21 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Batches of the run that fit in a replay of this split; None if the step cannot be traced."""
 
 
+class RankPlan(Record, frozen=True, kw_only=True):
+    """The part of a plan that one rank runs."""
+
+    rank: int
+    host: str
+    device: str
+    kind: int
+    """The first rank of the same device and budget; ranks of one kind have one limit."""
+    limit: int
+    """The largest micro-batch that fits on ranks of this kind."""
+    samples: int
+    """Samples of a full batch that this rank takes."""
+    micro_batches: list[int]
+
+
 class Plan(Record, frozen=True, kw_only=True):
     """A split of exactly ``target_batch`` samples per optimizer step over ranks and micro-batches.
 
@@ -182,6 +197,8 @@ class Plan(Record, frozen=True, kw_only=True):
     """``count`` splits a batch into equal counts, ``size`` by the sizes of its samples."""
     size_cut: SizeCut | None = None
     """Rule of the split by size; None if batches are split by count."""
+    ranks: list[RankPlan] = []
+    """The part of each rank, if several train; ``micro_batches`` are those of rank 0."""
 
 
 class Trial(Record, frozen=True, kw_only=True):

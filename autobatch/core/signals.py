@@ -25,9 +25,36 @@ class StopRequest:
         """Time of the signal, in seconds of the clock."""
 
     @property
+    def is_asked(self) -> bool:
+        """True if this process was asked to stop."""
+        return self.signal_number is not None
+
+    @property
     def counts_as(self) -> int:
         """Signal for the exit code: SIGINT for Ctrl-C, SIGTERM for every other."""
         return signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM
+
+
+class SharedRequest(StopRequest):
+    """Request that several processes obey at once: it has a signal as soon as all of them know of it.
+
+    Args:
+        own: the request to this process.
+    """
+
+    def __init__(self, own: StopRequest) -> None:
+        super().__init__()
+        self.own = own
+
+    @property
+    def is_asked(self) -> bool:
+        """True if this process was asked to stop, whether or not the others know of it."""
+        return self.own.is_asked or super().is_asked
+
+    def agree(self, signal_numbers: Iterable[int]) -> None:
+        """Take over the first signal of any process; 0 stands for none."""
+        if self.signal_number is None:
+            self.signal_number = next((one for one in signal_numbers if one), None)
 
 
 @contextmanager

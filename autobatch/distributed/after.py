@@ -10,15 +10,15 @@ the ranks agree by one message in the first batch that counts any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from autobatch.core.errors import InputError
-from autobatch.core.signals import StopRequest
+from autobatch.core.signals import SharedRequest, StopRequest
 from autobatch.distributed.engine import OutOfMemory
 from autobatch.distributed.exchange import Exchange
 from autobatch.distributed.group import Group, as_rank_lost
@@ -67,7 +67,7 @@ class After:
         self._split = split
         self._kinds = kinds
         self._tensors = tensors
-        self._asked = self._agreed = StopRequest()
+        self._request = SharedRequest(StopRequest())
         self._scale_is_agreed = False
         self._exchange: Exchange | None = None
 
@@ -78,8 +78,8 @@ class After:
 
     def shared_request(self, request: StopRequest) -> StopRequest:
         """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
-        self._asked, self._agreed = request, StopRequest()
-        return self._agreed
+        self._request = SharedRequest(request)
+        return self._request
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """See `Engine.combine`."""
@@ -87,10 +87,8 @@ class After:
         train_state.stepping = True
         if not self._scale_is_agreed:
             self._agree_on_scale(train_state, outcome)
-        rows = self._sum(train_state, _figures(outcome, self._asked.signal_number or 0))
-        signals = [int(row.signal) for row in rows if row.signal]
-        if signals and self._agreed.signal_number is None:
-            self._agreed.signal_number = signals[0]
+        rows = self._sum(train_state, _figures(outcome, self._request.own.signal_number or 0))
+        self._request.agree(int(row.signal) for row in rows)
         if any(row.failed for row in rows):
             # The batch runs again from the scale before it.
             train_state.stepping = self._scale_is_agreed = False
@@ -113,18 +111,26 @@ class After:
         )
         if not (may_repeat and common.is_fragmented and common.is_intact):
             for rank in failed:
-                self._lower(self._kinds[rank], found[rank].smaller)
+                self._lower(rank, found[rank].smaller)
         return common._replace(smaller=self.limits[self.ranks.rank])
 
-    def share_buffers(self, model: nn.Module) -> None:
-        """See `Engine.share_buffers`."""
-        with as_rank_lost("share the buffers of the model"):
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0, group=self._tensors)
+    def lower(self, limit: int) -> None:
+        """See `Engine.lower`."""
+        self._lower(self.ranks.rank, limit)
 
-    def _lower(self, kind: int, limit: int) -> None:
-        for rank, other in enumerate(self._kinds):
-            if other == kind:
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """See `Engine.share`."""
+        with as_rank_lost("share the tensors of the model"):
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0, group=self._tensors)
+
+    def agree_on_request(self) -> None:
+        """See `Engine.agree_on_request`."""
+        self._request.agree(self.ranks.gather(self._request.own.signal_number or 0))
+
+    def _lower(self, of_rank: int, limit: int) -> None:
+        for rank, kind in enumerate(self._kinds):
+            if kind == self._kinds[of_rank]:
                 self.limits[rank] = min(self.limits[rank], limit)
 
     def _sum(self, train_state: TrainState, figures: Figures) -> list[Figures]:

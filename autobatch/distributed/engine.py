@@ -13,7 +13,9 @@ from autobatch.core.signals import StopRequest
 from autobatch.distributed.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Iterable
+
+    from torch import Tensor
 
     from autobatch.step.train_state import TrainState
     from autobatch.step.train_step import StepTotals
@@ -68,8 +70,14 @@ class Engine(Protocol):
             may_repeat: whether fragmentation alone leaves the micro-batches as they are.
         """
 
-    def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, as validation and checkpoints hold them."""
+    def lower(self, limit: int) -> None:
+        """Lower the limit of all ranks of this rank's kind."""
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the values that rank 0 has, in place."""
+
+    def agree_on_request(self) -> None:
+        """Let all ranks know of a request to stop that one of them has got."""
 
 
 class OneProcess:
@@ -94,5 +102,11 @@ class OneProcess:
         """Return the error itself."""
         return oom
 
-    def share_buffers(self, model: nn.Module) -> None:
+    def lower(self, limit: int) -> None:
+        """Do nothing."""
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Do nothing."""
+
+    def agree_on_request(self) -> None:
         """Do nothing."""

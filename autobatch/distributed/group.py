@@ -18,14 +18,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from autobatch.core.errors import AutobatchError, CheckpointError
+from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError
 from autobatch.core.files import write_atomic
+from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
 from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
 from autobatch.distributed.launch import Launch, check_gpus, write_error_file
 
 VERDICT = "verdict.json"
 """File in the folder of a run that keeps the exit code, which torchrun replaces by 1."""
+OUT = "out"
+"""Key of the store that keeps the folder of the run for a later start."""
 MEETING_S = 300.0
 """Seconds in which all ranks must have started."""
 SIDE_TIMEOUT = datetime.timedelta(days=1)
@@ -64,7 +67,7 @@ class Group:
             if self._owns_group:
                 dist.init_process_group(
                     "gloo",
-                    store=PrefixStore(f"start/{launch.restart}", store),
+                    store=PrefixStore(f"start/{launch.restart}/{self._count_openings()}", store),
                     rank=launch.rank,
                     world_size=launch.world,
                     timeout=SIDE_TIMEOUT,
@@ -92,9 +95,23 @@ class Group:
         return self._launch.host
 
     @property
-    def local_world(self) -> int:
-        """Ranks on this host."""
-        return self._launch.local_world
+    def earlier_out(self) -> Path | None:
+        """See `Ranks.earlier_out`."""
+        return Path(self._store.get(OUT).decode()) if self._store.check([OUT]) else None
+
+    def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
+        """Return the process group that reduces tensors of a device; None for the default, which is gloo's.
+
+        The first reduction is made here, so that its memory counts as taken.
+        """
+        if device.type != "cuda":
+            return self._side
+        if self._tensor_group is None:
+            torch.cuda.set_device(device)
+            with as_rank_lost("connect the GPUs"):
+                self._tensor_group = dist.new_group(backend="nccl")
+                dist.all_reduce(torch.zeros(1, device=device), group=self._tensor_group)
+        return self._tensor_group
 
     def device(self, spec: str) -> str:
         """See `Ranks.device`."""
@@ -124,19 +141,20 @@ class Group:
 
     def once(self, act: Callable[[], T]) -> T:
         """See `Ranks.once`."""
-        failure: CheckpointError | None = None
-        answer: Any = None
+        told: list[Any] = [None, None, None]
         if self.rank == 0:
             try:
-                answer = act()
-            except CheckpointError as error:
-                failure = error
-        told = self.gather(None if self.rank else [answer, None if failure is None else str(failure)])[0]
-        if failure is not None:
-            raise failure
-        if told[1] is not None:
-            raise CheckpointError(told[1])
-        return answer if self.rank == 0 else told[0]  # type: ignore[no-any-return]
+                told[0] = act()
+            except Exception as error:
+                if not (isinstance(error, CheckpointError) or is_oom(error)):
+                    raise  # the bell ends the others
+                told[1:] = "oom" if is_oom(error) else "checkpoint", str(error)
+                self.gather(told)
+                raise
+        answer, kind, reason = self.gather(told)[0]
+        if kind is not None:
+            raise (DoesNotFitError if kind == "oom" else CheckpointError)(reason)
+        return told[0] if self.rank == 0 else answer  # type: ignore[no-any-return]
 
     def agree(self, flag: bool) -> bool:
         """See `Ranks.agree`."""
@@ -148,8 +166,10 @@ class Group:
     def enter(self, out: Path) -> None:
         """See `Ranks.enter`."""
         self._out = out
+        if self.rank == 0:
+            self._store.set(OUT, str(out.absolute()))
 
-    def fail(self, line: str, code: int) -> bool:
+    def fail(self, line: str, code: int) -> int | None:
         """See `Ranks.fail`."""
         launch = self._launch
         write_error_file(launch.error_file, line)
@@ -166,11 +186,11 @@ class Group:
         except RuntimeError:  # the store is gone, with the rank that kept it
             first = verdict
         if first != verdict:
-            return False
+            return first.code
         if self._out is not None and self._out.is_dir():
             with suppress(OSError):
                 write_atomic(self._out / VERDICT, msgspec.json.format(msgspec.json.encode(verdict)))
-        return True
+        return None
 
     def close(self) -> None:
         """Leave the ranks after all of them have ended well."""
@@ -178,6 +198,10 @@ class Group:
         self._bell.close()
         if self._owns_group:
             dist.destroy_process_group()
+
+    def _count_openings(self) -> int:
+        """Count how often this rank has joined: a process may train several times, with keys of their own."""
+        return self._store.add(f"opened/{self._launch.restart}/{self.rank}", 1)
 
     def _connect(self, *, is_master: bool = False) -> TCPStore:
         launch = self._launch

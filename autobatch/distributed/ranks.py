@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from autobatch.distributed.launch import read_launch
+from autobatch.core.errors import InputError
+from autobatch.distributed.launch import read_launch, write_error_file
 
 if TYPE_CHECKING:
     from autobatch.distributed.group import Group
@@ -29,8 +30,16 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     @property
+    def host(self) -> str:
+        """Name of the host."""
+
+    @property
     def restart(self) -> int:
         """Times that the launcher has started the ranks again."""
+
+    @property
+    def earlier_out(self) -> Path | None:
+        """Folder of the run at an earlier start; None if there was none."""
 
     def device(self, spec: str) -> str:
         """Return the device that this rank opens for the one that was asked for.
@@ -59,6 +68,7 @@ class Ranks(Protocol):
 
         Raises:
             CheckpointError: the function raised it on rank 0.
+            DoesNotFitError: memory ran out on rank 0, which raises its own error.
             RankLost: another rank ended.
         """
 
@@ -68,11 +78,11 @@ class Ranks(Protocol):
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""
 
-    def fail(self, line: str, code: int) -> bool:
+    def fail(self, line: str, code: int) -> int | None:
         """Tell all ranks, and the launcher, that the run ends with this line and exit code.
 
         Returns:
-            True on the first rank that fails; the others are to stay silent.
+            The exit code of the rank that failed first, which has told why; None if it is this one.
         """
 
 
@@ -81,7 +91,9 @@ class Alone:
 
     rank = 0
     world = 1
+    host = ""
     restart = 0
+    earlier_out = None
 
     def device(self, spec: str) -> str:
         """See `Ranks.device`."""
@@ -106,12 +118,41 @@ class Alone:
     def enter(self, out: Path) -> None:
         """Do nothing."""
 
-    def fail(self, line: str, code: int) -> bool:
-        """Return True."""
-        return True
+    def fail(self, line: str, code: int) -> None:
+        """Return None."""
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def refuse_ranks(environ: Mapping[str, str], command: str) -> None:
+    """Refuse a command that runs in one process only.
+
+    Raises:
+        InputError: several ranks run it.
+    """
+    launch = read_launch(environ)
+    if launch is not None:
+        raise InputError(
+            f"autobatch {command} runs in one process, and WORLD_SIZE is {launch.world}: start it without "
+            "torchrun"
+        )
+
+
+def fail_before_meeting(environ: Mapping[str, str], line: str) -> bool:
+    """Tell the launcher of a failure before the ranks have met, which all of them have alike.
+
+    Returns:
+        True on rank 0, which is to tell the user.
+    """
+    try:
+        launch = read_launch(environ)
+    except InputError:
+        return True
+    if launch is None:
+        return True
+    write_error_file(launch.error_file, line)
+    return launch.rank == 0
 
 
 def open_ranks(environ: Mapping[str, str]) -> Alone | Group:

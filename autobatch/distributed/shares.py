@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 def shares(samples: int, limits: Sequence[int]) -> list[int]:
-    """Share samples among ranks as evenly as their limits allow, the larger shares first.
+    """Share samples among ranks as evenly as their limits allow; what is left over goes to the largest.
 
     Args:
         samples: samples of a batch.

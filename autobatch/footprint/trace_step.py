@@ -51,6 +51,8 @@ class Setting:
     """Decay of the weight average; None for no average."""
     knobs: Configuration = field(default_factory=dict)
     """The tuner's choices; see `autobatch.core.knobs`."""
+    world: int = 1
+    """Ranks that train together."""
 
 
 def record(setting: Setting, micro_batch: int, *, recorder: Callable[..., Recorder] = Recorder) -> Recording:
@@ -170,7 +172,10 @@ def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> TrainState
         max_grad_norm=setting.max_grad_norm,
         ema=setting.ema,
         knobs=setting.knobs,
+        world=setting.world,
     )
+    if train_state.exchange is not None:
+        recorder.label("gradients", [train_state.exchange])
     if train_state.average is not None:
         recorder.label("averaged weights", train_state.average.tensors())
     if setting.capability is not None:

@@ -62,6 +62,8 @@ class TrainSetup:
     whole_batch: int | None = None
     """Samples of an optimizer step if the loss sees all of them (`WholeBatchLoss`); None if it does not, or
     if they are unknown."""
+    world: int = 1
+    """Ranks that train together; several hold a buffer in which they sum their gradients."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -199,6 +201,7 @@ def open_train_state(setup: TrainSetup, meter: Meter, *, learning_rate: float | 
         max_grad_norm=setup.max_grad_norm,
         ema=setup.ema,
         knobs=setup.knobs,
+        world=setup.world,
     )
 
 

@@ -48,6 +48,8 @@ class SetupSettings:
     """Decay of the averaged weights; None for no average."""
     target_batch: int | None = None
     """None if unknown."""
+    world: int = 1
+    """Ranks that train together, each on a device of its own."""
 
 
 class SetupInfo(Record, frozen=True, kw_only=True):
@@ -135,6 +137,7 @@ def open_setup(
         max_grad_norm=settings.max_grad_norm,
         ema=settings.ema,
         whole_batch=whole_batch_of(workload, settings.target_batch),
+        world=settings.world,
     )
 
 
@@ -261,7 +264,7 @@ def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
         **device_key(setup),
         "budget_bytes": device.budget_bytes,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
-        "world_size": 1,
+        "world_size": setup.world,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
@@ -70,9 +70,21 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
-def smallest_micro_batch(sampler: GlobalBatchSampler, micro_batch: int) -> int:
-    """Return the fewest samples in any micro-batch of the run; only a last batch may be short."""
+def smallest_micro_batch(
+    sampler: GlobalBatchSampler, micro_batch: int, share_of: Callable[[int], int] = lambda samples: samples
+) -> int | None:
+    """Return the fewest samples in any micro-batch of the run; only a last batch may be short.
+
+    Args:
+        sampler: the batches of the run.
+        micro_batch: the largest micro-batch, in samples.
+        share_of: returns the samples that this process takes of a batch of so many.
+
+    Returns:
+        None if this process takes no sample.
+    """
     indices = {0, sampler.total - 1}
     if sampler.epochs is not None and sampler.last_batch == "flush":
         indices.add(min(-(-sampler.samples // sampler.target_batch), sampler.total) - 1)
-    return min(micro_batches(sampler.size(index), micro_batch)[-1] for index in indices)
+    sizes = [size for index in indices for size in micro_batches(share_of(sampler.size(index)), micro_batch)]
+    return min(sizes, default=None)

@@ -13,6 +13,8 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
+from autobatch.distributed.rank_plan import limit_of_rank, open_engine
+from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import build_train_state
@@ -25,7 +27,7 @@ from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
 from autobatch.workload.loader_parts import Loading
 from autobatch.workload.order import GlobalBatchSampler, LastBatch, Order
-from autobatch.workload.rng import seed_everything
+from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.size_split import SizeSplit, digest_of
 from autobatch.workload.split import CountSplit, Split
 from autobatch.workload.user_code import user_code
@@ -93,6 +95,7 @@ def open_loop(
     *,
     seeded_before: bool | None,
     note: Callable[[str], None],
+    ranks: Ranks | None = None,
 ) -> Iterator[Loop]:
     """Build a loop at its first batch, on the device and with its feed; close both at the end of the block.
 
@@ -103,20 +106,26 @@ def open_loop(
         sampler: the batches of the run.
         seeded_before: whether the resumed run seeded its samples one by one; ``None`` for a new run.
         note: called with each note for the user.
+        ranks: the processes that train together; None if this one trains alone.
 
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
     loading = setup.workload.loading
     feed_options = _feed_options(plan, options, loading, seeded_before, note)
-    split = split_of(setup, plan)
+    ranks = ranks or Alone()
+    split, engine = open_engine(ranks, plan, split_of(setup, plan), setup.device.torch_device)
     gpu = gpu_of(setup.device, plan.knobs, loading)
     with (
         setup.device.training() as meter,
         open_feed(setup.workload, sampler.batches, gpu=gpu, split=split, **feed_options) as feed,
     ):
         loop = _build_loop(setup, plan, options, sampler, meter)
-        loop.feed, loop.split = feed, split
+        loop.feed, loop.split, loop.engine = feed, split, engine
+        loop.micro_batch = limit_of_rank(ranks, plan)
+        engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
+        if ranks.rank:
+            seed_rank(options.seed, ranks.rank)
         if isinstance(split, SizeSplit):
             loop.micro_batch = split.largest
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
@@ -169,6 +178,7 @@ def _build_loop(
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
         knobs=plan.knobs,
+        world=plan.world_size,
     )
     return Loop(
         workload=workload,

@@ -77,6 +77,11 @@ class _Random(msgspec.Struct):
     cuda: list[Tensor]
 
 
+class _Ranks(msgspec.Struct):
+    limits: list[_Positive]
+    random: list[_Random]
+
+
 class _State(msgspec.Struct):
     """See `autobatch.training.loop_state.capture_loop`."""
 
@@ -90,6 +95,7 @@ class _State(msgspec.Struct):
     noise: _Noise
     random: _Random
     counters: _Counters
+    ranks: _Ranks | None = None
 
 
 def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
@@ -111,7 +117,8 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
         if found.scaler:
             msgspec.convert(found.scaler, _Scaler)
         _check_counters(found.counters, int(path.name.removeprefix("step-")))
-        _check_random(found.random)
+        for random_state in [found.random, *(found.ranks.random if found.ranks else [])]:
+            _check_random(random_state)
     except ValueError as error:  # and its subclass msgspec.ValidationError
         raise CheckpointError(f"{path}: {name} holds no run to resume: {error}") from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.planning import split_evenly
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload, kind_of
@@ -84,13 +85,42 @@ def evaluate(
         DoesNotFitError: out of memory at a micro-batch of 1.
         InputError: a metric is not a number.
     """
+    sums = evaluate_part(
+        workload,
+        train_state,
+        device=device,
+        meter=meter,
+        batch_size=batch_size,
+        target_batch=target_batch,
+        poll=poll,
+    )
+    return sums.means()
+
+
+def evaluate_part(
+    workload: Workload,
+    train_state: TrainState,
+    *,
+    device: Device,
+    meter: Meter,
+    batch_size: ValidationBatchSize,
+    target_batch: int,
+    poll: Callable[[], None] = lambda: None,
+    part: tuple[int, int] = (0, 1),
+) -> Sums:
+    """Compute the sums of a part of the validation data; see `evaluate`.
+
+    ``part`` is the number of the part, and of all parts, each a range of samples.
+    """
     data = workload.validation_data
+    sums = Sums()
     if data is None:
-        return {}
-    sums = _Sums()
+        return sums
     with _eval_mode(train_state.model):
-        start, end = 0, len(data)  # type: ignore[arg-type]
-        whole = _WholeBatchRows(range(min(target_batch, end)))
+        sizes = split_evenly(len(data), part[1])  # type: ignore[arg-type]
+        start = sum(sizes[: part[0]])
+        end = start + sizes[part[0]]
+        whole = _WholeBatchRows(range(start, min(start + target_batch, end)))
         while start < end:
             poll()
             if start == whole.ids.stop:
@@ -111,7 +141,7 @@ def evaluate(
             start = ids.stop
     if batch_size.micro_batch > batch_size.start:
         device.release()
-    return sums.means()
+    return sums
 
 
 def sanity_check_validation(
@@ -150,7 +180,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _Sums:
+class Sums:
     """Sums of totals and counts, by metric."""
 
     def __init__(self) -> None:
@@ -158,11 +188,22 @@ class _Sums:
         self._counts: dict[str, float] = {}
 
     def add(self, found: Mapping[str, tuple[float, float]]) -> None:
+        """Add totals and counts."""
         for name, (total, count) in found.items():
             self._totals[name] = self._totals.get(name, 0.0) + total
             self._counts[name] = self._counts.get(name, 0.0) + count
 
+    def to_plain(self) -> dict[str, list[str]]:
+        """Return the sums as JSON that keeps every bit, also of what is not finite."""
+        return {name: [total.hex(), self._counts[name].hex()] for name, total in self._totals.items()}
+
+    def add_plain(self, other: Mapping[str, Sequence[str]]) -> None:
+        """Add the sums of another part."""
+        for name, (total, count) in other.items():
+            self.add({name: (float.fromhex(total), float.fromhex(count))})
+
     def means(self) -> dict[str, float | None]:
+        """Return Σ totals ÷ Σ counts of each metric; None if that is not finite."""
         means = {
             name: total / self._counts[name] for name, total in self._totals.items() if self._counts[name]
         }

@@ -30,14 +30,13 @@ from autobatch.step.ema import load_average
 from autobatch.training.loop import Loop
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.rng import capture_random_state, restore_random_state
+from autobatch.workload.rng import capture_random_state, restore_random_state, seed_rank
 
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
     """Return everything that the rest of a run depends on, between two steps."""
     train_state = loop.train_state
-    random_state = capture_random_state()
-    numpy = random_state.numpy
+    own = _plain_random()
     return {
         "model": train_state.model.state_dict(),
         "buffers": _unsaved_buffers(train_state.model),
@@ -47,12 +46,8 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "average": None if train_state.average is None else train_state.average.state_dict(),
         "items_per_sample": train_state.items_per_sample,
         "noise": loop.noise.state_dict(),
-        "random": {
-            "python": random_state.python,
-            "numpy": None if numpy is None else (numpy[0], torch.from_numpy(numpy[1].copy()), *numpy[2:]),
-            "torch": random_state.torch,
-            "cuda": random_state.cuda,
-        },
+        "random": own,
+        "ranks": _ranks_of(loop, own),
         "counters": {
             "batches_seen": loop.batches_seen,
             "steps_applied": loop.steps_applied,
@@ -80,7 +75,7 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
     try:
         with watch:
             _restore_train_state(loop, state)
-            _restore_random(state["random"], with_cuda=same_hardware)
+            _restore_random_of_rank(loop, state, same_hardware=same_hardware)
     except AutobatchError:
         raise
     except Exception as error:  # a user's optimizer or schedule may raise anything
@@ -99,6 +94,44 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
     loop.skipped_steps_in_a_row = counters["skipped_steps_in_a_row"]
     if same_hardware:
         loop.micro_batch = counters["micro_batch"]
+    kept = state.get("ranks")
+    if same_hardware and kept is not None and loop.engine.limits:
+        loop.engine.limits[:] = kept["limits"]
+        loop.micro_batch = loop.engine.limits[loop.engine.ranks.rank]
+
+
+def _plain_random() -> dict[str, Any]:
+    """Return the random states of this process as plain values and tensors."""
+    state = capture_random_state()
+    numpy = state.numpy
+    return {
+        "python": state.python,
+        "numpy": None if numpy is None else (numpy[0], torch.from_numpy(numpy[1].copy()), *numpy[2:]),
+        "torch": state.torch,
+        "cuda": state.cuda,
+    }
+
+
+def _ranks_of(loop: Loop, own: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a checkpoint keeps of every rank; None for one process. All ranks call it."""
+    ranks = loop.engine.ranks
+    if ranks.world == 1:
+        return None
+    file = io.BytesIO()
+    torch.save(own, file)
+    found = [torch.load(io.BytesIO(one), weights_only=True) for one in ranks.gather_bytes(file.getvalue())]
+    return {"limits": [*loop.engine.limits], "random": found}
+
+
+def _restore_random_of_rank(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
+    """Restore the random states of this rank, or seed it anew if the checkpoint has no such rank."""
+    ranks, kept = loop.engine.ranks, state.get("ranks")
+    if ranks.rank == 0:
+        _restore_random(state["random"], with_cuda=same_hardware)
+    elif kept is not None and ranks.rank < len(kept["random"]):
+        _restore_random(kept["random"][ranks.rank], with_cuda=same_hardware)
+    else:
+        seed_rank(loop.sampler.seed, ranks.rank, state["counters"]["batches_seen"])
 
 
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:

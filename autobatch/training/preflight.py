@@ -12,11 +12,11 @@ check says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from autobatch.core.errors import InputError
 from autobatch.device.base import Meter
-from autobatch.planning import micro_batches
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
 from autobatch.step.restore import temporary_weights
@@ -42,6 +42,7 @@ def check_loss_splits(
     micro_batch: int,
     sampler: GlobalBatchSampler,
     check: Literal["error", "note", "off"] = "error",
+    share_of: Callable[[int], int] = lambda samples: samples,
 ) -> tuple[list[str], Finding]:
     """Check that splitting a batch changes nothing but the order of sums.
 
@@ -51,6 +52,7 @@ def check_loss_splits(
         sampler: the batches of the run.
         check: raise an error or return a note if batches are split and the loss cannot be; ``off`` skips the
             loss and checks only BatchNorm.
+        share_of: returns the samples that this process takes of a batch of so many.
 
     Returns:
         Notes, one per line; and what was found about the loss.
@@ -59,8 +61,8 @@ def check_loss_splits(
         InputError: batches are split and the loss cannot be, or a BatchNorm gets a single value.
     """
     notes = batch_norm_notes(setup.model, sampler, micro_batch)
-    is_split = len(micro_batches(sampler.target_batch, micro_batch)) > 1
-    if batch_norms(setup.model) and smallest_micro_batch(sampler, micro_batch) == 1:
+    is_split = min(micro_batch, share_of(sampler.target_batch)) < sampler.target_batch
+    if batch_norms(setup.model) and smallest_micro_batch(sampler, micro_batch, share_of) == 1:
         with preserved_random_state(), setup.device.training() as meter:
             _check_single_sample(setup, meter, sampler)
     finding = Finding() if check == "off" else examine_loss(setup, micro_batch)

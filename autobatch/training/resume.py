@@ -12,6 +12,7 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
+from autobatch.distributed.ranks import Ranks
 from autobatch.training.build import LoopSettings
 from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
 from autobatch.training.checkpoint_content import check_content
@@ -138,10 +139,13 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
 
 
 def changes_since_checkpoint(
-    resumed: Loaded, key: Mapping[str, Any], plan: Plan, max_micro_batch: int | None
+    resumed: Loaded, key: Mapping[str, Any], plan: Plan, max_micro_batch: int | None, ranks: Ranks
 ) -> list[str]:
-    """Return the changes that rule out a bit-exact resume, in the user's words."""
-    stored = resumed.facts.get("key", {})
+    """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own."""
+    stored = resumed.facts.get("ranks") or [resumed.facts.get("key", {})]
+    if len(stored) != ranks.world:
+        return ["number of ranks"]
+    stored = stored[ranks.rank]
     changes = [name for entry, name in _BIT_EXACT_KEYS.items() if stored.get(entry) != key.get(entry)]
     if max_micro_batch is not None and max_micro_batch < plan.micro_batch:
         changes.append("--max-micro-batch")

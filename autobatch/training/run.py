@@ -6,7 +6,7 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.device.oom import first_line, is_oom, memory_named
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.checkpoint import Loaded, list_checkpoints, save_checkpoint
-from autobatch.training.evaluation import ValidationBatchSize, evaluate
+from autobatch.training.evaluation import Sums, ValidationBatchSize, evaluate_part
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
@@ -98,8 +98,10 @@ def train(
         AutobatchError: see `Loop.run`.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
-    tensorboard = open_tensorboard(settings.out / TENSORBOARD, batches_seen=loop.batches_seen)
-    sinks = UserSinks([*([] if tensorboard is None else [tensorboard]), *settings.sinks], progress)
+    sinks = UserSinks([], progress)
+    if loop.engine.ranks.rank == 0:
+        tensorboard = open_tensorboard(settings.out / TENSORBOARD, batches_seen=loop.batches_seen)
+        sinks = UserSinks([*([] if tensorboard is None else [tensorboard]), *settings.sinks], progress)
     with closing(sinks):
         record = _train(loop, settings, progress, resumed, watch, sinks)
         sinks.end(record)
@@ -114,15 +116,18 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     watch: SplitWatch | None,
     sinks: UserSinks,
 ) -> Training:
+    ranks = loop.engine.ranks
     _apply_smaller_micro_batch(loop, settings.out, resumed)
     check_checkpoint_state(capture_loop(loop))
     check_exportable(loop.train_state.model)
     totals = RunTotals()
-    rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
+    if ranks.rank == 0:
+        rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
     run = _Run(loop, settings, resumed, sinks)
     records = loop.run() if watch is None else watch.run(loop)
     try:
-        with stop_on_signals() as request, run.saved_after_oom():
+        with stop_on_signals() as asked, run.saved_after_oom():
+            request = loop.engine.shared_request(asked)
             run.train_batches(records, request, progress, totals)
             progress.doing("validating")
             validation = run.validate(request)
@@ -135,8 +140,9 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     # The run is over: what is exported, and what the caller gets, are the averaged weights.
     switch(loop.train_state.optimizers, train=False)
     progress.doing("writing the weights")
+    loop.engine.share(loop.train_state.model.buffers())
     with memory_named("the weights were exported, after the last checkpoint"):
-        export_weights(loop.train_state, settings.out)
+        ranks.once(lambda: export_weights(loop.train_state, settings.out))
     return totals.summary(
         loop,
         validation=validation,
@@ -217,33 +223,56 @@ class _Run:
 
         The weights and the random states of the training are restored.
         """
-        loop = self._loop
-        metrics: dict[str, float | None] = {}
+        loop, ranks = self._loop, self._loop.engine.ranks
+        sums, failure = Sums(), ""
 
         def poll() -> None:
-            if request.signal_number is not None:
+            if request.is_asked:
                 raise _StopRequested
+
+        loop.engine.share(loop.train_state.model.buffers())
 
         average = loop.train_state.average
         swapped = nullcontext() if average is None else average.swapped_in()
         switched = averaged_weights(loop.train_state.optimizers)
-        with suppress(_StopRequested), preserved_random_state(), switched, swapped:
-            metrics = evaluate(
-                loop.workload,
-                loop.train_state,
-                device=loop.device,
-                meter=loop.meter,
-                batch_size=self._validation_batch_size,
-                target_batch=loop.sampler.target_batch,
-                poll=poll,
-            )
+        try:
+            with suppress(_StopRequested), preserved_random_state(), switched, swapped:
+                sums = self._evaluate_part(poll)
+        except DoesNotFitError as error:
+            # Other ranks wait for the sums of this one.
+            failure = str(error)
+        parts = ranks.gather([sums.to_plain(), failure])
+        for _, reason in parts:
+            if reason:
+                raise DoesNotFitError(reason)
+        loop.engine.agree_on_request()
         # A checkpoint must hold the random states of the training, which are restored only here.
         self._stop_if_requested(request)
-        return metrics
+        whole = Sums()
+        for plain, _ in parts:
+            whole.add_plain(plain)
+        return whole.means()
+
+    def _evaluate_part(self, poll: Callable[[], None]) -> Sums:
+        """Return the sums over the part of the validation data that this rank takes."""
+        loop, ranks = self._loop, self._loop.engine.ranks
+        return evaluate_part(
+            loop.workload,
+            loop.train_state,
+            device=loop.device,
+            meter=loop.meter,
+            batch_size=self._validation_batch_size,
+            target_batch=loop.sampler.target_batch,
+            poll=poll,
+            part=(ranks.rank, ranks.world),
+        )
 
     @contextmanager
     def _open_writers(self) -> Iterator[None]:
-        """Open the metrics file beside the sinks."""
+        """Open the metrics file beside the sinks; rank 0 alone writes."""
+        if self._loop.engine.ranks.rank:
+            yield
+            return
         lines = JsonLines(self._settings.out / METRICS)
         self._writers.append(lines)
         try:
@@ -265,7 +294,9 @@ class _Run:
         every, minutes = self._settings.checkpoint_every, self._settings.checkpoint_minutes
         if every and step % every == 0:
             return True
-        return minutes is not None and self._loop.clock() - self._saved_at > 60 * minutes
+        if minutes is None:
+            return False
+        return self._loop.engine.ranks.agree(self._loop.clock() - self._saved_at > 60 * minutes)
 
     def _stop_if_requested(self, request: StopRequest) -> None:
         """Write a checkpoint and raise if a signal asked to stop."""
@@ -297,7 +328,7 @@ class _Run:
             self._save()
 
     def _save(self) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint. Rank 0 writes it, and no rank trains on before it is published.
 
         Raises:
             CheckpointError: it could not be written.
@@ -320,9 +351,14 @@ class _Run:
         )
 
     def _write_checkpoint(self) -> None:
+        self._loop.engine.share(self._loop.train_state.model.buffers())
         state = capture_loop(self._loop)
         check_checkpoint_state(state)
-        self.checkpoint = save_checkpoint(
+        self.checkpoint = Path(self._loop.engine.ranks.once(lambda: self._publish(state)))
+        self._saved_at = self._loop.clock()
+
+    def _publish(self, state: Mapping[str, Any]) -> str:
+        path = save_checkpoint(
             self._settings.out / CHECKPOINTS,
             step=self._loop.batches_seen,
             state=state,
@@ -330,9 +366,9 @@ class _Run:
             keep_last=self._settings.keep_last,
             protected=self._resumed_from,
         )
-        self._saved_at = self._loop.clock()
         # From now on the checkpoint has the smaller micro-batch.
         (self._settings.out / OOM_FILE).unlink(missing_ok=True)
+        return str(path)
 
 
 def _restart_hint(loop: Loop, settings: RunSettings, error: AutobatchError) -> str | None:
@@ -340,7 +376,13 @@ def _restart_hint(loop: Loop, settings: RunSettings, error: AutobatchError) -> s
     has_checkpoint = bool(list_checkpoints(settings.out / CHECKPOINTS))
     if not isinstance(error, RestartSmallerError):
         return f"resume from the newest checkpoint with: {settings.resume_hint}" if has_checkpoint else None
-    content = {"batches_seen": loop.batches_seen, "micro_batch": loop.micro_batch, "error": str(error)}
+    loop.engine.lower(loop.micro_batch)
+    content = {
+        "batches_seen": loop.batches_seen,
+        "micro_batch": loop.micro_batch,
+        "limits": loop.engine.limits,
+        "error": str(error),
+    }
     write_atomic(settings.out / OOM_FILE, json.dumps(content, indent=1).encode())
     if has_checkpoint:
         return f"resume in smaller micro-batches with: {settings.resume_hint}"
@@ -349,17 +391,27 @@ def _restart_hint(loop: Loop, settings: RunSettings, error: AutobatchError) -> s
 
 
 def _apply_smaller_micro_batch(loop: Loop, out: Path, resumed: Loaded | None) -> None:
-    """Use the smaller micro-batch of a resumed run that ended out of memory."""
-    path = out / OOM_FILE
-    if resumed is None:
-        path.unlink(missing_ok=True)
+    """Use the smaller micro-batch of a resumed or restarted run that ended out of memory."""
+    ranks, path = loop.engine.ranks, out / OOM_FILE
+    if resumed is None and not ranks.restart:
+        ranks.once(lambda: path.unlink(missing_ok=True))
         return
+    found = ranks.once(lambda: _read_limits(path))
+    if ranks.world > 1 and len(found) == ranks.world + 1:
+        loop.engine.limits[:] = map(min, loop.engine.limits, found[1:])
+        loop.micro_batch = loop.engine.limits[ranks.rank]
+    elif ranks.world == 1 and found:
+        loop.micro_batch = min(loop.micro_batch, found[0])
+
+
+def _read_limits(path: Path) -> list[int]:
+    """Return the micro-batch that a run left when memory ran out, then those of all ranks; or nothing."""
     try:
-        micro_batch = read_json(path)["micro_batch"]
-    except (InputError, KeyError, TypeError):
-        return
-    if isinstance(micro_batch, int) and micro_batch >= 1:
-        loop.micro_batch = min(loop.micro_batch, micro_batch)
+        content = read_json(path)
+        found = [content["micro_batch"], *content.get("limits", [])]
+    except (InputError, KeyError, TypeError, AttributeError):
+        return []
+    return found if all(isinstance(one, int) and one >= 1 for one in found) else []
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -71,7 +71,7 @@ def claim_folder(out: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def move_earlier_run(out: Path) -> Path | None:
+def move_earlier_run(out: Path) -> str | None:
     """Move an earlier run out of the folder, so that its files neither mix with the new ones nor get lost.
 
     Returns:
@@ -88,7 +88,7 @@ def move_earlier_run(out: Path) -> Path | None:
     folder.mkdir(parents=True)
     for path in old:
         path.rename(folder / path.name)
-    return folder
+    return str(folder)
 
 
 def _make(out: Path) -> None:

@@ -13,8 +13,10 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Training
 from autobatch.core.version import versions
 from autobatch.device.oom import memory_named
+from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
+from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.setup import with_knobs
+from autobatch.probing.setup import device_key, with_knobs
 from autobatch.training.build import LoopSettings, open_loop
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.loop_state import restore_loop
@@ -46,6 +48,7 @@ def train_plan(
     split_check: Literal["error", "note", "off"],
     progress: Progress,
     resume: Resume | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Training, nn.Module]:
     """Train a plan to the end of its run.
 
@@ -59,6 +62,7 @@ def train_plan(
         split_check: what to do if the loss cannot be split exactly.
         progress: receives notes and steps.
         resume: the checkpoint to continue from; None for a new run.
+        ranks: the processes that train together; None if this one trains alone.
 
     Returns:
         The record of the training, and the trained model.
@@ -67,19 +71,14 @@ def train_plan(
         InputError: a part of the workload is invalid, or its loss cannot be split into micro-batches.
         AutobatchError: see `autobatch.training.run.train`.
     """
+    ranks = ranks or Alone()
     setup = with_knobs(setup, plan.knobs)
-    progress.doing("checking that the loss can be split into micro-batches")
-    notes, found = check_loss_splits(setup, micro_batch=plan.micro_batch, sampler=sampler, check=split_check)
-    for line in notes:
-        progress.note(line)
-    watch = None
-    if split_check != "off":
-        watch = SplitWatch(setup, check=split_check, note=progress.note, before=found)
+    watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, progress=progress)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
     progress.doing("preparing the training")
     with open_loop(
-        setup, plan, loop_settings, sampler, seeded_before=seeded_before, note=progress.note
+        setup, plan, loop_settings, sampler, seeded_before=seeded_before, note=progress.note, ranks=ranks
     ) as loop:
         if resume is not None:
             restore_loop(loop, resume.checkpoint.state, same_hardware=resume.is_exact)
@@ -91,7 +90,40 @@ def train_plan(
             **data_order_facts(sampler),
             "versions": versions(),
             "sample_seeds": loop.feed is not None,
+            "ranks": [] if ranks.world == 1 else ranks.gather(device_key(setup)),
         }
         progress.doing("training: the first step")
         record = train(loop, replace(run_settings, facts=facts), progress, checkpoint, watch)
     return record, loop.train_state.model
+
+
+def _check_split(
+    setup: TrainSetup,
+    plan: Plan,
+    sampler: GlobalBatchSampler,
+    ranks: Ranks,
+    *,
+    split_check: Literal["error", "note", "off"],
+    progress: Progress,
+) -> SplitWatch | None:
+    """Check the loss before the training, and return what checks it during the first batches.
+
+    Returns:
+        None if nothing does: it was not asked for, or rank 0 does.
+
+    Raises:
+        InputError: the loss cannot be split into micro-batches.
+    """
+    progress.doing("checking that the loss can be split into micro-batches")
+    notes, found = check_loss_splits(
+        setup,
+        micro_batch=limit_of_rank(ranks, plan),
+        sampler=sampler,
+        check=split_check,
+        share_of=lambda samples: share_of_rank(ranks, plan, samples),
+    )
+    for line in notes:
+        progress.note(line)
+    if split_check == "off" or ranks.rank:
+        return None
+    return SplitWatch(setup, check=split_check, note=progress.note, before=found)

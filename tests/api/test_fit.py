@@ -80,9 +80,10 @@ def test_steps_that_are_not_finite_are_skipped_if_requested(tmp_path: Path) -> N
     assert torch.isfinite(weights(done.model)).all()
 
 
-def test_several_ranks_are_refused_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
+def test_ranks_that_cannot_meet_are_refused_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(InputError, match=r"WORLD_SIZE is 8.*without torchrun"):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match=r"WORLD_SIZE is 8, but MASTER_ADDR is not set"):
         autobatch.fit(make_workload(), target_batch=8, out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 

@@ -21,6 +21,7 @@ def test_one_process_asks_nobody() -> None:
     assert engine.limits == []
     assert engine.ranks.world == 1
     before = torch.get_rng_state()
-    engine.share_buffers(train_state.model)
+    engine.share(train_state.model.parameters())
+    engine.agree_on_request()
     assert torch.equal(torch.get_rng_state(), before)
     assert not train_state.stepping

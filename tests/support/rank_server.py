@@ -67,8 +67,8 @@ class RankServer:
     def values(self, function: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
         """Run a function in every rank, and return their values; raise if one failed."""
         ended = self.run(function, *args, **more)
-        for rank, one in enumerate(ended):
-            assert one.code == 0, f"rank {rank} ended with {one.code}:\n{one.error}"
+        errors = "\n".join(one.error for one in ended)
+        assert not any(one.code for one in ended), f"{[one.code for one in ended]}:\n{errors}"
         return [one.value for one in ended]
 
     def close(self) -> None:
@@ -94,6 +94,13 @@ def _serve(connection: Connection) -> None:
     import torch._dynamo  # DDP imports it, in 5 seconds
     import torch.distributed
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+
+    # What a run imports when it first needs it.
+    import autobatch.api.fit
+    import autobatch.report.page  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import torch.utils.tensorboard
 
     torch.set_num_threads(1)
     # The first optimizer of a process imports many modules.

@@ -12,6 +12,7 @@ import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import format_bytes
+from autobatch.distributed.ranks import Alone
 from autobatch.planning import make_plan
 from autobatch.training.build import LoopSettings
 from autobatch.training.checkpoint import Loaded, is_valid
@@ -189,4 +190,4 @@ def test_a_run_that_ended_with_a_short_batch_cannot_be_continued() -> None:
     ],
 )
 def test_changes_that_rule_out_a_bit_exact_resume_are_named(key, max_micro_batch, expected) -> None:
-    assert changes_since_checkpoint(checkpoint(), {**KEY, **key}, PLAN, max_micro_batch) == expected
+    assert changes_since_checkpoint(checkpoint(), {**KEY, **key}, PLAN, max_micro_batch, Alone()) == expected

@@ -1,0 +1,173 @@
+"""What the ranks of a run agree on before they train: options, the folder, the checkpoint to resume from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from autobatch.core.errors import InputError
+from autobatch.core.options import FitOptions, PlanOptions
+from autobatch.core.text import error_text
+from autobatch.core.version import versions
+from autobatch.distributed.launch import check_equal
+from autobatch.distributed.ranks import Ranks, open_ranks
+from autobatch.training.checkpoint import Loaded, list_checkpoints
+from autobatch.training.resume import load_run_state
+from autobatch.training.run_folder import CHECKPOINTS, claim_folder
+from autobatch.workload.contract import WholeBatchLoss, Workload
+
+SHARED_SECONDS = 30.0
+"""Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""
+OWN_OPTIONS = ("device", "memory_budget", "json", "quiet", "verbose")
+"""Options in which ranks may differ."""
+_Options = TypeVar("_Options", bound=PlanOptions)
+
+
+@contextmanager
+def joined_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
+    """Join the ranks of the launcher within the block; an exception there ends all of them.
+
+    Raises:
+        InputError: the environment describes no launch.
+        EarlierVerdict: an earlier start of the same run ended for good.
+    """
+    ranks = open_ranks(environ)
+    try:
+        yield ranks
+    except BaseException as error:
+        ranks.fail(error_text(error), getattr(error, "exit_code", 1))
+        raise
+    ranks.close()
+
+
+def options_of_rank(options: _Options, ranks: Ranks) -> _Options:
+    """Return the options with the device of this rank, after a check that all ranks have the same.
+
+    Raises:
+        InputError: ranks differ in an option or a version, or cannot do together what was asked.
+    """
+    if ranks.world == 1:
+        return options
+    device = ranks.device(options.device)
+    common = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in msgspec.to_builtins(options).items()
+        if name not in OWN_OPTIONS
+    }
+    check_equal(ranks.gather({**common, **versions()}))
+    if options.split == "size":
+        raise InputError(f"--split size needs one process, and {ranks.world} ranks train: use --split count")
+    return msgspec.structs.replace(options, device=device, split="count")
+
+
+def refuse_tuning(options: FitOptions, ranks: Ranks) -> FitOptions:
+    """Return the options of a run over ranks without trials.
+
+    Raises:
+        InputError: trials were asked for.
+    """
+    if ranks.world == 1:
+        return options
+    if options.trials or options.tune_lr:
+        raise InputError(
+            f"--trials and --tune-lr need one process, and {ranks.world} ranks train: run autobatch tune in "
+            "one process first, or use --trials 0"
+        )
+    return msgspec.structs.replace(options, trials=0)
+
+
+def check_loss_of_ranks(workload: Workload, ranks: Ranks) -> None:
+    """Check that ranks can sum the loss of a workload.
+
+    Raises:
+        InputError: its loss sees the whole batch.
+    """
+    if ranks.world > 1 and isinstance(workload.loss, WholeBatchLoss):
+        raise InputError(
+            f"a WholeBatchLoss sees all samples of a batch, and each of {ranks.world} ranks has a part of "
+            "them: train in one process"
+        )
+
+
+def continued(options: FitOptions, ranks: Ranks) -> FitOptions:
+    """Return the options of a run that the launcher has started again: it resumes in the same folder."""
+    out = ranks.earlier_out if ranks.restart else None
+    if out is None:
+        return options
+    has_checkpoint = ranks.once(lambda: bool(list_checkpoints(out / CHECKPOINTS)))
+    return msgspec.structs.replace(options, out=str(out), resume=has_checkpoint)
+
+
+def claim_of_ranks(
+    choose: Callable[[], Path], ranks: Ranks, entered: Callable[[Path], None], held: ExitStack
+) -> Path:
+    """Lock the folder of the run on rank 0 until its end, and make it known to all ranks.
+
+    Args:
+        choose: returns the folder; called on rank 0.
+        ranks: the ranks.
+        entered: receives the folder.
+        held: keeps the lock.
+
+    Raises:
+        InputError: it is not writable, another run holds it, or a rank does not see it.
+    """
+
+    def claim() -> str:
+        out = choose()
+        held.enter_context(claim_folder(out))
+        return str(out)
+
+    out = Path(ranks.once(claim))
+    ranks.enter(out)
+    _check_shared(out, ranks)
+    entered(out)
+    return out
+
+
+def load_of_ranks(out: Path, ranks: Ranks) -> Loaded:
+    """Load the newest valid checkpoint on every rank, the one that rank 0 finds.
+
+    Raises:
+        InputError: the run has no valid checkpoint, or a rank finds another one.
+    """
+    if ranks.world == 1:
+        return load_run_state(out)
+    found = load_run_state(out) if ranks.rank == 0 else None
+    # The others only after rank 0 has cleaned up.
+    path = ranks.once(lambda: None if found is None else found.path.name)
+    found = load_run_state(out) if found is None else found
+    check_equal(ranks.gather({"the newest checkpoint": found.path.name}))
+    assert found.path.name == path
+    return found
+
+
+def _check_shared(out: Path, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:
+    if ranks.world == 1:
+        return
+    name = ranks.once(lambda: _make_token(out))
+    deadline = clock() + SHARED_SECONDS
+    while not (out / name).exists() and clock() < deadline:
+        time.sleep(0.1)
+    found = ranks.gather([(out / name).exists(), ranks.host])
+    with suppress(OSError):
+        if ranks.rank == 0:
+            (out / name).unlink()
+    for rank, (sees, host) in enumerate(found):
+        if not sees:
+            raise InputError(
+                f"rank {rank} on {host} does not see the folder of the run {out.absolute()}: give an --out "
+                "that all hosts share"
+            )
+
+
+def _make_token(out: Path) -> str:
+    path = out / f".shared-{os.getpid()}"
+    path.touch()
+    return path.name
