@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import io
+import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -102,5 +104,9 @@ def start_worker(init: Callable[[int], object] | None, number: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:
+            # It ended before the kernel was asked, and would be waited for for ever.
+            os._exit(1)
     if init is not None:
         init(number)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,3 +109,17 @@ def test_a_worker_ignores_stop_signals_and_ends_with_its_parent() -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and asks the kernel for a signal")
+def test_a_worker_whose_parent_ended_before_it_started_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for parent, expected in ((os.getpid(), 7), (2**22, 1)):
+        process = SimpleNamespace(pid=parent)
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda process=process: process)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                start_worker(None, 0)
+            finally:
+                os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == expected
