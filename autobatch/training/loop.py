@@ -137,6 +137,8 @@ class Loop:
     """At the start of the last batch; None before the first."""
     is_intact: bool = True
     """True if the state is that between two steps. False while a batch trains, and if it cannot be undone."""
+    has_failed_on_all_ranks: bool = False
+    """True if an out-of-memory error ended the run on all ranks at once, so that they can still talk."""
 
     def run(self) -> Iterator[StepRecord]:
         """Train the remaining batches, and yield one record per batch.
@@ -231,10 +233,12 @@ class Loop:
                 self.micro_batch = oom.smaller
                 end = error_before_step(self.train_state, batch.index + 1, oom)
                 if end is not None:
+                    self.has_failed_on_all_ranks = True
                     raise end
                 replays += 1
             self.oom_recoveries += 1
         assert oom is not None
+        self.has_failed_on_all_ranks = True
         raise RestartSmallerError(
             f"out of memory in step {batch.index + 1} {MAX_REPLAYS + 1} times in a row, last at a "
             f"micro-batch of {oom.size}: {oom.message.rstrip('.')}. Something else is taking the memory"

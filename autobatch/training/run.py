@@ -210,8 +210,10 @@ class _Run:
         try:
             yield
         except (DoesNotFitError, RestartSmallerError) as error:
+            # All ranks write a checkpoint together, so one that failed alone must not begin.
+            is_alone = self._loop.engine.ranks.world > 1 and not self._loop.has_failed_on_all_ranks
             try:
-                if self._loop.is_intact:
+                if self._loop.is_intact and not is_alone:
                     self._save_if_needed()
             except Exception as failure:  # the error of the run counts, whatever this one is
                 step = self._loop.batches_seen

@@ -1,0 +1,70 @@
+"""A signal to one rank or to all: one checkpoint at one common step, and one exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autobatch.core.errors import Interrupted
+from autobatch.core.progress import Progress
+from autobatch.training.checkpoint import list_checkpoints, load_newest
+from autobatch.training.run import RunSettings, train
+from autobatch.training.run_folder import CHECKPOINTS
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group, ranked_loop
+from tests.support.training import make_workload, points
+
+pytestmark = pytest.mark.distributed
+STEPS = 500
+
+
+def stop_in_step(out: str, of_rank: dict[int, str], in_validation: bool) -> tuple[int, int]:
+    """Send signals to some ranks in the third step; return the exit code and the steps that were trained."""
+    torch.set_num_threads(1)
+    group = open_group()
+    own = of_rank.get(group.rank)
+    seen = 0
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if seen == 2 and own is not None and (model.training or not in_validation):
+            os.kill(os.getpid(), getattr(signal, own))
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    class Counting(Progress):
+        def stepped(self, step: Any, of: int) -> None:
+            nonlocal seen
+            seen = step.step
+
+    workload = make_workload(loss=loss, validation_data=points(9))
+    loop = ranked_loop(group, workload, [4, 4], target_batch=14, steps=STEPS)
+    settings = RunSettings(
+        out=Path(out), checkpoint_every=None, keep_last=2, resume_hint="", validate_every=1
+    )
+    try:
+        train(loop, settings, Counting(), None)
+    except Interrupted as error:
+        group.close()
+        return error.exit_code, loop.batches_seen
+    return 0, loop.batches_seen
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "code"),
+    [({1: "SIGTERM"}, 143), ({0: "SIGINT"}, 130), ({0: "SIGTERM", 1: "SIGTERM"}, 143), ({1: "SIGUSR1"}, 143)],
+    ids=str,
+)
+@pytest.mark.parametrize("in_validation", [False, True])
+def test_all_ranks_stop_at_one_step(
+    server: RankServer, tmp_path: Path, of_rank: dict[int, str], code: int, in_validation: bool
+) -> None:
+    found = server.values(stop_in_step, str(tmp_path), of_rank, in_validation)
+    assert found == [(code, 3)] * 2
+    assert [path.name for path in list_checkpoints(tmp_path / CHECKPOINTS)] == ["step-00000003"]
+    newest = load_newest(tmp_path / CHECKPOINTS)
+    assert newest is not None
+    assert newest.state["counters"]["batches_seen"] == 3

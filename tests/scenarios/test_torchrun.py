@@ -1,0 +1,105 @@
+"""Whole runs under torchrun, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+WORKLOAD = """
+import os, signal, torch
+from torch.nn.functional import cross_entropy
+import autobatch
+from tests.support.training import points
+
+RANK, START = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3)).double()
+
+def loss(model, batch):
+    EXTRA
+    return cross_entropy(model(batch[0]), batch[1])
+
+def workload():
+    return autobatch.Workload(
+        model=model, train_data=points(64), loss=loss, learning_rate=0.1,
+        optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
+    )
+"""
+FIT = ("--target-batch", "14", "--memory-budget", "1GiB", "--steps", "8", "--max-micro-batch", "4", "--json")
+
+
+def start(folder: Path, *options: str, extra: str = "pass", launch: tuple[str, ...] = ()) -> subprocess.Popen:
+    (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", extra))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *launch),
+        *("-m", "autobatch", "fit", "work.py", "--out", "run", *options),
+    ]
+    root = str(Path(__file__).parents[2])
+    environ = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def test_a_run_prints_one_json_object(tmp_path: Path) -> None:
+    code, out, err = finish(start(tmp_path, *FIT))
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["plan"]["world_size"] == 2
+    assert result["training"]["optimizer_steps"] == 8
+    assert (tmp_path / "run" / "ranks" / "rank-1.log").read_text().endswith("step 8 of 8, done\n")
+
+
+def test_invalid_input_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
+    launch = ("--max-restarts", "2")
+    code, out, err = finish(start(tmp_path, *FIT, extra="raise KeyError('x')", launch=launch))
+    assert (code, out) == (1, "")
+    assert sum(line.startswith("autobatch: ") for line in err.splitlines()) <= 3, err
+    assert "the workload's loss raised KeyError" in err
+    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == 2
+
+
+def test_sigterm_leaves_one_checkpoint(tmp_path: Path) -> None:
+    slow = "import time; time.sleep(0.2)"
+    process = start(tmp_path, *FIT[:-3], "--steps", "900", extra=slow)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, _, err = finish(process)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1, err
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert verdict["code"] == 143
+    assert "stopped after step" in verdict["line"]
+
+
+def test_a_killed_rank_restarts_all_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    options = (*FIT, "--checkpoint-every", "1")
+    code, _, err = finish(start(tmp_path, *options))
+    assert code == 0, err
+    expected = (tmp_path / "run" / "model.safetensors").read_bytes()
+    (tmp_path / "run").rename(tmp_path / "first")
+    kill = (
+        "import pathlib; count = len(list(pathlib.Path('run/checkpoints').glob('step-*[0-9]'))) if "
+        "pathlib.Path('run/checkpoints').exists() else 0\n"
+        "    if START == '0' and RANK == '1' and count >= 2: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    code, out, err = finish(start(tmp_path, *options, extra=kill, launch=("--max-restarts", "2")))
+    assert code == 0, err
+    assert json.loads(out)["training"]["resumed_from"] is not None
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == expected
