@@ -10,6 +10,7 @@ from autobatch.core.errors import InputError
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.cuda import CudaDevice
+from autobatch.device.host import HostMemory, host_memory
 from autobatch.device.profiles import data_home, load_profile
 from autobatch.device.simulated import SimulatedDevice
 
@@ -30,13 +31,22 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
     """
     kind, which = device_kind(spec), spec.partition(":")[2]
     if kind == "cpu" and not which:
-        return CpuDevice(memory_budget=memory_budget)
+        return CpuDevice(memory_budget=memory_budget, memory=_share_of_host(environ))
     if kind == "cuda" and (not which or which.isdecimal()):
         return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
     if kind == "sim" and which:
         profile = load_profile(which, user_dir=data_home(environ))
         return SimulatedDevice(profile, memory_budget=memory_budget)
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
+
+
+def _share_of_host(environ: Mapping[str, str]) -> HostMemory:
+    """Return the memory of this host that one of its ranks may use; all of it without ranks."""
+    memory, ranks = host_memory(), environ.get("LOCAL_WORLD_SIZE", "1")
+    if memory.available_bytes is None or not ranks.isdecimal() or int(ranks) < 2:
+        return memory
+    share = memory.available_bytes // int(ranks)
+    return memory._replace(available_bytes=share, source=f"{memory.source}, shared by {ranks} ranks")
 
 
 def device_of_rank(spec: str, *, local_rank: int, local_world: int, gpus: int) -> str:

@@ -17,6 +17,14 @@ def test_a_name_opens_a_device_of_its_kind(spec: str, kind: str) -> None:
     assert device_kind(spec) == kind
 
 
+def test_ranks_share_the_memory_of_their_host() -> None:
+    alone = open_device("cpu", memory_budget=None, environ={})
+    shared = open_device("cpu", memory_budget=None, environ={"LOCAL_WORLD_SIZE": "4"})
+    assert shared.budget_bytes < alone.budget_bytes / 2
+    assert "shared by 4 ranks" in shared.describe().budget_source
+    assert open_device("cpu", memory_budget="1GiB", environ={"LOCAL_WORLD_SIZE": "4"}).budget_bytes == 2**30
+
+
 @pytest.mark.parametrize("spec", ["gpu", "cpu:0", "cuda:x", "cuda:-1", "sim:", "sim", "", "tpu"])
 def test_other_names_are_refused(spec: str) -> None:
     with pytest.raises(InputError, match="names no device"):
