@@ -43,10 +43,10 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
-from autobatch.probing.child import ThisProcess
+from autobatch.probing.child import SetupProcess, ThisProcess
 from autobatch.probing.setup import device_key, find_workload, open_setup
 from autobatch.report.result import Result, load_run
-from autobatch.training.build import LoopSettings, build_sampler, split_changes
+from autobatch.training.build import LoopSettings, build_sampler, count_stream, depends_on_end, split_changes
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.resume import (
     changes_since_checkpoint,
@@ -64,6 +64,7 @@ from autobatch.training.train_plan import Resume, train_plan
 from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.sampler_order import epoch_of
+from autobatch.workload.streams import ENDLESS, StreamView, count_samples
 
 
 def run_fit(workload: Workload | str | None, options: FitOptions, context: RunContext) -> Result:
@@ -123,7 +124,8 @@ def _prepare(
     """Probe, plan and tune in one process, then open the setup for the training."""
     check_storage_option(options)
     with open_setup_process(workload, options, context) as process:
-        sampler = build_sampler(process.info.epoch_samples, settings)
+        samples = _epoch_samples(process, settings, context.progress)
+        sampler = build_sampler(samples, settings)
         name = process.info.name
         out = claim_of_ranks(
             lambda: folder_of(options.out, name, resume=False), context.ranks, context.entered, held
@@ -150,7 +152,7 @@ def _prepare(
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
     setup = process.setup if isinstance(process, ThisProcess) else _open_setup(workload, options, context)
-    sampler = _sampler_of(setup, settings)
+    sampler = _sampler_of(setup, settings, samples)
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
     return _Ready(result, result.plan, setup, sampler, out, process.info.key)
@@ -166,7 +168,7 @@ def _prepare_resume(
     """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
     progress, ranks = context.progress, context.ranks
     setup = _open_setup(workload, options, context)
-    sampler = _sampler_of(setup, settings)
+    sampler = _sampler_of(setup, settings, None)
     name = setup.workload.name
     out = claim_of_ranks(lambda: folder_of(options.out, name, resume=True), ranks, context.entered, held)
     stored = load_of_ranks(out, ranks)
@@ -208,7 +210,22 @@ def _open_setup(workload: Workload | str | None, options: FitOptions, context: R
     return open_setup(found, settings, environ=context.environ, is_demo=workload is None)
 
 
-def _sampler_of(setup: TrainSetup, settings: LoopSettings) -> GlobalBatchSampler:
+def _epoch_samples(process: SetupProcess, settings: LoopSettings, progress: Progress) -> int:
+    """Return the samples of an epoch. A stream is counted only if the run depends on its end."""
+    if process.info.epoch_samples is not None:
+        return process.info.epoch_samples
+    if not depends_on_end(settings):
+        return ENDLESS
+    progress.doing("counting the samples of the stream to its end, which --steps does not need")
+    return process.call("counting the samples", count_stream)
+
+
+def _sampler_of(setup: TrainSetup, settings: LoopSettings, samples: int | None) -> GlobalBatchSampler:
+    """Return the batches of the run; ``samples`` of an epoch of a stream are None if not counted yet."""
+    if setup.stream is not None:
+        if samples is None:
+            samples = count_samples(setup.stream) if depends_on_end(settings) else ENDLESS
+        return build_sampler(samples, settings, view=StreamView(setup.stream))
     samples, order = epoch_of(setup.workload, settings.seed)
     return build_sampler(samples, settings, order)
 

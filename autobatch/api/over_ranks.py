@@ -20,7 +20,7 @@ from autobatch.distributed.ranks import Ranks, open_ranks
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
-from autobatch.workload.contract import WholeBatchLoss, Workload
+from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 
 SHARED_SECONDS = 30.0
 """Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""
@@ -92,6 +92,11 @@ def check_loss_of_ranks(workload: Workload, ranks: Ranks) -> None:
         raise InputError(
             f"a WholeBatchLoss sees all samples of a batch, and each of {ranks.world} ranks has a part of "
             "them: train in one process"
+        )
+    if ranks.world > 1 and is_stream(workload.train_data):
+        raise InputError(
+            f"the data are a stream, whose samples {ranks.world} ranks cannot find by their place: train in "
+            "one process, or give data with an index"
         )
 
 

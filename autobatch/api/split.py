@@ -25,6 +25,10 @@ def add_split(process: SetupProcess, result: Result, options: PlanOptions, progr
     plan, probe = result.plan, result.probe
     if plan is None or probe is None or probe.stopped_by == "interrupt":
         return result
+    if process.info.epoch_samples is None:
+        if options.split == "size":
+            raise InputError("--split size needs the sizes of all samples, and the data are a stream")
+        return result
     cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
     # A split by size is checked against the batches of the run on its own.
     limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone

@@ -42,6 +42,7 @@ def setup_settings(
         ema=options.ema,
         target_batch=target_batch,
         world=world,
+        scan=options.scan,
     )
 
 
@@ -94,6 +95,7 @@ def estimate_settings(options: EstimateOptions) -> EstimateSettings:
         micro_batch=options.micro_batch,
         max_micro_batch=options.max_micro_batch,
         target_batch=options.target_batch,
+        scan=options.scan,
     )
 
 

@@ -57,6 +57,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "fp32", "bf16", "fp16"],
         OptionHelp("auto: bf16 if native, else fp32.", "memory", common=True),
     ] = "auto"
+    scan: Annotated[
+        AtLeastOne | None,
+        OptionHelp("Samples at the start of a stream to plan from. Without it: 1000.", "what to train", "N"),
+    ] = None
     seed: Annotated[Seed, OptionHelp("Seed of the weights, the data order and the trials.", "run", "N")] = 0
     json: Annotated[
         bool, OptionHelp("Print one JSON object to stdout, all else to stderr.", "output", common=True)

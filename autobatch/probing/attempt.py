@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -53,6 +53,8 @@ class TrainSetup:
     model: nn.Module
     device: Device
     worst_case: WorstCaseSampler
+    stream: Any = None
+    """The user's stream, of which the workload has the first samples; None for data with an index."""
     precision: Precision
     max_grad_norm: float | None = None
     ema: float | None = None

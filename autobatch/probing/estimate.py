@@ -35,6 +35,7 @@ from autobatch.report.result import Estimates
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class EstimateSettings:
     max_micro_batch: int | None = None
     target_batch: int | None = None
     """None for no plan."""
+    scan: int | None = None
+    """Samples of a stream to plan from; None for the default."""
 
 
 def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Path) -> Estimates:
@@ -69,6 +72,7 @@ def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Pat
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
+    workload = scanned(workload, settings.scan)
     simulated = [settings.device.removeprefix("sim:")] if settings.device.startswith("sim:") else []
     names = settings.profiles or simulated
     gpus = (
@@ -87,7 +91,15 @@ def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Pat
     if estimates and not any(one.fits for one in estimates):
         raise DoesNotFitError(_nothing_fits(estimates, settings))
     compared = [_compared(name, shares) for name, shares in off.items() if shares]
-    notes = dict.fromkeys([*_device_notes(settings), *tracer.worst_case.notes, *tracer.notes(), *compared])
+    notes = dict.fromkeys(
+        [
+            *_device_notes(settings),
+            *stream_notes(workload.train_data),
+            *tracer.worst_case.notes,
+            *tracer.notes(),
+            *compared,
+        ]
+    )
     return Estimates(estimates=estimates, notes=list(notes))
 
 
@@ -217,7 +229,8 @@ def _remedies(
 
 
 def _cap(workload: Workload, settings: EstimateSettings) -> int:
-    caps = [len(workload.train_data)]  # type: ignore[arg-type]
+    data = workload.train_data
+    caps = [ENDLESS if is_open_ended(data) else len(data)]  # type: ignore[arg-type]
     return min(caps + [cap for cap in (settings.max_micro_batch, settings.target_batch) if cap is not None])
 
 

@@ -23,13 +23,14 @@ from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.step.optimizers import argument_of
-from autobatch.workload.contract import WholeBatchLoss, Workload, kind_of
+from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.demo import MEMORY_BUDGET
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.reference import DEMO, load_workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.sampler_order import epoch_of
+from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
 from autobatch.workload.user_code import user_code
 
 
@@ -50,6 +51,8 @@ class SetupSettings:
     """None if unknown."""
     world: int = 1
     """Ranks that train together, each on a device of its own."""
+    scan: int | None = None
+    """Samples of a stream to plan from; None for the default."""
 
 
 class SetupInfo(Record, frozen=True, kw_only=True):
@@ -60,8 +63,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Everything that changes what fits."""
     samples: int
     """Samples of the training data."""
-    epoch_samples: int
-    """Samples that one pass over the data takes."""
+    epoch_samples: int | None
+    """Samples that one pass over the data takes; None for a stream."""
     workers: int | None = None
     """Loader processes that the workload asks for; None if it does not."""
     prefetch: int | None = None
@@ -123,6 +126,8 @@ def open_setup(
         InputError: the device, the budget or the model is invalid.
     """
     budget = budget_of(settings, is_demo=is_demo)
+    stream = workload.train_data if is_stream(workload.train_data) else None
+    workload = scanned(workload, settings.scan)
     device = open_device(settings.device, memory_budget=budget, environ=environ)
     with preserved_random_state():
         seed_everything(settings.seed)
@@ -130,6 +135,7 @@ def open_setup(
             model = build_model(workload)
     return TrainSetup(
         workload=workload,
+        stream=stream,
         model=model,
         device=device,
         worst_case=WorstCaseSampler(workload, seed=settings.seed),
@@ -187,8 +193,8 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
     return SetupInfo(
         device=device,
         key=key,
-        samples=len(workload.train_data),  # type: ignore[arg-type]
-        epoch_samples=epoch_of(workload, 0)[0],
+        samples=ENDLESS if is_open_ended(workload.train_data) else len(workload.train_data),  # type: ignore[arg-type]
+        epoch_samples=None if setup.stream is not None else epoch_of(workload, 0)[0],
         workers=workload.loading.workers,
         prefetch=workload.loading.prefetch,
         learning_rate=workload.learning_rate,
@@ -199,7 +205,12 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         compute_capability=setup.device.compute_capability,
         may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
-        notes=[*device.notes, *setup.worst_case.notes, *whole_batch_notes(workload, setup.whole_batch)],
+        notes=[
+            *device.notes,
+            *stream_notes(workload.train_data),
+            *setup.worst_case.notes,
+            *whole_batch_notes(workload, setup.whole_batch),
+        ],
     )
 
 

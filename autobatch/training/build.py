@@ -16,6 +16,7 @@ from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, open_engine
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
+from autobatch.probing.child import Session
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import build_train_state
 from autobatch.training.batchnorm import batch_norms
@@ -30,7 +31,9 @@ from autobatch.workload.order import GlobalBatchSampler, LastBatch, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.size_split import SizeSplit, digest_of
 from autobatch.workload.split import CountSplit, Split
+from autobatch.workload.streams import StreamSampler, StreamView, count_samples
 from autobatch.workload.user_code import user_code
+from autobatch.workload.worker import start_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +61,30 @@ class LoopSettings:
     sample_seeds: bool = False
 
 
-def build_sampler(samples: int, options: LoopSettings, order: Order | None = None) -> GlobalBatchSampler:
+def build_sampler(
+    samples: int, options: LoopSettings, order: Order | None = None, view: StreamView | None = None
+) -> GlobalBatchSampler:
     """Build the sampler of all batches of a run.
 
     Args:
         samples: samples of an epoch.
         options: options of the run.
         order: order of an epoch; None for a permutation.
+        view: the stream that the run reads; None for data with an index.
 
     Raises:
         InputError: the run would have no batch.
     """
-    sampler = GlobalBatchSampler(
-        samples=samples,
-        target_batch=options.target_batch,
-        seed=options.seed,
-        steps=options.steps,
-        epochs=options.epochs,
-        last_batch=options.last_batch,
-        order=order,
+    fields: dict[str, Any] = {
+        "samples": samples,
+        "target_batch": options.target_batch,
+        "seed": options.seed,
+        "steps": options.steps,
+        "epochs": options.epochs,
+        "last_batch": options.last_batch,
+    }
+    sampler = (
+        GlobalBatchSampler(**fields, order=order) if view is None else StreamSampler(**fields, view=view)
     )
     if sampler.total == 0:
         raise InputError(
@@ -84,6 +92,16 @@ def build_sampler(samples: int, options: LoopSettings, order: Order | None = Non
             f"batch of {sampler.target_batch}. Lower --target-batch, or use --last-batch carry or flush"
         )
     return sampler
+
+
+def depends_on_end(options: LoopSettings) -> bool:
+    """Check whether a run depends on the length of an epoch."""
+    return options.epochs is not None or options.last_batch != "carry"
+
+
+def count_stream(session: Session) -> int:
+    """Count the samples of the stream of an open setup."""
+    return count_samples(session.setup.stream)
 
 
 @contextmanager
@@ -113,6 +131,8 @@ def open_loop(
     """
     loading = setup.workload.loading
     feed_options = _feed_options(plan, options, loading, seeded_before, note)
+    if isinstance(sampler, StreamSampler):
+        sampler.view.read_with(**_stream_workers(feed_options, loading))
     ranks = ranks or Alone()
     split, engine = open_engine(ranks, plan, split_of(setup, plan), setup.device.torch_device)
     gpu = gpu_of(setup.device, plan.knobs, loading)
@@ -213,6 +233,20 @@ def _build_schedules(
                 f"Workload(schedule=…) must return a schedule of torch.optim, found {kind_of(schedule)}"
             )
     return schedules
+
+
+def _stream_workers(feed_options: dict[str, Any], loading: Loading) -> dict[str, Any]:
+    """Move the loader processes from the feed, which makes micro-batches, to the stream."""
+    workers = feed_options["workers"]
+    feed_options |= {"workers": 0, "sample_seeds": False}
+    if not workers:
+        return {}
+    return {
+        "num_workers": workers,
+        "prefetch_factor": feed_options["prefetch"],
+        "worker_init_fn": loading.init_worker,
+        "multiprocessing_context": start_method(),
+    }
 
 
 def _feed_options(

@@ -82,6 +82,15 @@ class _Ranks(msgspec.Struct):
     random: list[_Random]
 
 
+class _Stream(msgspec.Struct):
+    """See `autobatch.workload.streams.StreamView.state_dict`."""
+
+    position: _Count
+    epoch: _Count
+    in_epoch: _Count
+    own: Any
+
+
 class _State(msgspec.Struct):
     """See `autobatch.training.loop_state.capture_loop`."""
 
@@ -96,6 +105,7 @@ class _State(msgspec.Struct):
     random: _Random
     counters: _Counters
     ranks: _Ranks | None = None
+    stream: _Stream | None = None
 
 
 def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:

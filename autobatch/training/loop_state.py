@@ -31,6 +31,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_rank
+from autobatch.workload.streams import stream_state
 
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
@@ -46,6 +47,7 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
         "average": None if train_state.average is None else train_state.average.state_dict(),
         "items_per_sample": train_state.items_per_sample,
         "noise": loop.noise.state_dict(),
+        "stream": to_plain(stream_state(loop.workload.train_data)),
         "random": own,
         "ranks": _ranks_of(loop, own),
         "counters": {

@@ -25,6 +25,7 @@ from autobatch.training.resume import data_order_facts
 from autobatch.training.run import RunSettings, train
 from autobatch.training.watch_split import SplitWatch
 from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.streams import StreamSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ def train_plan(
     ranks = ranks or Alone()
     setup = with_knobs(setup, plan.knobs)
     watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, progress=progress)
+    setup = _on_stream(setup, sampler)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
     progress.doing("preparing the training")
@@ -82,6 +84,8 @@ def train_plan(
     ) as loop:
         if resume is not None:
             restore_loop(loop, resume.checkpoint.state, same_hardware=resume.is_exact)
+            if isinstance(sampler, StreamSampler):
+                progress.note(sampler.view.load_state_dict(resume.checkpoint.state["stream"]))
         facts = {
             "plan": msgspec.to_builtins(plan),
             "key": dict(key),
@@ -95,6 +99,13 @@ def train_plan(
         progress.doing("training: the first step")
         record = train(loop, replace(run_settings, facts=facts), progress, checkpoint, watch)
     return record, loop.train_state.model
+
+
+def _on_stream(setup: TrainSetup, sampler: GlobalBatchSampler) -> TrainSetup:
+    """Return a setup whose data are the whole stream, if the run reads one, and not its first samples."""
+    if not isinstance(sampler, StreamSampler):
+        return setup
+    return replace(setup, workload=replace(setup.workload, train_data=sampler.view))
 
 
 def _check_split(
@@ -126,4 +137,4 @@ def _check_split(
         progress.note(line)
     if split_check == "off" or ranks.rank:
         return None
-    return SplitWatch(setup, check=split_check, note=progress.note, before=found)
+    return SplitWatch(_on_stream(setup, sampler), check=split_check, note=progress.note, before=found)

@@ -5,6 +5,7 @@ A `Workload` holds functions and data. Nothing is built or read until a part of 
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -92,8 +93,9 @@ class Workload:
 
     model: Callable[[], nn.Module]
     """Builds the model."""
-    train_data: Dataset[Any] | MapStyle[Any]
-    """Map-style: has ``__getitem__`` and ``__len__``."""
+    train_data: Dataset[Any] | MapStyle[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
+    """Map-style: has ``__getitem__`` and ``__len__``. Or a stream that is read in its own order: an
+    ``IterableDataset``, another iterable, or a function that returns one (a generator function)."""
     loss: Callable[[nn.Module, Collated], Tensor | Loss]
     """Returns the mean over the samples of the batch (a 0-d tensor), or a `Loss`. Or a `WholeBatchLoss`."""
     optimizer: Callable[
@@ -202,6 +204,15 @@ class Workload:
                 f"{kind_of(self.sampler)}"
             )
 
+    def _check_stream(self, data: Any) -> None:
+        if self.sampler is not None:
+            raise InputError(f"Workload(sampler=…) needs data with an index, found {kind_of(data)}, a stream")
+        if hasattr(data, "__next__"):
+            raise InputError(
+                f"Workload(train_data=…) is {kind_of(data)}, which can be read only once, and a probe reads "
+                "the first samples too: give the function that makes it, without calling it"
+            )
+
     def _check_data(self) -> None:
         for name in ("train_data", "validation_data"):
             data = getattr(self, name)
@@ -214,12 +225,25 @@ class Workload:
                     f"function, sampler and workers, or give {name}=loader.dataset and "
                     "collate=loader.collate_fn"
                 )
+            if name == "train_data" and is_stream(data):
+                self._check_stream(data)
+                continue
             if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
                 raise InputError(
                     f"Workload({name}=…) must have __getitem__ and __len__ (map-style), found {kind_of(data)}"
                 )
             if not len(data):
                 raise InputError(f"Workload({name}=…) has 0 samples: at least 1 is needed")
+
+
+def is_stream(data: object) -> bool:
+    """Check for data that are read in their own order, without importing torch."""
+    torch_data = sys.modules.get("torch.utils.data")
+    if torch_data is not None and isinstance(data, torch_data.IterableDataset):
+        return True
+    if hasattr(data, "__getitem__"):
+        return False
+    return hasattr(data, "__iter__") or inspect.isroutine(data)
 
 
 def kind_of(value: object) -> str:

@@ -193,7 +193,7 @@ class WorstCaseSampler:
 
     def _cost(self, index: int) -> float:
         with user_code("data"):
-            sample = self._workload.train_data[index]
+            sample = self._workload.train_data[index]  # type: ignore[index]
         if self._workload.size_of is None:
             return float(elements(sample))
         with user_code("size_of"):

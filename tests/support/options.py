@@ -34,6 +34,7 @@ CHANGED: dict[str, Any] = {
     "quiet": True,
     "resume": True,
     "sample_seeds": True,
+    "scan": 17,
     "seed": 7,
     "split": "size",
     "split_check": "note",

@@ -31,7 +31,7 @@ FIELDS: dict[str, Any] = {
         ("schedule", [], r"Workload\(schedule=…\) must be a function or None, found a list"),
         ("metrics", 3, r"Workload\(metrics=…\) must be a function or None"),
         ("size_of", 3, r"Workload\(size_of=…\) must be a function or None"),
-        ("train_data", iter([1]), r"must have __getitem__ and __len__ \(map-style\), found a list_iterator"),
+        ("train_data", iter([1]), r"is a list_iterator, which can be read only once, .* give the function"),
         ("train_data", None, r"Workload\(train_data=…\) must have .* found nothing"),
         ("train_data", [], r"Workload\(train_data=…\) has 0 samples: at least 1 is needed"),
         ("validation_data", [], r"Workload\(validation_data=…\) has 0 samples: at least 1 is needed"),

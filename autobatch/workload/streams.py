@@ -1,0 +1,238 @@
+"""Data that are read in their own order: iterable datasets, streaming data sets, generators.
+
+A probe and a plan see the first samples of a stream as data with an index. Training reads the stream once
+from its start, exactly one target batch per step. The samples of the current batch are kept until the next
+one begins, so that a batch can run again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
+from typing import Any
+
+from autobatch.core.errors import InputError
+from autobatch.workload.contract import Workload, is_stream
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
+from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.user_code import user_code
+
+SCAN = 1000
+"""Samples that a plan looks at if no number was asked for."""
+ENDLESS = 2**62
+"""Length of a stream for the arithmetic of batches if nothing depends on its end."""
+
+
+class Prefix(list[Any]):
+    """The first samples of a stream, as data with an index.
+
+    Args:
+        samples: the samples.
+        is_all: whether the stream ends after them.
+    """
+
+    def __init__(self, samples: Iterable[Any], *, is_all: bool) -> None:
+        super().__init__(samples)
+        self.is_all = is_all
+
+
+def scanned(workload: Workload, count: int | None) -> Workload:
+    """Return a workload whose data are the first samples of its stream; another workload stays as it is.
+
+    Args:
+        workload: what to train.
+        count: samples to read; None for the default.
+
+    Raises:
+        InputError: the stream has no sample.
+    """
+    if not is_stream(workload.train_data):
+        return workload
+    count = SCAN if count is None else count
+    with preserved_random_state(), user_code("data"):
+        found = list(islice(_begin(workload.train_data, 0), count + 1))
+    if not found:
+        raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
+    prefix = Prefix(found[:count], is_all=len(found) <= count)
+    return replace(workload, train_data=prefix)
+
+
+def is_open_ended(data: object) -> bool:
+    """Check for the first samples of a stream that has more."""
+    return isinstance(data, Prefix) and not data.is_all
+
+
+def stream_notes(data: object) -> list[str]:
+    """Return a remark on what a plan has seen of a stream; nothing for other data."""
+    if not isinstance(data, Prefix) or data.is_all:
+        return []
+    return [
+        f"the data are a stream: this is planned from its first {len(data):,} samples (--scan N reads "
+        "others). A larger sample may come later; a step that runs out of memory runs again in smaller "
+        "micro-batches"
+    ]
+
+
+def count_samples(stream: Any) -> int:
+    """Return the length of a stream, which is read once to its end if it does not tell.
+
+    Raises:
+        InputError: it has no sample.
+    """
+    told = getattr(stream, "__len__", None)
+    if told is not None:
+        try:
+            return int(told())
+        except TypeError:  # torch's own way to say that the length is unknown
+            pass
+    with preserved_random_state(), user_code("data"):
+        found = sum(1 for _ in _begin(stream, 0))
+    if not found:
+        raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
+    return found
+
+
+class StreamView:
+    """A stream as data with an index that only moves forward.
+
+    Args:
+        stream: the user's data.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._workers: dict[str, Any] = {}
+        self._source: Any = None
+        """Object that has the state of the stream, and is iterated."""
+        self._reader: Iterator[Any] | None = None
+        self._held: dict[int, Any] = {}
+        self._position = 0
+        """Samples that were read so far."""
+        self._epoch = 0
+        self._in_epoch = 0
+
+    def __len__(self) -> int:
+        """Return a length that no run reaches."""
+        return ENDLESS
+
+    def __getitem__(self, position: int) -> Any:
+        """Return the sample at a place of the run, reading as far as it takes.
+
+        Raises:
+            InputError: the stream yields nothing.
+        """
+        while self._position <= position:
+            self._held[self._position] = self._read()
+            self._position += 1
+        return self._held[position]
+
+    def keep_from(self, position: int) -> None:
+        """Drop the samples before a place."""
+        for old in [one for one in self._held if one < position]:
+            del self._held[old]
+
+    def read_with(self, **workers: Any) -> None:
+        """Read with loader processes: arguments of a ``DataLoader``; none to read in this process."""
+        self._workers = workers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the stream, and the stream's own state if it has one."""
+        saved = getattr(self._source, "state_dict", None)
+        own = saved() if callable(saved) else None
+        place = {"position": self._position, "epoch": self._epoch, "in_epoch": self._in_epoch}
+        return {**place, "own": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """Continue after a state, and return in words how the place was found."""
+        self._held.clear()
+        self._position, self._epoch = state["position"], state["epoch"]
+        self._in_epoch, self._reader = 0, None
+        with preserved_random_state(), user_code("data"):
+            self._source = self._open()
+            load = getattr(self._source, "load_state_dict", None)
+            if state["own"] is not None and callable(load):
+                load(state["own"])
+                self._reader = iter(self._source)
+                self._in_epoch = state["in_epoch"]
+                return "the stream continues from its own state"
+            self._reader = iter(self._source)
+        with preserved_random_state():
+            for _ in range(state["in_epoch"]):
+                self._read()
+        return (
+            f"the stream has no state_dict, so its first {state['in_epoch']:,} samples were read again and "
+            "skipped"
+        )
+
+    def _read(self) -> Any:
+        """Return the next sample, of the next epoch after the end of one."""
+        for _ in range(2):
+            if self._reader is None:
+                with user_code("data"):
+                    self._source = self._open()
+                    self._reader = iter(self._source)
+            with user_code("data"):
+                try:
+                    sample = next(self._reader)
+                except StopIteration:
+                    self._reader = None
+                else:
+                    self._in_epoch += 1
+                    return sample
+            self._epoch, self._in_epoch = self._epoch + 1, 0
+        raise InputError(
+            f"the stream gave no sample in epoch {self._epoch}: give data that can be iterated again, or ask "
+            "for fewer steps"
+        )
+
+    def _open(self) -> Any:
+        """Return the object to iterate for the current epoch."""
+        stream = _at_epoch(self._stream, self._epoch)
+        if not self._workers:
+            return stream
+        if find_spec("torchdata") is not None:  # its loader can tell where its processes are
+            loader = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+        else:
+            loader = import_module("torch.utils.data").DataLoader
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of parts of torch that torchdata still calls
+            return loader(stream, batch_size=None, collate_fn=_unchanged, **self._workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSampler(GlobalBatchSampler):
+    """The batches of a run over a stream: the places of its samples, in order."""
+
+    view: StreamView
+
+    def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
+        """Draw the batches of the run, from number ``start`` on. The view forgets those before."""
+        for index in range(start, self.total):
+            first = self._position(index)
+            self.view.keep_from(first)
+            yield GlobalBatch(index, first // self.samples, list(range(first, first + self.size(index))))
+
+
+def stream_state(data: object) -> dict[str, Any] | None:
+    """Return the state of a stream that a checkpoint keeps; None for other data."""
+    return data.state_dict() if isinstance(data, StreamView) else None
+
+
+def _begin(stream: Any, epoch: int) -> Iterator[Any]:
+    return iter(_at_epoch(stream, epoch))
+
+
+def _at_epoch(stream: Any, epoch: int) -> Any:
+    """Return the iterable of an epoch: of a data set that is told its number, or of a generator function."""
+    set_epoch = getattr(stream, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    return stream if hasattr(stream, "__iter__") else stream()
+
+
+def _unchanged(sample: Any) -> Any:
+    return sample

@@ -1,0 +1,237 @@
+"""Streams: their first samples, their length, and reading them once, forward, over epochs and resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from autobatch.core.errors import InputError
+from autobatch.workload.streams import (
+    ENDLESS,
+    Prefix,
+    StreamSampler,
+    StreamView,
+    count_samples,
+    is_open_ended,
+    scanned,
+    stream_notes,
+    stream_state,
+)
+from tests.support.libraries import installed
+from tests.support.training import make_workload
+
+
+class Numbers(IterableDataset[int]):
+    """The numbers from 0, and from 100 in the second epoch."""
+
+    def __init__(self, count: int = 10) -> None:
+        self.count = count
+        self.epoch = 0
+        self.reads = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.count):
+            self.reads += 1
+            yield 100 * self.epoch + number
+
+
+class Stateful(Numbers):
+    """Numbers that know their own place, as data sets with a ``state_dict`` do."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.place = self.place, self.place
+        for number in range(first, self.count):
+            self.reads += 1
+            self.place = number + 1
+            yield 100 * self.epoch + number
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def generate() -> Iterator[int]:
+    yield from range(10)
+
+
+def sampler_of(view: StreamView, **changes: Any) -> StreamSampler:
+    fields = {"samples": ENDLESS, "target_batch": 4, "seed": 0, "steps": 6, "view": view}
+    return StreamSampler(**fields | changes)
+
+
+def drawn(sampler: StreamSampler, start: int = 0) -> list[list[int]]:
+    return [[sampler.view[one] for one in batch.ids] for batch in sampler.batches(start)]
+
+
+@pytest.mark.parametrize("stream", [Numbers(), generate, Stateful()])
+def test_the_first_samples_stand_for_the_stream(stream: Any) -> None:
+    workload = scanned(make_workload(train_data=stream), 4)
+    assert isinstance(workload.train_data, Prefix)
+    assert list(workload.train_data) == [0, 1, 2, 3]
+    assert is_open_ended(workload.train_data)
+    assert "planned from its first 4 samples" in stream_notes(workload.train_data)[0]
+
+
+def test_a_stream_that_ends_within_the_scan_is_known_whole() -> None:
+    workload = scanned(make_workload(train_data=Numbers(3)), 10)
+    assert list(workload.train_data) == [0, 1, 2]  # type: ignore[arg-type]
+    assert not is_open_ended(workload.train_data)
+    assert stream_notes(workload.train_data) == []
+
+
+def test_no_more_is_read_than_it_takes() -> None:
+    stream = Numbers()
+    scanned(make_workload(train_data=stream), 4)
+    assert stream.reads == 5, "one more tells whether the stream goes on"
+
+
+def test_data_with_an_index_stay_as_they_are() -> None:
+    workload = make_workload()
+    assert scanned(workload, 3) is workload
+    assert stream_state(workload.train_data) is None
+
+
+@pytest.mark.parametrize(("stream", "length"), [(Numbers(7), 7), (generate, 10)])
+def test_a_length_is_counted_unless_it_is_told(stream: Any, length: int) -> None:
+    assert count_samples(stream) == length
+
+    class Told(Numbers):
+        def __len__(self) -> int:
+            return 12
+
+    told = Told()
+    assert (count_samples(told), told.reads) == (12, 0)
+
+
+def test_an_empty_stream_is_refused() -> None:
+    for check in (lambda data: scanned(make_workload(train_data=data), 3), count_samples):
+        with pytest.raises(InputError, match="has 0 samples: at least 1 is needed"):
+            check(Numbers(0))
+
+
+def test_batches_go_on_over_the_end_of_an_epoch() -> None:
+    assert drawn(sampler_of(StreamView(Numbers()))) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 100, 101],
+        [102, 103, 104, 105],
+        [106, 107, 108, 109],
+        [200, 201, 202, 203],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "expected"),
+    [
+        ("carry", [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 100, 101], [102, 103, 104, 105], [106, 107, 108, 109]]),
+        (
+            "flush",
+            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [100, 101, 102, 103], [104, 105, 106, 107], [108, 109]],
+        ),
+        ("drop", [[0, 1, 2, 3], [4, 5, 6, 7], [100, 101, 102, 103], [104, 105, 106, 107]]),
+    ],
+)
+def test_the_end_of_an_epoch_is_that_of_data_with_an_index(last_batch: Any, expected: Any) -> None:
+    changes = {"samples": 10, "steps": None, "epochs": 2, "last_batch": last_batch}
+    assert drawn(sampler_of(StreamView(Numbers()), **changes)) == expected
+
+
+def test_a_batch_can_be_read_again_until_the_next_one_begins() -> None:
+    view = StreamView(Numbers())
+    batches = sampler_of(view).batches()
+    first = next(batches).ids
+    assert [view[one] for one in first] == [view[one] for one in first] == [0, 1, 2, 3]
+    second = next(batches).ids
+    assert view[second[0]] == 4
+    with pytest.raises(KeyError):
+        _ = view[first[0]]
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        (Numbers, "the stream has no state_dict, so its first 2 samples were read again and skipped"),
+        (Stateful, "the stream continues from its own state"),
+    ],
+)
+def test_a_resumed_view_continues_where_it_was(stream: Any, words: str) -> None:
+    whole = drawn(sampler_of(StreamView(stream())))
+    view = StreamView(stream())
+    sampler = sampler_of(view)
+    batches = sampler.batches()
+    seen = [[view[one] for one in next(batches).ids] for _ in range(3)]
+    state = view.state_dict()
+    assert (state["position"], state["epoch"], state["in_epoch"]) == (12, 1, 2)
+    source = stream()
+    again = sampler_of(StreamView(source))
+    before = torch.get_rng_state()
+    assert again.view.load_state_dict(state) == words
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seen + drawn(again, start=3) == whole
+    assert source.reads == 12 + (0 if stream is Stateful else 2)
+
+
+def test_a_stream_of_hugging_face_continues_from_its_own_state() -> None:
+    library = installed("datasets")
+    data = library.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=3)
+    whole = drawn(sampler_of(StreamView(data)))
+    view = StreamView(data)
+    batches = sampler_of(view).batches()
+    seen = [[view[one] for one in next(batches).ids] for _ in range(2)]
+    state = view.state_dict()
+    fresh = library.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=3)
+    again = sampler_of(StreamView(fresh))
+    assert again.view.load_state_dict(state) == "the stream continues from its own state"
+    assert seen + drawn(again, start=2) == whole
+
+
+def test_workers_read_the_same_samples_and_know_their_place() -> None:
+    installed("torchdata")
+    whole = drawn(sampler_of(StreamView(Numbers()), steps=4))
+    view = StreamView(Numbers())
+    view.read_with(num_workers=1, prefetch_factor=2)
+    batches = sampler_of(view, steps=4).batches()
+    seen = [[view[one] for one in next(batches).ids] for _ in range(2)]
+    state = view.state_dict()
+    again = StreamView(Numbers())
+    again.read_with(num_workers=1, prefetch_factor=2)
+    assert again.load_state_dict(state) == "the stream continues from its own state"
+    assert seen + drawn(sampler_of(again, steps=4), start=2) == whole
+
+
+def test_a_stream_that_can_be_read_once_only_is_refused() -> None:
+    view = StreamView(iter(range(6)))
+    with pytest.raises(InputError, match="the stream gave no sample in epoch"):
+        drawn(sampler_of(view))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"train_data": iter([1])}, "a list_iterator, which can be read only once, .* give the function"),
+        ({"train_data": generate()}, "a generator, which can be read only once"),
+        ({"train_data": Numbers(), "sampler": [1]}, "needs data with an index, found a Numbers, a stream"),
+    ],
+)
+def test_a_workload_refuses_what_no_run_can_read(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_workload(**fields)
+
+
+def test_a_loader_of_a_stream_gives_the_stream() -> None:
+    from autobatch.workload.loader_parts import parts_of
+
+    stream = Numbers()
+    assert parts_of(DataLoader(stream, batch_size=4)).train_data is stream
