@@ -19,6 +19,7 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import device_key, with_knobs
 from autobatch.training.build import LoopSettings, open_loop
 from autobatch.training.checkpoint import Loaded
+from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.preflight import check_loss_splits
 from autobatch.training.resume import data_order_facts
@@ -83,9 +84,7 @@ def train_plan(
         setup, plan, loop_settings, sampler, seeded_before=seeded_before, note=progress.note, ranks=ranks
     ) as loop:
         if resume is not None:
-            restore_loop(loop, resume.checkpoint.state, same_hardware=resume.is_exact)
-            if isinstance(sampler, StreamSampler):
-                progress.note(sampler.view.load_state_dict(resume.checkpoint.state["stream"]))
+            _restore(loop, resume, sampler, progress)
         facts = {
             "plan": msgspec.to_builtins(plan),
             "key": dict(key),
@@ -99,6 +98,13 @@ def train_plan(
         progress.doing("training: the first step")
         record = train(loop, replace(run_settings, facts=facts), progress, checkpoint, watch)
     return record, loop.train_state.model
+
+
+def _restore(loop: Loop, resume: Resume, sampler: GlobalBatchSampler, progress: Progress) -> None:
+    """Restore the loop, and the place in the stream if the run reads one."""
+    restore_loop(loop, resume.checkpoint.state, same_hardware=resume.is_exact)
+    if isinstance(sampler, StreamSampler):
+        progress.note(sampler.view.load_state_dict(resume.checkpoint.state["stream"]))
 
 
 def _on_stream(setup: TrainSetup, sampler: GlobalBatchSampler) -> TrainSetup:
