@@ -151,6 +151,8 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Time of a step that is split by count ÷ time of a step in this split, by ``cost``; None if unknown."""
     digest: str = ""
     """Digest of the sizes of all samples."""
+    by_size_of: bool = False
+    """True if the sizes come from the workload's ``size_of``, False if they count the numbers in a sample."""
     replayed_batches: int | None = None
     """Batches of the run that fit in a replay of this split; None if the step cannot be traced."""
 

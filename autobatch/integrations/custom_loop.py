@@ -12,6 +12,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Plan
 from autobatch.integrations.batch_step import Batch, CollatedT, Optimizer, train_state_of
 from autobatch.integrations.data_source import Data, DataSource, SampleT
+from autobatch.integrations.size_batches import CutBySize, cut_of
 from autobatch.planning import check_world_size, launched_world_size, micro_batches
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, kind_of
@@ -65,6 +66,7 @@ def batches(
     sampler: Iterable[int] | None = None,
     collate: Callable[[list[SampleT]], CollatedT],
     batched: bool | None = None,
+    size_of: Callable[[Any], float] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scaler: torch.amp.GradScaler | None = None,
 ) -> Batches[CollatedT]: ...
@@ -82,6 +84,7 @@ def batches(
     sampler: Iterable[int] | None = None,
     collate: None = None,
     batched: bool | None = None,
+    size_of: Callable[[Any], float] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scaler: torch.amp.GradScaler | None = None,
 ) -> Batches[Any]: ...
@@ -98,6 +101,7 @@ def batches(
     sampler: Iterable[int] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     batched: bool | None = None,
+    size_of: Callable[[Any], float] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scaler: torch.amp.GradScaler | None = None,
 ) -> Batches[Any]:
@@ -124,6 +128,8 @@ def batches(
         sampler: the order of an epoch of map-style data, as indices; ``range(len(data))`` keeps the order.
         collate: makes a micro-batch out of samples; None for torch's default.
         batched: whether ``data`` yields batches; None to tell by its ``batch_size`` or ``batch_sampler``.
+        size_of: the ``size_of`` of the workload, if it has one. Without it, a plan that cuts batches by these
+            sizes is split by count.
         optimizer: one or several. Needed here, and then not in `Batch.step`, if parameters are in 16 bits.
         scaler: the loss scaler of fp16 training; a batch whose gradient overflows takes no step.
 
@@ -140,13 +146,21 @@ def batches(
     drawn, total = source.batches(plan, seed=seed, steps=steps, epochs=epochs, start=start)
     train_state = train_state_of([optimizer] if isinstance(optimizer, Optimizer) else optimizer, scaler)
     numbered = enumerate(drawn, start)
-    return Batches((_batch(train_state, plan, source, index, one) for index, one in numbered), total)
+    cut = cut_of(plan, source, size_of)
+    return Batches((_batch(train_state, plan, source, cut, one) for one in numbered), total)
 
 
 def _batch(
-    train_state: TrainState, plan: Plan, source: DataSource, index: int, drawn: list[Any]
+    train_state: TrainState,
+    plan: Plan,
+    source: DataSource,
+    cut: CutBySize | None,
+    numbered: tuple[int, list[Any]],
 ) -> Batch[Collated]:
+    index, drawn = numbered
     samples = source.count(drawn)
+    if cut is not None:
+        return Batch(train_state, index, samples, cut.micro_batches(source, index, drawn))
     sizes = plan.micro_batches
     if sum(sizes) != samples:
         sizes = micro_batches(samples, plan.micro_batch)

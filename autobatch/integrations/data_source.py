@@ -69,7 +69,7 @@ class DataSource:
         self._data = data
         self._sampler = sampler
         self._collate = collate
-        self._batched = batched
+        self.is_batched = batched
 
     def batches(
         self, plan: Plan, *, seed: int, steps: int | None, epochs: int | None, start: int
@@ -89,34 +89,37 @@ class DataSource:
         cut = cut_into_batches(self._epoch, plan.target_batch, epochs=epochs, last_batch=plan.last_batch)
         total = max(0, steps - start) if steps is not None and epochs is None else None
         drawn = itertools.islice(cut, start, steps)
-        return (drawn if self._batched else ([one.content for one in pieces] for pieces in drawn)), total
+        return (drawn if self.is_batched else ([one.content for one in pieces] for pieces in drawn)), total
 
     def count(self, drawn: list[Any]) -> int:
         """Count the samples of a drawn batch."""
-        return samples_of(drawn) if self._batched else len(drawn)
+        return samples_of(drawn) if self.is_batched else len(drawn)
 
     def micro_batches(self, drawn: list[Any], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
         """Collate a drawn batch in micro-batches of these sizes, and yield each with its number of samples.
 
         Batches of a loader that differ in form give more micro-batches.
         """
-        if self._batched:
+        if self.is_batched:
             for pieces in split(drawn, sizes):
                 yield from concatenate_pieces(pieces)
             return
         first = 0
         for size in sizes:
-            yield self._collated(drawn[first : first + size]), size
+            yield self.collate(self.samples_of(drawn[first : first + size])), size
             first += size
 
-    def _collated(self, samples: list[Any]) -> Collated:
-        if self.is_map_style:
-            samples = fetch(self._data, samples)
+    def samples_of(self, drawn: list[Any]) -> list[Any]:
+        """Return the samples of a drawn batch, or of a part of it; not for batches of a loader."""
+        return fetch(self._data, drawn) if self.is_map_style else drawn
+
+    def collate(self, samples: list[Any]) -> Collated:
+        """Collate samples."""
         return collate_samples(samples, self._collate, option="autobatch.batches(collate=…)")
 
     def _epoch(self) -> Iterator[Piece]:
         """Begin one pass over the data, or over its indices."""
-        if self._batched:
+        if self.is_batched:
             return map(as_piece, self._data)
         return (Piece(one, 0, 1) for one in (self._data if self._sampler is None else self._sampler))
 

@@ -105,6 +105,7 @@ def _compare(
         limits_by="longest",
         cost=measure_cost(setup, sizes, limit),
         digest=digest_of(sizes),
+        by_size_of=setup.workload.size_of is not None,
     )
     if program is not None:
         points = curve_of(program, sizes, setup.device.new_allocator, limit=limit, cap=settings.cap)

@@ -101,6 +101,10 @@ def nothing_fits(
         f"{format_bytes(process.info.device.budget_bytes)}: {str(last.reason).removesuffix('.')}"
         + (f" (in the {last.phase})" if last.phase else "")
     ]
+    largest = process.info.largest_sample
+    if largest is not None and last.micro_batch == 1:
+        index, size = largest
+        parts.append(f"It is sample {index} of the training data, whose size of {size:g} is the largest")
     if step is not None:
         with suppress(Untraceable):
             parts.append(f"It takes {explain(step, last.micro_batch).text()}")
@@ -108,7 +112,8 @@ def nothing_fits(
         parts.append(f"A micro-batch of 1 cannot run: {single_error.removesuffix('.')}")
     # The memory of a loss over the whole batch depends on the target batch, not on the micro-batch.
     smaller = ", a smaller target batch" if last.phase == "loss" else ""
-    parts.append(f"What helps: a larger --memory-budget{smaller}{in_words(remedies(process))}")
+    shorter = ", samples cut shorter or left out" if largest is not None else ""
+    parts.append(f"What helps: a larger --memory-budget{smaller}{shorter}{in_words(remedies(process))}")
     return DoesNotFitError(". ".join(parts))
 
 

@@ -81,6 +81,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """True if the driver may move memory to the host where an allocation should fail."""
     size_quartiles: list[float] = []
     """Quartiles of the samples' sizes; empty if all sizes are equal."""
+    largest_sample: tuple[int, float] | None = None
+    """Index and size of the largest sample; None if all sizes are equal."""
     notes: list[str] = []
 
 
@@ -205,6 +207,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         compute_capability=setup.device.compute_capability,
         may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
+        largest_sample=setup.worst_case.largest(),
         notes=[
             *device.notes,
             *stream_notes(workload.train_data),

@@ -54,10 +54,12 @@ def trace_sizes(
     samples = _spread(sizes)
     plan = [(m, index) for index in samples[:3] for m in (2, 3)] + [(5, samples[3])]
     points: list[tuple[Shape, Recording]] = []
-    start = clock()
+    start = 0.0
     for number, (m, index) in enumerate(plan):
         points.append((Shape(m, float(sizes[index])), _record(setting, m, index)))
-        expected = (clock() - start) / (number + 1) * len(plan)
+        # The first trace also imports and compiles what the others use.
+        start = start if number else clock()
+        expected = (clock() - start) / max(1, number) * len(plan)
         if expected > SECONDS:
             raise Untraceable(f"tracing the sizes of the samples would take {expected:.0f} s")
     return fit_size_program(points)

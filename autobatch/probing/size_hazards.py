@@ -53,6 +53,8 @@ def find_obstacle(setup: TrainSetup) -> Obstacle | None:
     The weights, the random states and the position in the data stay.
     """
     sizes = setup.worst_case.sizes()
+    if setup.stream is not None:
+        return Obstacle("the sizes of a stream's samples are unknown until they are read")
     if sizes is None:
         return Obstacle(
             "the sizes of some samples are unknown, because reading all takes too long: give "

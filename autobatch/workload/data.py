@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
+from autobatch.core.text import quoted
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -151,6 +152,11 @@ class WorstCaseSampler:
         limited._order = [index for index in self._order if costs[index] <= cost]
         return limited
 
+    def largest(self) -> tuple[int, float] | None:
+        """Return the index and the cost of the most expensive sample; None if all costs are equal."""
+        first, last = self._order[0], self._order[-1]
+        return None if self._costs[first] == self._costs[last] else (first, self._costs[first])
+
     def size_quartiles(self) -> list[float]:
         """Return the quartiles of the samples' costs in ascending order; empty if all costs are equal."""
         costs = sorted(self._costs.values())
@@ -194,15 +200,34 @@ class WorstCaseSampler:
     def _cost(self, index: int) -> float:
         with user_code("data"):
             sample = self._workload.train_data[index]  # type: ignore[index]
-        if self._workload.size_of is None:
-            return float(elements(sample))
-        with user_code("size_of"):
-            size = float(self._workload.size_of(sample))
-        if not math.isfinite(size):
-            raise InputError(
-                f"Workload(size_of=…) returned {size} for sample {index}: it must return a finite number"
-            )
-        return size
+        return size_of_sample(sample, self._workload.size_of, index)
+
+
+def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: int) -> float:
+    """Return the cost of a sample.
+
+    Args:
+        sample: as the data returned it.
+        size_of: the user's own function; None to count the numbers in the sample.
+        index: of the sample, for messages.
+
+    Raises:
+        InputError: the function returned no finite number of at least 0.
+    """
+    if size_of is None:
+        return float(elements(sample))
+    with user_code("size_of"):
+        found: Any = size_of(sample)
+    try:
+        size = float(found)
+    except (TypeError, ValueError):
+        size = math.nan
+    if not 0 <= size < math.inf:
+        raise InputError(
+            f"Workload(size_of=…) returned {quoted(found)} for sample {index}: it must return a finite "
+            "number of at least 0, for example a length"
+        )
+    return size
 
 
 def elements(sample: Any) -> int:

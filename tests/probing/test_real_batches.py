@@ -6,7 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.options import PlanOptions, options_from
 from autobatch.probing import real_batches
 from autobatch.probing.child import Session
 from autobatch.probing.real_batches import Order, RunBatches, find_survivor, program_of
@@ -93,3 +97,23 @@ def test_equal_samples_and_allocators_without_a_cache_need_no_check(tmp_path: Pa
     equal = ragged_workload(train_data=tokens(), collate=None, size_of=None)
     assert find_survivor(Session(simulated_setup(equal, tmp_path, BUDGET)), 8, Order(24, 0)) is None
     assert find_survivor(Session(make_setup(WORKLOAD)), 8, Order(24, 0)) is None
+
+
+def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Path) -> None:
+    class WithOutlier(Sequences):
+        def __getitem__(self, index: int):
+            if index == 17:
+                return torch.ones(40_000, dtype=torch.long), torch.ones(40_000, dtype=torch.long)
+            return super().__getitem__(index)
+
+    workload = ragged_workload(model=wide_model, train_data=WithOutlier(samples=64, longest=9))
+    options = options_from(
+        PlanOptions, {"target_batch": 16, "device": "cpu", "memory_budget": "32MiB", "split": "count"}
+    )
+    context = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
+    with pytest.raises(
+        DoesNotFitError, match="sample 17 of the training data, whose size of 40000"
+    ) as caught:
+        run_plan(workload, options, context)
+    assert caught.value.exit_code == 3
+    assert "cut shorter or left out" in str(caught.value)

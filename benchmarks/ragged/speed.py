@@ -1,0 +1,223 @@
+"""Time, padding, peak and gradient of a split by size, beside other splits of the same batches.
+
+    python -m benchmarks.ragged.speed [--rounds 5] [--device cpu]
+
+The other splits are by count (random order, a fixed count), sorted with a fixed count, filled to a token
+limit from the longest (as frameworks for reinforcement learning do), and Hugging Face's ``group_by_length``,
+whose batches are others, so that times are compared per real token. On the CPU, seconds are those of the
+processor, which other processes disturb least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from autobatch.planning import make_plan, micro_batches
+from autobatch.probing.attempt import TrainSetup, attempt, batches_of, open_train_state
+from autobatch.probing.child import Session
+from autobatch.probing.plan_split import SplitSettings, choose_split
+from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.step.restore import temporary_weights
+from autobatch.step.train_step import accumulate, train_step
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
+from autobatch.workload.size_split import SizeSplit
+from benchmarks.ragged.workloads import Gpt, workload
+from benchmarks.report import save, surroundings
+
+TARGET = 128
+LIMIT = 8
+"""Micro-batch of the longest samples."""
+LONGEST = 512
+SAMPLES = 4096
+SORTED_BATCHES = 50
+"""Micro-batches that Hugging Face sorts together (``LengthGroupedSampler``)."""
+Groups = list[list[int]]
+
+
+def in_counts(ids: list[int], limit: int) -> Groups:
+    """Cut a list into equal counts."""
+    groups, first = [], 0
+    for size in micro_batches(len(ids), limit):
+        groups.append(ids[first : first + size])
+        first += size
+    return groups
+
+
+def longest_first(ids: list[int], sizes: np.ndarray) -> list[int]:
+    """Sort samples by size."""
+    return sorted(ids, key=lambda index: -sizes[index])
+
+
+def to_token_limit(ids: list[int], sizes: np.ndarray) -> Groups:
+    """Fill micro-batches to the padded size of the longest one, from the longest sample on."""
+    limit, groups = LIMIT * sizes.max(), []
+    for index in longest_first(ids, sizes):
+        if not groups or (len(groups[-1]) + 1) * sizes[groups[-1][0]] > limit:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+def grouped_by_length(sizes: np.ndarray, count: int, seed: int) -> list[Groups]:
+    """Return batches of Hugging Face's sampler: 50 micro-batches sorted together, then consecutive ones."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(len(sizes), generator=draw).tolist()
+    mega = SORTED_BATCHES * LIMIT
+    order = [i for at in range(0, len(ids), mega) for i in longest_first(ids[at : at + mega], sizes)]
+    starts = np.linspace(0, len(order) - TARGET, count).astype(int).tolist()
+    return [in_counts(order[at : at + TARGET], LIMIT) for at in starts]
+
+
+def setup_of(lengths: str, device: str) -> TrainSetup:
+    """Open a small language model whose budget is that of ``LIMIT`` samples of the longest."""
+    made = replace(workload("transformer", lengths, count=SAMPLES, longest=LONGEST), model=lambda: Gpt(64, 2))
+    wide = open_setup(made, SetupSettings(device=device, memory_budget="8GiB"))
+    found = attempt(wide, LIMIT).attempt
+    budget = found.peak_reserved_bytes or found.peak_allocated_bytes
+    return open_setup(made, SetupSettings(device=device, memory_budget=budget))
+
+
+def splits_of(setup: TrainSetup, rounds: int) -> tuple[dict[str, list[Groups]], dict[str, Any]]:
+    """Return the micro-batches of each split, for each round, and what the choice of the split says."""
+    sizes = setup.worst_case.sizes()
+    assert sizes is not None
+    plan = make_plan(target_batch=TARGET, micro_batch_limit=LIMIT, learning_rate=1e-3)
+    cut, note = choose_split(Session(setup), plan, SplitSettings("auto", LIMIT, TARGET, 0))
+    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=TARGET, seed=0, steps=rounds + 1)
+    batches = [GlobalBatch(batch.index, 0, batch.ids) for batch in sampler.batches()]
+    found = {
+        "count": [in_counts(batch.ids, LIMIT) for batch in batches],
+        "sorted, fixed count": [in_counts(longest_first(batch.ids, sizes), LIMIT) for batch in batches],
+        "token limit": [to_token_limit(batch.ids, sizes) for batch in batches],
+        "group_by_length": grouped_by_length(sizes, rounds + 1, 0),
+    }
+    if cut is None:
+        found["auto"] = found["count"]
+    else:
+        split = SizeSplit(sizes=sizes, cut=cut, measured_every=4)
+        found["auto"] = [[part.ids for part in split.parts(batch, split.largest)] for batch in batches]
+    return found, {"note": note, "cut": None if cut is None else cut.micro_batches}
+
+
+def measure(lengths: str, device: str, rounds: int) -> dict[str, Any]:
+    """Measure all splits of a distribution."""
+    setup = setup_of(lengths, device)
+    sizes = setup.worst_case.sizes()
+    assert sizes is not None
+    splits, about = splits_of(setup, rounds)
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    seconds = time_splits(setup, splits, rounds, clock)
+    figures: dict[str, Any] = {"lengths": lengths, **about, "splits": {}}
+    for name, batches in splits.items():
+        padded = sum(len(group) * sizes[group].max() for groups in batches for group in groups)
+        real = sum(sizes[group].sum() for groups in batches for group in groups)
+        figures["splits"][name] = {
+            "seconds": seconds[name],
+            "ratio": per_token(seconds[name], batches, sizes)
+            / per_token(seconds["count"], splits["count"], sizes),
+            "padded_by_real": float(padded / real),
+            "micro_batches": statistics.fmean(len(groups) for groups in batches),
+            "peak_bytes": peak_of(setup, batches[1]),
+        }
+    figures["gradient_error"] = gradient_error(setup, splits["auto"][1], splits["count"][1])
+    print(figures, flush=True)
+    return figures
+
+
+def per_token(seconds: list[float], batches: list[Groups], sizes: np.ndarray) -> float:
+    """Return the seconds per unit of real size, over all timed batches."""
+    return sum(seconds) / float(sum(sizes[group].sum() for groups in batches[1:] for group in groups))
+
+
+def time_splits(
+    setup: TrainSetup, splits: dict[str, list[Groups]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Time one step of each split per round, in an order that rotates; the first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in splits}
+    with setup.device.training() as meter, temporary_weights(setup.model, setup.device.torch_device):
+        state = open_train_state(setup, meter)
+        for number in range(rounds + 1):
+            names = list(splits)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                groups = splits[name][number]
+                fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for ids in groups)
+                start = clock()
+                train_step(state, batches_of(setup, meter, fetched), TARGET)
+                setup.device.synchronize()
+                if number:
+                    seconds[name].append(clock() - start)
+    return seconds
+
+
+def peak_of(setup: TrainSetup, groups: Groups) -> int | None:
+    """Return the peak of two steps over one batch."""
+    wide = open_setup(setup.workload, SetupSettings(device=setup.device.kind, memory_budget="8GiB"))
+    with (
+        wide.device.enforced() as meter,
+        temporary_weights(wide.model, wide.device.torch_device),
+    ):
+        state = open_train_state(wide, meter)
+        for _ in range(2):
+            fetched = ((load_micro_batch(wide.workload, ids), len(ids)) for ids in groups)
+            train_step(state, batches_of(wide, meter, fetched), TARGET, mark=meter.mark)
+        return meter.stats().peak_allocated_bytes
+
+
+def gradient_error(setup: TrainSetup, groups: Groups, others: Groups) -> float:
+    """Return the relative distance of the gradients of two splits of one batch, in float64."""
+    found = []
+    setup.model.double()
+    for split in (groups, others):
+        with setup.device.training() as meter, temporary_weights(setup.model, setup.device.torch_device):
+            state = open_train_state(setup, meter)
+            fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for ids in split)
+            totals = accumulate(state, batches_of(setup, meter, fetched), TARGET, lambda _: None)
+            own = [gradient for one in state.gradients.by_optimizer() for gradient in one]
+            scale = totals.divisor / float(totals.count or TARGET)
+            found.append(torch.cat([gradient.flatten() for gradient in own]).cpu() * scale)
+            state.gradients.clear()
+    setup.model.float()
+    return float((found[0] - found[1]).norm() / found[1].norm())
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """Summarize the figures in a table."""
+    lines = [
+        "| lengths | split | time ÷ count | padded ÷ real | micro-batches | peak ÷ count | gradient error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        base = row["splits"]["count"]["peak_bytes"]
+        for name, one in row["splits"].items():
+            error = f"{row['gradient_error']:.0e}" if name == "auto" else ""
+            lines.append(
+                f"| {row['lengths']} | {name} | {one['ratio']:.2f} | {one['padded_by_real']:.2f} | "
+                f"{one['micro_batches']:.1f} | {one['peak_bytes'] / base:.2f} | {error} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure every distribution, and save the results."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--lengths", nargs="*")
+    options = parser.parse_args()
+    rows = []
+    for lengths in options.lengths or ["log-normal", "sft", "uniform", "two-peaked", "equal"]:
+        rows.append(measure(lengths, options.device, options.rounds))
+        save("ragged-speed", {**surroundings(), "rows": rows}, text(rows))
+
+
+if __name__ == "__main__":
+    main()
