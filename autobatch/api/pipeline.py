@@ -166,7 +166,7 @@ def probe_and_plan(
     unpack.plan_for(info, 1, options, world_size)
     limits = unpack.probe_limits(options, rank_share(options.target_batch, world_size, 0))
     limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
-    order = Order(options.target_batch, options.seed)
+    order = Order(rank_share(options.target_batch, world_size, 0), options.seed)
     limit = survive_real_batches(process, limit, order, progress=progress)
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": info.samples}))
     plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)

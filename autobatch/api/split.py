@@ -29,6 +29,13 @@ def add_split(process: SetupProcess, result: Result, options: PlanOptions, progr
         if options.split == "size":
             raise InputError("--split size needs the sizes of all samples, and the data are a stream")
         return result
+    if plan.world_size > 1:
+        if options.split == "size":
+            raise InputError(
+                f"--split size is for one rank, found {plan.world_size}: use --split count, so that all "
+                "ranks run as many micro-batches"
+            )
+        return result
     cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
     # A split by size is checked against the batches of the run on its own.
     limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone

@@ -23,7 +23,7 @@ import msgspec
 
 from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import AutobatchError
-from autobatch.core.options import PlanOptions, options_from
+from autobatch.core.options import RankPlanOptions, options_from
 from autobatch.core.records import Plan
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import TrainSetup, attempt
@@ -125,7 +125,7 @@ def measure(
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as home:
             options = options_from(
-                PlanOptions,
+                RankPlanOptions,
                 {
                     "target_batch": TARGET,
                     "device": device,

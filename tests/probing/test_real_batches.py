@@ -10,7 +10,7 @@ import torch
 
 from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import PlanOptions, options_from
+from autobatch.core.options import RankPlanOptions, options_from
 from autobatch.probing import real_batches
 from autobatch.probing.child import Session
 from autobatch.probing.real_batches import Order, RunBatches, find_survivor, program_of
@@ -108,7 +108,7 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
 
     workload = ragged_workload(model=wide_model, train_data=WithOutlier(samples=64, longest=9))
     options = options_from(
-        PlanOptions, {"target_batch": 16, "device": "cpu", "memory_budget": "32MiB", "split": "count"}
+        RankPlanOptions, {"target_batch": 16, "device": "cpu", "memory_budget": "32MiB", "split": "count"}
     )
     context = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
     with pytest.raises(
