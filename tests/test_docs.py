@@ -14,7 +14,7 @@ from autobatch.cli.main import run
 from autobatch.core.options import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"])
 MOST_LINES = 180
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -49,10 +49,14 @@ def test_every_relative_link_resolves(path: Path) -> None:
             assert (path.parent / target.partition("#")[0]).exists(), target
 
 
-def test_every_document_is_linked_from_the_readme() -> None:
+def test_every_document_is_on_the_site_and_the_older_ones_are_linked_from_the_readme() -> None:
+    """The build of the site fails if a page is left out of its navigation."""
+    navigation = text_of(ROOT / "mkdocs.yml")
     targets = set(LINK.findall(text_of(ROOT / "README.md")))
-    for path in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{path.name}" in targets
+    for path in (ROOT / "docs").rglob("*.md"):
+        name = str(path.relative_to(ROOT / "docs"))
+        assert f": {name}\n" in navigation
+        assert f"docs/{name}" in targets or "/" in name or name in ("index.md", "tutorial.md")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

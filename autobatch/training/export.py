@@ -10,10 +10,14 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import create_file
+from autobatch.core.version import __version__
 from autobatch.device.oom import is_oom
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of
+
+METADATA = {"format": "pt", "autobatch": __version__}
+"""Written into every file; transformers reads only files whose format it knows."""
 
 
 def export_weights(train_state: TrainState, folder: Path) -> None:
@@ -80,7 +84,7 @@ def _export(model: nn.Module, path: Path) -> None:
         temporary.unlink(missing_ok=True)
         os.close(create_file(temporary))
         mode = temporary.stat().st_mode & 0o777
-        save_model(model, str(temporary))
+        save_model(model, str(temporary), metadata=dict(METADATA))
         temporary.chmod(mode)  # safetensors makes it readable for its owner only
         temporary.replace(path)
     except Exception as error:

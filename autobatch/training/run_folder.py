@@ -12,6 +12,7 @@ from pathlib import Path
 from autobatch.core.errors import InputError
 
 RUNS = Path("runs")
+LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
@@ -107,7 +108,8 @@ def _make(out: Path) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """Hold an advisory lock on the folder itself, which needs no lock file (flock(2))."""
     if sys.platform == "win32":
-        yield
+        with locked_by_file(folder):
+            yield
         return
     import fcntl
 
@@ -117,9 +119,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(
-                f"another run is writing to {folder}: wait until it ends, or give another --out"
-            ) from None
+            raise _held(folder) from None
         except OSError:  # some network file systems have no such locks
             pass
         yield
@@ -128,6 +128,32 @@ def _locked(folder: Path) -> Iterator[None]:
         if descriptor in _LOCKS:
             _LOCKS.remove(descriptor)
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked_by_file(folder: Path) -> Iterator[None]:
+    """Hold a lock file in the folder within the block, on systems that cannot lock a folder.
+
+    Raises:
+        InputError: another run holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise _held(folder) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError):
+            (folder / LOCK).unlink()
+
+
+def _held(folder: Path) -> InputError:
+    return InputError(f"another run is writing to {folder}: wait until it ends, or give another --out")
 
 
 _LOCKS: set[int] = set()

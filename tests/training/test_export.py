@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.version import __version__
 from autobatch.training.export import check_exportable, export_weights
+from autobatch.training.run_folder import WEIGHTS
 from tests.support.training import make_loop, make_workload
 
 
@@ -133,3 +136,10 @@ def test_memory_that_runs_out_in_the_check_is_no_fault_of_the_model(monkeypatch)
     monkeypatch.setattr(torch, "zeros", fail)
     with pytest.raises(MemoryError):
         check_exportable(nn.Linear(2, 2))
+
+
+def test_every_file_says_its_format_for_other_readers(tmp_path: Path) -> None:
+    loop = make_loop(make_workload())
+    export_weights(loop.train_state, tmp_path)
+    with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
+        assert file.metadata().items() >= {"format": "pt", "autobatch": __version__}.items()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import subprocess
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from autobatch.core.errors import InputError
-from autobatch.training.run_folder import claim_folder, folder_of, move_earlier_run
+from autobatch.training.run_folder import claim_folder, folder_of, locked_by_file, move_earlier_run
 
 
 def hold(out: Path, talk: Connection) -> None:
@@ -119,3 +121,18 @@ def test_an_earlier_run_is_moved_out_of_the_way_and_other_files_stay(tmp_path: P
         assert (moved / "checkpoints" / f"step-{number}").is_dir()
         assert (moved / "metrics.jsonl").read_text() == str(number)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "previous-1", "previous-2"]
+
+
+def test_a_lock_file_keeps_a_second_run_out_and_leaves_nothing(tmp_path: Path) -> None:
+    """The lock of systems that cannot lock a folder."""
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from autobatch.training.run_folder import locked_by_file\n"
+        "with locked_by_file(Path(sys.argv[1])): print('held')\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    with locked_by_file(tmp_path):
+        second = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "another run is writing to" in second.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "held\n"

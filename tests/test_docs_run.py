@@ -1,0 +1,110 @@
+"""The Python code of the documents runs, page by page, each page in one namespace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import DataLoader, TensorDataset
+
+import autobatch
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMPLETE = [ROOT / "docs/tutorial.md", *sorted((ROOT / "docs/how-to").glob("*.md"))]
+"""Pages whose code stands alone."""
+EXCERPTS = [ROOT / "README.md", ROOT / "docs/your-own-loop.md", ROOT / "docs/data.md"]
+"""Pages whose code uses a model and data that a reader has: `reader` stands in for them."""
+
+
+def code_of(page: Path) -> list[str]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def reader() -> dict[str, Any]:
+    """Return a reader's model, data and loop."""
+    draw = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(torch.randn(2048, 4, generator=draw), torch.randint(3, (2048,), generator=draw))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = nn.Linear(4, 2), nn.Linear(4, 2)
+            self.temperature = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.image(batch), self.text(batch)], 1)
+
+    def build_model() -> nn.Module:
+        return Two()
+
+    def workload() -> autobatch.Workload:
+        return autobatch.Workload(
+            model=build_model,
+            train_data=dataset,
+            loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+            optimizer=lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate),
+            learning_rate=0.1,
+        )
+
+    model = build_model()
+    return {
+        "autobatch": autobatch,
+        "torch": torch,
+        "cross_entropy": cross_entropy,
+        "build_model": build_model,
+        "dataset": dataset,
+        "held_out": dataset,
+        "pad": torch.utils.data.default_collate,
+        "loader": DataLoader(dataset, batch_size=32, shuffle=True),
+        "validation_loader": DataLoader(dataset, batch_size=32),
+        "loss": lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        "clip_loss": lambda images, texts, t: (normalize(images) @ normalize(texts).T / t).mean(),
+        "accuracy": lambda model, batch: {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float().mean()},
+        "workload": workload,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "DataLoader": DataLoader,
+        "DistributedSampler": torch.utils.data.DistributedSampler,
+        "Workload": autobatch.Workload,
+    }
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AUTOBATCH_DEVICE", "cpu")
+
+
+def run_page(page: Path, names: dict[str, Any]) -> int:
+    """Run the blocks of a page in order, and return their number."""
+    blocks = code_of(page)
+    for number, code in enumerate(blocks, 1):
+        exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+    return len(blocks)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("page", [page for page in COMPLETE if code_of(page)], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_as_it_stands(page: Path) -> None:
+    assert run_page(page, {"__name__": f"docs_{page.stem.replace('-', '_')}"})
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("page", EXCERPTS, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = autobatch.fit
+
+    def few_steps(workload: Any, **options: Any) -> Any:
+        return limited(workload, **{"steps": 1, "trials": 0, "device": "cpu", **options})
+
+    monkeypatch.setattr(autobatch, "fit", few_steps, raising=False)
+    if page.stem == "your-own-loop":
+        pytest.importorskip("lightning")
+    assert run_page(page, reader() | {"__name__": "docs"})
