@@ -105,6 +105,4 @@ def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch:
         return limited(workload, **{"steps": 1, "trials": 0, "device": "cpu", **options})
 
     monkeypatch.setattr(autobatch, "fit", few_steps, raising=False)
-    if page.stem == "your-own-loop":
-        pytest.importorskip("lightning")
     assert run_page(page, reader() | {"__name__": "docs"})
