@@ -110,7 +110,7 @@ def test_every_option_has_a_row_of_its_own() -> None:
     assert set(rows) == command_line_options()
 
 
-@pytest.mark.parametrize("command", ["profiles", "report", "doctor"])
+@pytest.mark.parametrize("command", ["profiles", "report", "compare", "doctor"])
 def test_the_small_commands_take_the_documented_options(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import platform
 import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from autobatch.api import unpack
 from autobatch.api.over_ranks import (
@@ -40,7 +42,7 @@ from autobatch.core.options import FitOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
 from autobatch.core.text import error_text
-from autobatch.core.version import versions
+from autobatch.core.version import commit, versions
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.probing.child import SetupProcess, ThisProcess
@@ -61,6 +63,7 @@ from autobatch.training.run_folder import (
     move_earlier_run,
 )
 from autobatch.training.train_plan import Resume, train_plan
+from autobatch.tuning.context import usable_cores
 from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.sampler_order import epoch_of
@@ -96,7 +99,12 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
             ranks=ranks,
         )
         result = msgspec.structs.replace(
-            ready.result, training=training, model=model, command=context.command
+            ready.result,
+            training=training,
+            model=model,
+            command=context.command,
+            options=msgspec.to_builtins(options),
+            surroundings=_surroundings(),
         )
         return _write(result, ready.out, context.progress) if ranks.rank == 0 else result
 
@@ -261,6 +269,18 @@ def _write(result: Result, out: Path, progress: Progress) -> Result:
         result = msgspec.structs.replace(result, report=None)
         _write_json(result, out)
     return result
+
+
+def _surroundings() -> dict[str, str]:
+    """Return what else a repetition would have to match: the source, cores and threads."""
+    found = {
+        "commit of the working directory": commit(Path.cwd()),
+        "platform": platform.platform(),
+        "cores": str(usable_cores()),
+        "threads of torch": str(torch.get_num_threads()),
+        "CUDA of torch": torch.version.cuda,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _write_json(result: Result, out: Path) -> None:

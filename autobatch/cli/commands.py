@@ -23,6 +23,7 @@ Printer = Callable[[str], None]
 """Function that prints a text and a line end."""
 
 
+LEAST_COMPARED = 2
 RUNS = "runs"
 """Folder of the runs."""
 
@@ -40,6 +41,12 @@ usage: autobatch report [RUN] [--json]
 
 Write the report of a run again. RUN is its folder, for example runs/NAME/DATE,
 or one above it, of which the newest run is taken. (default: runs)""",
+    "compare": """\
+usage: autobatch compare RUN RUN [RUN …] [--json]
+
+Print runs side by side: plan, speed, memory and held-out figures. Write
+compare.html to the folder of the last one, with their losses over each other.
+RUN is a folder of a run, or one above it, of which the newest run is taken.""",
     "doctor": """\
 usage: autobatch doctor [--json]
 
@@ -100,6 +107,38 @@ def report(arguments: list[str], write: Printer) -> int:
             f"{error_text(error)}"
         ) from error
     write(_json({"report": str(path)}) if as_json else str(path))
+    return 0
+
+
+def compare(arguments: list[str], write: Printer) -> int:
+    """Run ``autobatch compare RUN RUN …``: print the runs side by side, and write a page with their losses.
+
+    Raises:
+        InputError: there are fewer than two runs, or one does not exist.
+    """
+    words, as_json = _words("compare", arguments, write)
+    if words is None:
+        return 0
+    if len(words) < LEAST_COMPARED:
+        raise InputError(f"compare takes the folders of two or more runs, found {len(words)}")
+    from autobatch.report.compare import comparison_table, write_comparison
+    from autobatch.report.result import find_run, load_run
+
+    folders = [find_run(Path(word)) for word in words]
+    runs = [load_run(folder) for folder in folders]
+    names = [str(folder) for folder in folders]
+    path = write_comparison(folders[-1] / "compare.html", runs, names)
+    table = comparison_table(runs, names)
+    if as_json:
+        columns = [dict(zip([row[0] for row in table.rows], column, strict=True))
+                   for column in list(zip(*table.rows, strict=True))[1:]]  # fmt: skip
+        write(_json({"runs": dict(zip(names, columns, strict=True)), "page": str(path)}))
+        return 0
+    rows = [table.head, *table.rows]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(table.head))]
+    for row in rows:
+        write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    write(f"\nlosses over each other: {path}")
     return 0
 
 

@@ -38,6 +38,7 @@ commands:
   estimate   predict what fits on GPUs that need not be present
   profiles   hardware profiles: list, show NAME, save NAME
   report     write the report of a run again: report [RUN], else the newest
+  compare    show runs side by side: compare RUN RUN
   doctor     show devices, memory, versions, and what is missing
 
 WORKLOAD is file.py, path/to/file.py:function or module:function. Without it:
@@ -51,7 +52,7 @@ demo.
   autobatch --version
 """
 RUNNING = ("fit", "plan", "probe", "tune", "estimate")
-OTHER = ("profiles", "doctor", "report")
+OTHER = ("profiles", "doctor", "report", "compare")
 OVER_RANKS = ("fit", "plan")
 """Commands that several processes may run."""
 PARTS: dict[str, tuple[str, ...]] = {
@@ -141,13 +142,13 @@ def _home() -> Path:
 
 
 def _run_other(name: str, arguments: list[str]) -> int:
-    from autobatch.cli.commands import doctor, profiles, report
+    from autobatch.cli.commands import compare, doctor, profiles, report
     from autobatch.cli.output import SafeStream
 
     stream = SafeStream(sys.stdout)
     # JSON escapes control characters by its own rules.
     show = str if "--json" in arguments else printable_lines
-    code = {"doctor": doctor, "profiles": profiles, "report": report}[name](
+    code = {"doctor": doctor, "profiles": profiles, "report": report, "compare": compare}[name](
         arguments, lambda text: print(show(text), file=cast("TextIO", stream))
     )
     stream.flush()

@@ -426,10 +426,14 @@ class RunRecord(Record, frozen=True, kw_only=True):
     command: str | None = None
     """Command that repeats the run."""
     predicted: list[PredictedPoint] = []
-    """Predicted peaks around the limit; empty if a cached limit was confirmed."""
+    """Predicted peaks around the limit; empty if the step cannot be traced."""
     memory_curve: MemoryCurve | None = None
-    """Memory over a step at the limit; None if a cached limit was confirmed."""
+    """Memory over a step at the limit; None if the step cannot be traced."""
     versions: dict[str, str] = {}
+    surroundings: dict[str, str] = {}
+    """The machine and the source: cores, threads, the driver, the commit of the working directory."""
+    options: dict[str, str | int | float | bool | list[str] | None] = {}
+    """Every option of the run, as it was used."""
     created: str | None = None
     """End of the run: ISO date and time, UTC."""
     checkpoints: list[int] = []

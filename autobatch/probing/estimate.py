@@ -6,6 +6,7 @@ parameters needs no memory. The step is traced once for each kind of GPU.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -85,6 +86,8 @@ def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Pat
         tracer = _Tracer(workload, whole_batch_of(workload, settings.target_batch))
     off = {gpu.name: prediction_errors(home, (gpu.title, *gpu.device_names)) for gpu in gpus}
     estimates = [_estimate(tracer, gpu, settings, off[gpu.name]) for gpu in gpus]
+    if not names:
+        estimates.sort(key=_need)
     if len(gpus) == 1:
         remedies = _remedies(tracer, gpus[0], estimates[0], settings)
         estimates = [msgspec.structs.replace(estimates[0], remedies=remedies)]
@@ -101,6 +104,13 @@ def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Pat
         ]
     )
     return Estimates(estimates=estimates, notes=list(notes))
+
+
+def _need(one: Estimate) -> tuple[float, int]:
+    """Return what to sort by: GPUs that need the fewest micro-batches come first, small ones before large."""
+    if not one.fits:
+        return math.inf, one.budget_bytes
+    return (0 if one.plan is None else one.plan.accumulation_steps), one.budget_bytes
 
 
 def _device_notes(settings: EstimateSettings) -> list[str]:

@@ -111,7 +111,7 @@ def find_limit(
     probing = _open(process, limits, progress)
     cached = _look_up(probing, home)
     confirmed = _confirm(probing, cached) if cached else None
-    found, footprint = (confirmed, None) if confirmed else _search(probing, clock)
+    found, footprint = confirmed or _search(probing, clock)
     found = _with_others(found, process, progress)
     progress.probed(found)
     file = entry_path(cached.key, home) if cached and confirmed else _store(probing, found, home)
@@ -264,10 +264,12 @@ def _look_up(probing: _Probing, home: Path) -> CachedLimit | None:
     return None
 
 
-def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
-    """Run the cached limit once. Return None if it answers another question, no longer fits, or is too small.
+def _confirm(probing: _Probing, cached: CachedLimit) -> tuple[Probe, Footprint | None] | None:
+    """Run the cached limit once, and trace the step.
 
-    Too small means that more fits, which a run of the limit alone does not show.
+    Returns:
+        The probe, and the step if it can be traced; None if the cached limit answers another question, no
+        longer fits, or is too small. Too small means that more fits, which a run of it alone does not show.
     """
     size = min(cached.micro_batch, probing.cap)
     if cached.limited_by != "memory" and size < probing.cap:
@@ -278,10 +280,11 @@ def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
         probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
         return None
     probing.progress.doing("checking whether more would fit")
-    if size < probing.cap and _is_too_small(probing.process, cached, outcome):
+    step = questions.trace(probing.process)
+    if size < probing.cap and _is_too_small(probing.process, cached, outcome, step):
         probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
         return None
-    return Probe(
+    probe = Probe(
         micro_batch=size,
         limited_by=probing.limited_by(size),
         upper_bound_by="cap" if size == probing.cap else cached.upper_bound_by,
@@ -291,9 +294,12 @@ def _confirm(probing: _Probing, cached: CachedLimit) -> Probe | None:
         source=f"saved {cached.date}",
         precision=probing.process.info.precision,
     )
+    return probe, step
 
 
-def _is_too_small(process: SetupProcess, cached: CachedLimit, outcome: Outcome) -> bool:
+def _is_too_small(
+    process: SetupProcess, cached: CachedLimit, outcome: Outcome, step: Footprint | None
+) -> bool:
     """Return whether more than a cached limit fits, according to the replay or else to the peak of its run.
 
     The budget is the smaller of now and then, because close budgets count as the same.
@@ -301,7 +307,6 @@ def _is_too_small(process: SetupProcess, cached: CachedLimit, outcome: Outcome) 
     then, device = cached.key.get("budget_bytes"), process.info.device
     budget = min(then, device.budget_bytes) if isinstance(then, int) else device.budget_bytes
     info = msgspec.structs.replace(process.info, device=msgspec.structs.replace(device, budget_bytes=budget))
-    step = questions.trace(process)
     predictor = ReplayPredictor(
         lambda: new_allocator(info),
         None if step is None else step.program,

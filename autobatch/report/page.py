@@ -5,7 +5,7 @@ To add a section, write a function that turns a `RunRecord` into `Markup`, and l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -197,9 +197,21 @@ def _training(data: RunRecord) -> Markup:
 def _repeat(data: RunRecord) -> Markup:
     return join(
         _command(data.command) if data.command else None,
-        facts(sorted(data.versions.items())) if data.versions else None,
+        facts([*sorted(data.versions.items()), *sorted(data.surroundings.items())])
+        if data.versions
+        else None,
+        _options(data.options),
         _notes(data.notes),
     )
+
+
+def _options(options: Mapping[str, object]) -> Markup | None:
+    """Show every option of a run, collapsed."""
+    if not options:
+        return None
+    rows = [[name, "" if value is None else str(value)] for name, value in sorted(options.items())]
+    shown = table(Table(caption="Every option of this run", head=["Option", "Value"], rows=rows))
+    return element("details", element("summary", "Every option of this run"), shown)
 
 
 def _command(text: str) -> Markup:
@@ -285,10 +297,15 @@ def render(data: RunRecord) -> str:
         element("header", _title(data), tiles(data), _contents(parts)),
         element("main", [_section(part) for part in parts], id="report"),
     )
-    return f'<!doctype html>\n<html lang="en">\n{_head(data)}\n{body}\n</html>\n'
+    return page_of(f"{data.title or 'autobatch'}: autobatch report", body)
 
 
-def _head(data: RunRecord) -> Markup:
+def page_of(title: str, body: Markup) -> str:
+    """Build a page in the style of the report."""
+    return f'<!doctype html>\n<html lang="en">\n{_head(title)}\n{body}\n</html>\n'
+
+
+def _head(title: str) -> Markup:
     sheet = style_sheet() + (resources.files(__package__) / "page.css").read_text(encoding="utf-8")
     return element(
         "head",
@@ -296,7 +313,7 @@ def _head(data: RunRecord) -> Markup:
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
         element("meta", name="generator", content="autobatch"),
-        element("title", f"{data.title or 'autobatch'}: autobatch report"),
+        element("title", title),
         element("style", Markup(sheet)),
     )
 

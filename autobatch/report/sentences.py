@@ -177,8 +177,8 @@ _CAPS = {
 def budget_in_words(device: DeviceRecord) -> str:
     """Describe the memory budget and its source."""
     return (
-        f"The memory budget is {format_bytes(device.budget_bytes)} of {format_bytes(device.total_bytes)}: "
-        f"{device.budget_source.rstrip('.')}."
+        f"The memory budget is {format_bytes(device.budget_bytes)} of {format_bytes(device.total_bytes)} "
+        f"({device.budget_source.rstrip('.')})."
     )
 
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import torch
 
-from autobatch.cli.commands import HELP, doctor, profiles, report, this_gpu
+from autobatch.cli.commands import HELP, compare, doctor, profiles, report, this_gpu
 from autobatch.core.errors import InputError
 from tests.support.sample_run import a_run, a_step
 
-COMMANDS = {"profiles": profiles, "report": report, "doctor": doctor}
+COMMANDS = {"profiles": profiles, "report": report, "compare": compare, "doctor": doctor}
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +100,18 @@ def test_a_report_of_figures_that_no_float_holds_is_refused_in_one_line(tmp_path
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row), encoding="utf-8")
     with pytest.raises(InputError, match="a figure of the run is out of range: int too large to convert"):
         said("report", str(tmp_path))
+
+
+def test_runs_are_printed_side_by_side(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_bytes(msgspec.json.encode(a_run()))
+    words = (str(tmp_path / "a"), str(tmp_path / "b"))
+    lines = said("compare", *words).splitlines()
+    (held_out,) = [line for line in lines if line.startswith("held-out accuracy")]
+    assert held_out.split()[-4:] == ["93.12", "%", "93.12", "%"]
+    assert (tmp_path / "b" / "compare.html").exists()
+    found = json.loads(said("compare", *words, "--json"))
+    assert found["runs"][words[0]]["batch"] == "1,024"
+    with pytest.raises(InputError, match="compare takes the folders of two or more runs, found 1"):
+        said("compare", words[0])

@@ -114,7 +114,7 @@ def test_the_evidence_for_the_limit(changes, words):
 
 def test_the_budget_names_its_source_once():
     device = a_device(budget_source="half of the total.")
-    assert budget_in_words(device) == "The memory budget is 6.00 GiB of 23.6 GiB: half of the total."
+    assert budget_in_words(device) == "The memory budget is 6.00 GiB of 23.6 GiB (half of the total)."
 
 
 def a_tuning(**figures) -> Tuning:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +18,19 @@ from autobatch.report.sentences import count, decimal, plural
 TABLE_ROWS = 50
 DRAWN_POINTS = 600
 MARKED_EVENTS = 100
+SMOOTHED_FROM = 300
+"""Steps from which a noisy curve gets a smoothed line."""
+NOISY = ("loss", "samples/s")
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the centred running mean over a fiftieth of the values; nothing if there are too few."""
+    if len(values) < SMOOTHED_FROM:
+        return []
+    half = len(values) // 100
+    sums = [0.0, *itertools.accumulate(values)]
+    ends = [(max(0, at - half), min(len(values), at + half + 1)) for at in range(len(values))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
 class Curve(NamedTuple):
@@ -68,7 +82,13 @@ def _paint(
     for axes, curve in zip(rows, curves, strict=True):
         drawn = downsample(curve.values, DRAWN_POINTS)
         steps, values = [curve.steps[at] for at in drawn], [curve.values[at] for at in drawn]
-        axes.plot(steps, values, color=color("accent"), marker="o" if len(steps) == 1 else "")
+        smooth = smoothed(curve.values) if curve.label in NOISY else []
+        raw = color("soft") if smooth else color("accent")
+        axes.plot(steps, values, color=raw, marker="o" if len(steps) == 1 else "")
+        if smooth:
+            axes.plot([curve.steps[at] for at in drawn], [smooth[at] for at in drawn], color=color("accent"))
+        if curve.label == "learning rate":
+            axes.set_ylim(bottom=0)
         _mark(axes, checkpoints, "muted", (0, (1, 3)))
         _mark(axes, recoveries, "warn", "solid")
     if recoveries:  # the layout needs an extent, which an empty unclipped line does not have

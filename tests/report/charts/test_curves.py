@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autobatch.report.charts.curves import training_figure
+import pytest
+
+from autobatch.report.charts.curves import smoothed, training_figure
 from autobatch.report.charts.drawing import downsample
 from tests.support.sample_run import a_run, a_step
 
@@ -51,3 +53,13 @@ def test_the_speed_of_a_step_counts_its_own_samples():
 
 def test_one_step_is_drawn_as_a_point():
     assert training_figure([a_step(1)]).svg.count("<use") >= 6, "three curves, wide and narrow"
+
+
+def test_a_long_noisy_curve_has_a_smoothed_line_over_it() -> None:
+    flat = [1.0] * 1000
+    assert smoothed(flat) == pytest.approx(flat)
+    noisy = [1.0 + (-1) ** at for at in range(1000)]
+    assert all(abs(value - 1.0) < 0.1 for value in smoothed(noisy)[20:-20])
+    assert smoothed([1.0] * 100) == []
+    few, many = (training_figure([a_step(step) for step in range(1, steps)]) for steps in (100, 1000))
+    assert many.svg.count("<path") > few.svg.count("<path")
