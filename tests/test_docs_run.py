@@ -105,4 +105,7 @@ def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch:
         return limited(workload, **{"steps": 1, "trials": 0, "device": "cpu", **options})
 
     monkeypatch.setattr(autobatch, "fit", few_steps, raising=False)
-    assert run_page(page, reader() | {"__name__": "docs"})
+    names = reader() | {"__name__": "docs"}
+    if page.stem == "data":  # a workload takes the function, a loop the optimizer
+        names["optimizer"] = lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate)
+    assert run_page(page, names)
