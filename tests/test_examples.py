@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -13,13 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.libraries import installed
 from tests.support.sample_run import a_run, a_step
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(folder: Path, *command: str) -> str:
-    environ = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {
+        "PYTHONPATH": str(EXAMPLES.parent),
+        "OMP_NUM_THREADS": "1",
+        "AUTOBATCH_HOME": str(folder / "home"),
+    }
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, check=False
     )
@@ -95,3 +101,46 @@ def test_sinks_hand_known_numbers_to_a_tracker(monkeypatch: pytest.MonkeyPatch) 
     assert seen["mlflow"] == ["p", (3, values), "training.json", "end"]
     assert {name: value for _, name, value in seen["aim"][:-1]} == values  # type: ignore[misc]
     assert wandb_run.summary["optimizer_steps"] == 120  # type: ignore[index]
+
+
+LONGEST = 60
+ADDED = "  # +"
+"""Mark of the lines that a script of a library has more with autobatch."""
+LIBRARIES = {
+    "hf_trainer": ("transformers", r"Trainer: batch 64 in \d+ micro-batches.*after 8 steps"),
+    "lightning_module": ("lightning", r"Lightning: batch 256 in \d+ micro-batches.*8 steps"),
+    "accelerate_loop": ("accelerate", r"accelerate: batch 256 in \d+ micro-batches.*8 steps"),
+    "lora": ("peft", r"batch 64 in \d+ micro-batches.*step 3: loss"),
+}
+OWN = {
+    "streaming": r"5,120 samples.*7,680 samples",
+    "gan": r"batch 256 in \d+ micro-batches.*trained +20 steps",
+    "clip": r"batch 128 in \d+ micro-batches.*trained +20 steps",
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_script_of_a_library_is_planned_and_trained(name: str, tmp_path: Path) -> None:
+    library, expected = LIBRARIES[name]
+    installed(library)
+    assert re.search(expected, run(tmp_path, str(EXAMPLES / f"{name}.py")), re.DOTALL)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_workload_that_is_not_plain_is_trained(name: str, tmp_path: Path) -> None:
+    assert re.search(OWN[name], run(tmp_path, str(EXAMPLES / f"{name}.py")), re.DOTALL)
+
+
+@pytest.mark.parametrize("name", [*LIBRARIES, *OWN, "own_loop", "train"])
+def test_an_example_is_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("name", ["hf_trainer", "lightning_module"])
+def test_a_script_of_a_library_has_at_most_three_lines_more(name: str) -> None:
+    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+    added = [line for line in lines if line.endswith(ADDED)]
+    assert 1 <= len(added) <= 3
+    rest = "\n".join(line for line in lines if line not in added)
+    names = {node.id for node in ast.walk(ast.parse(rest)) if isinstance(node, ast.Name)}
+    assert "autobatch" not in names, "without these lines it is the library's own script"

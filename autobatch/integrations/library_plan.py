@@ -22,8 +22,8 @@ from autobatch.core.keywords import PlanKeywords
 from autobatch.integrations.loop_error import gradient_error, last_step_note
 from autobatch.planning import check_world_size, even_split, even_split_note
 from autobatch.report.result import PlanResult
-from autobatch.report.sentences import fits_in_words, split_in_words
-from autobatch.workload.contract import Collated, Workload, kind_of
+from autobatch.workload.contract import Collated, Workload, is_stream, kind_of
+from autobatch.workload.streams import scanned
 
 logger = logging.getLogger("autobatch")
 
@@ -57,6 +57,10 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
     loader: Any = None
     """The user's loader with the new batch size, if the library cannot change it."""
 
+    def __str__(self) -> str:
+        """Return the lines of a plan, and the remarks on what the library does with it."""
+        return "\n".join([f"{self.library}: {super().__str__()}", *(f"note: {one}" for one in self.notes)])
+
 
 def plan_for(
     workload: Workload, loop: LibraryLoop, *, loader: Any = None, **options: Unpack[PlanKeywords]
@@ -79,7 +83,8 @@ def plan_for(
     found = library.plan(workload, **options)
     check_world_size(found, loop.world_size, loop.name)
     size, steps = even_split(found)
-    error, measured = gradient_error(workload, loop.losses, loop.device, size, steps, whole=loop.whole)
+    known = scanned(workload, options.get("scan"))
+    error, measured = gradient_error(known, loop.losses, loop.device, size, steps, whole=loop.whole)
     remarks = (
         even_split_note(found, found.probe.micro_batch),
         measured,
@@ -102,10 +107,8 @@ def plan_for(
 
 def log_plan(plan: LibraryPlan) -> None:
     """Log a plan and its remarks, a line each."""
-    logger.info("%s: a step takes %s samples in %s", plan.library, plan.target_batch, split_in_words(plan))
-    logger.info("%s", fits_in_words(plan.probe))
-    for line in plan.notes:
-        logger.info("note: %s", line)
+    for line in str(plan).splitlines():
+        logger.info(line)
 
 
 def device_option(device: torch.device) -> str:
@@ -188,5 +191,4 @@ def on_host(model: nn.Module) -> Iterator[None]:
 
 
 def _epoch(workload: Workload) -> int | None:
-    count = getattr(workload.train_data, "__len__", None)
-    return None if count is None else int(count())
+    return None if is_stream(workload.train_data) else len(workload.train_data)  # type: ignore[arg-type]
