@@ -74,6 +74,8 @@ class LengthLimit(Record, frozen=True, kw_only=True):
     """Size by `size_of`, else the number of elements of a sample."""
     micro_batch: int
     upper_bound_by: UpperBoundBy | None
+    padded_size: float = 0.0
+    """``size`` × ``micro_batch``: tokens per micro-batch if a size is a number of tokens."""
 
 
 class RealBatches(Record, frozen=True, kw_only=True):
@@ -104,7 +106,7 @@ class Probe(Record, frozen=True, kw_only=True):
     """``search``, ``saved DATE`` if one run confirmed a cached limit, or ``asked`` if only this size was
     checked."""
     lengths: list[LengthLimit] = []
-    """Largest micro-batch for each quartile of the sample sizes; empty if all samples have one size."""
+    """Largest micro-batch of samples up to several sizes, ascending; empty if all samples have one size."""
     stopped_by: str | None = None
     """``time limit``, ``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
     None if complete."""

@@ -23,7 +23,7 @@ from autobatch.footprint.size_replay import BatchReplay, replay_batches
 from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
 from autobatch.probing.child import Session
 from autobatch.probing.limits import setting_of
-from autobatch.probing.size_curve import trace_sizes
+from autobatch.probing.size_curve import CurvePoint, curve_of, trace_sizes
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import WholeBatchLoss
@@ -166,6 +166,24 @@ def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None
         if tries == MOST_RUNS:
             return None
     return None
+
+
+def find_curve(session: Session, limit: int, cap: int) -> list[CurvePoint] | None:
+    """Return the largest micro-batch of samples up to several sizes, by replay.
+
+    Args:
+        session: the open setup.
+        limit: the largest micro-batch of the most expensive samples.
+        cap: the largest micro-batch to try.
+
+    Returns:
+        None if the step is no exact program of micro-batch and size.
+    """
+    setup, sizes = session.setup, session.setup.worst_case.sizes()
+    program = None if sizes is None else program_of(session, sizes)
+    if sizes is None or program is None or not program.is_exact:
+        return None
+    return curve_of(program, sizes, setup.device.new_allocator, limit=limit, cap=cap)
 
 
 def program_of(session: Session, sizes: Sizes) -> SizeProgram | None:

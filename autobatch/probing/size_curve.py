@@ -78,8 +78,9 @@ def _spread(sizes: Sizes) -> list[int]:
     if len(different) < LEAST_SIZES:
         raise Untraceable(f"the samples have only {len(different)} different sizes")
     last = len(different) - 1
-    chosen = [0, last // 2, last, max(1, last // 4)]
-    return [int(different[at]) for at in dict.fromkeys(chosen)]
+    chosen = [0, last // 2, last]
+    check = next(at for at in range(max(1, last // 4), last) if at not in chosen)
+    return [int(different[at]) for at in [*chosen, check]]
 
 
 def _record(setting: Setting, micro_batch: int, index: int) -> Recording:

@@ -16,6 +16,7 @@ from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Mark, Picture, Table
 from autobatch.report.charts.memory import held_bytes, memory_curve_figure, memory_figure
+from autobatch.report.charts.sizes import lengths_figure, padding_figure
 from autobatch.report.charts.split import plan_figure
 from autobatch.report.charts.trials import comparison_figure, pairs_table, rates_figure, trials_figure
 from autobatch.report.html import Child, Markup, element, facts, figure, join, legend, prose, table, unbroken
@@ -28,9 +29,11 @@ from autobatch.report.sentences import (
     is_probed_configuration,
     knobs_in_words,
     metric_in_words,
+    padding_in_words,
     plural,
     rate_in_words,
     rates_in_words,
+    real_batches_in_words,
     split_in_words,
     training_in_words,
     tuning_in_words,
@@ -119,7 +122,9 @@ def _memory(data: RunRecord) -> Markup:
         ("Limited by", probe.limited_by.replace("_", " ")),
         ("Predicted micro-batch", predicted),
     ]
-    return join(element("p", fits_in_words(probe)), pictures, facts(pairs))
+    checked = real_batches_in_words(probe)
+    words = element("p", join(fits_in_words(probe), "" if checked is None else f" {checked}"))
+    return join(words, pictures, _pictures(lengths_figure(probe.lengths)), facts(pairs))
 
 
 def _plan(data: RunRecord) -> Markup:
@@ -140,7 +145,10 @@ def _plan(data: RunRecord) -> Markup:
         ("Last batch of an epoch", plan.last_batch),
         ("Tuned knobs", chosen),
     ]
-    return join(element("p", words), _pictures(plan_figure(plan)), facts(pairs))
+    if plan.size_cut is None:
+        return join(element("p", words), _pictures(plan_figure(plan)), facts(pairs))
+    saved = element("p", padding_in_words(plan.size_cut))
+    return join(element("p", words), saved, _pictures(padding_figure(plan.size_cut)), facts(pairs))
 
 
 def _tuning(data: RunRecord) -> Markup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord, Training, Tuning
+from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord, SizeCut, Training, Tuning
 from autobatch.core.units import format_bytes
 
 
@@ -127,6 +127,9 @@ def _trained(training: Training, plan: Plan, place: str) -> str:
 
 def split_in_words(plan: Plan) -> str:
     """Describe the split of one rank: ``4 micro-batches of 86 and 8 of 85``."""
+    cut = plan.size_cut
+    if cut is not None and cut.steps is not None:
+        return f"about {cut.steps:.1f} micro-batches, cut at the sizes of their samples"
     sizes = {size: plan.micro_batches.count(size) for size in sorted(set(plan.micro_batches), reverse=True)}
     (first, times), *rest = sizes.items() or [(plan.micro_batch, plan.accumulation_steps)]
     words = f"{plural(times, 'micro-batch', 'micro-batches')} of {count(first)}"
@@ -135,6 +138,39 @@ def split_in_words(plan: Plan) -> str:
         return words
     less = ", or one sample less" if plan.target_batch % plan.world_size else ""
     return f"{words} on each of {count(plan.world_size)} ranks{less}"
+
+
+def padding_in_words(cut: SizeCut) -> str:
+    """Describe what a split by size saves."""
+    if cut.padding is None or cut.padding_by_count is None:
+        return "Each batch is sorted by the sizes of its samples and cut where little is padding."
+    faster = ""
+    if cut.expected_speedup is not None:
+        share = f"1 ÷ {cut.expected_speedup:.2f}"
+        faster = f" By the measured cost of micro-batches, a step takes {share} of the time."
+    checked = ""
+    if cut.replayed_batches is not None:
+        checked = f" A replay of {plural(cut.replayed_batches, 'batch', 'batches')} of the run fits."
+    return (
+        "Each batch is sorted by the sizes of its samples and cut where the cost is least. Its gradient "
+        f"stays the same. For each token or element of a sample, {cut.padding:.2f} are computed with the "
+        f"padding, and {cut.padding_by_count:.2f} if batches were split by count.{faster}{checked}"
+    )
+
+
+def real_batches_in_words(probe: Probe) -> str | None:
+    """Describe the check of a limit against real batches; None if there was none."""
+    found = probe.real_batches
+    if found is None:
+        return None
+    how = "replayed in a model of the allocator" if found.by == "replay" else "run"
+    words = f"Samples differ in size, so {plural(found.batches, 'batch', 'batches')} of the run were {how}."
+    if found.micro_batch_alone > probe.micro_batch:
+        words += (
+            f" They fit at a micro-batch of {count(probe.micro_batch)}. Of the most expensive samples alone, "
+            f"{count(found.micro_batch_alone)} fit, but many sizes fragment the memory."
+        )
+    return words
 
 
 def fits_in_words(probe: Probe) -> str:

@@ -43,6 +43,12 @@ def test_a_step_that_takes_too_long_to_trace_is_refused() -> None:
         trace_sizes(setting_of(setup), setup.worst_case.sizes(), clock=lambda: next(ticks))
 
 
+@pytest.mark.parametrize("longest", [4, 5, 6, 9])
+def test_few_sizes_suffice_if_one_is_left_to_check_them(longest: int) -> None:
+    setup = make_setup(ragged_workload(train_data=Sequences(longest=longest)))
+    assert trace_sizes(setting_of(setup), setup.worst_case.sizes()).is_exact
+
+
 def test_too_few_sizes_determine_no_program() -> None:
     setup = make_setup(ragged_workload(train_data=Sequences(longest=3)))
     with pytest.raises(Untraceable, match="only 3 different sizes"):
