@@ -19,6 +19,7 @@ from typing import Any, Literal
 from autobatch.core.errors import InputError
 from autobatch.core.records import StepRecord
 from autobatch.device.host import host_memory
+from autobatch.device.oom import first_line, is_oom
 from autobatch.probing.attempt import TrainSetup
 from autobatch.training.compare_modes import Finding, compare_samples, modes_of_training
 from autobatch.training.loop import Loop
@@ -98,10 +99,19 @@ class SplitWatch:
         if len(batch.ids) <= loop.micro_batch or (self._seconds > allowed and not is_whole):
             return
         start = self._setup.clock()
+        short: Finding | None = None
         with preserved_random_state(), loop.meter.uncounted():
-            self._judge(self._compare_few(loop, batch.ids), batch)
-            if is_whole and not self._is_done:
-                self._compare_whole(loop, batch, max(allowed - self._seconds, SECONDS))
+            try:
+                self._judge(self._compare_few(loop, batch.ids), batch)
+                if is_whole and not self._is_done:
+                    self._compare_whole(loop, batch, max(allowed - self._seconds, SECONDS))
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                short = Finding(unchecked=f"memory ran out: {first_line(error).rstrip('.')}", is_memory=True)
+        # The run itself may fit: it trains on, and nothing holds the samples any more.
+        if short is not None:
+            self._judge(short, batch)
         if loop.device.allocator_config is not None:
             loop.device.release()
         # The peaks of a GPU count from the beginning of its last session.

@@ -258,6 +258,21 @@ def test_a_batch_that_memory_cannot_hold_is_compared_in_part(monkeypatch) -> Non
     )
 
 
+@pytest.mark.parametrize("place", ["fetch", "collate_samples", "compare_samples"])
+def test_memory_that_runs_out_in_a_comparison_does_not_end_the_run(place: str, monkeypatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no memory for the copies")
+
+    monkeypatch.setattr(watch_split, place, fail)
+    loop, records, (note,) = watched(make_workload(train_data=points(300)))
+    assert len(records) == STEPS
+    assert "could not be checked: memory ran out: MemoryError: no memory for the copies. Make sure" in note
+    monkeypatch.undo()
+    expected = make_loop(make_workload(train_data=points(300)), micro_batch=32, target_batch=96, steps=STEPS)
+    assert [one.loss for one in records] == [one.loss for one in expected.run()]
+    assert equal(capture_loop(loop), capture_loop(expected))
+
+
 def test_a_batch_that_time_does_not_allow_is_compared_in_part(monkeypatch) -> None:
     monkeypatch.setattr(watch_split, "SECONDS", 0.0)
     monkeypatch.setattr(watch_split, "TIME_SHARE", 0.0)
