@@ -62,17 +62,26 @@ def torture_memory(root: Path, given: argparse.Namespace) -> Outcome:
 
 def torture_kills(root: Path, given: argparse.Namespace) -> Outcome:
     """Kill runs with loader workers and averaged weights, at random instants."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.killing", str(root), str(given.kills), str(given.seed), "fed"],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        return {}, [done.stderr.strip().splitlines()[-1]]
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {"SIGKILL": {"survived": found["killed"], "runs with the same bits": found["finished"]}}, []
+    words = ["-m", "tests.support.killing", str(root), str(given.kills), str(given.seed), "fed"]
+    found = {"killed": 0, "finished": 0}
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            [sys.executable, *words],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                found = json.loads(line)
+                if found["killed"] % 20 == 0:
+                    counted = f"{found['killed']} kills, {found['finished']} runs finished"
+                    print(counted, file=sys.stderr, flush=True)
+        errors.seek(0)
+        lines = errors.read().strip().splitlines() or ["it ended without a message"]
+    survived = {"survived": found["killed"], "runs with the same bits": found["finished"]}
+    return {"SIGKILL": survived}, lines[-1:] if child.returncode else []
 
 
 PARTS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {

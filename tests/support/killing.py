@@ -4,11 +4,12 @@
 
 With ``fed``, each child has another number of loader workers and seeds its samples one by one. The children
 are forked, so that none has to import torch. This process never runs backward, after which a fork cannot
-train. Prints one JSON object.
+train. Prints a JSON object after every kill; the last one is the result.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -16,6 +17,8 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -30,6 +33,8 @@ from tests.support.kinds import RUNS
 from tests.support.training import fingerprint, make_loop
 
 STEPS = 40
+PR_SET_CHILD_SUBREAPER = 36
+"""The option of Linux's prctl that adopts orphans."""
 
 
 class Acknowledging(Progress):
@@ -63,6 +68,8 @@ def forked(folder: Path, workers: int | None) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
+        # A reader of the output of this program does not wait for a worker that outlives a killed child.
+        os.dup2(2, 1)
         try:
             child(folder, workers)
             status = 0
@@ -81,10 +88,32 @@ def check(folder: Path) -> None:
     assert found is None or not found.passed_over, found.passed_over
 
 
-def main(root: Path, kills: int, seed: int, *, fed: bool) -> dict[str, object]:
+def adopt_orphans() -> None:
+    """Make this process the parent of what its killed children leave behind."""
+    if sys.platform == "linux":
+        assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+
+
+def check_orphans() -> None:
+    """Check that every loader worker of a killed child ends too."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.05)
+        except ChildProcessError:
+            return
+    raise AssertionError("a loader worker outlives its killed parent")
+
+
+def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
     torch.set_num_threads(1)
-    # The first optimizer of a process imports many modules: do it once, not in each child.
+    adopt_orphans()
+    # The first optimizer and the writers import many modules: do it once, or most kills would hit an import.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    for name in ("safetensors.torch", "multiprocessing.sharedctypes", "torch.utils.tensorboard"):
+        with suppress(ImportError):
+            import_module(name)
     draw = random.Random(seed)
     straight = root / "straight"
     straight.mkdir(parents=True)
@@ -104,6 +133,7 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> dict[str, object]:
         if os.WIFSIGNALED(status):
             killed += 1
             check(folder)
+            tell(killed, finished)
             continue
         assert status == 0
         assert (folder / "done").read_text() == expected
@@ -111,9 +141,14 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> dict[str, object]:
         assert not [p for p in (folder / CHECKPOINTS).iterdir() if "tmp" in p.name or "trash" in p.name]
         finished += 1
         shutil.rmtree(folder)
-    return {"killed": killed, "finished": finished}
+    check_orphans()
+    tell(killed, finished)
+
+
+def tell(killed: int, finished: int) -> None:
+    sys.stdout.write(json.dumps({"killed": killed, "finished": finished}) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    result = main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), fed="fed" in sys.argv[4:])
-    sys.stdout.write(json.dumps(result) + "\n")
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), fed="fed" in sys.argv[4:])
