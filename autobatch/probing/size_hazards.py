@@ -8,7 +8,7 @@ split by size makes the error systematic.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from autobatch.device.oom import Verdict, classify
 from autobatch.probing.attempt import TrainSetup
 from autobatch.step.restore import temporary_weights
 from autobatch.workload.contract import Loss, WholeBatchLoss
-from autobatch.workload.data import load_micro_batch
+from autobatch.workload.data import collate_samples, fetch, load_micro_batch, shallow_copies
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state, seed_everything
 
@@ -164,6 +164,8 @@ def _in_padding(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
 
 def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
     """Return the share by which a sample's loss changes beside another; None if the loss draws at random."""
+    # Read once: the data may mask or augment a sample anew each time.
+    samples = fetch(setup.workload.train_data, [short, longest])
     with (
         setup.device.training() as meter,
         temporary_weights(setup.model, setup.device.torch_device) as model,
@@ -171,10 +173,10 @@ def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
     ):
         meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
         model.eval()
-        alone, again = (_total(setup, model, [short], seed) for seed in (1, 2))
-        if alone != again:
+        alone, other = (_total(setup, model, [one], 1) for one in samples)
+        if [alone, other] != [_total(setup, model, [one], 2) for one in samples]:
             return None
-        other, both = _total(setup, model, [longest], 1), _total(setup, model, [short, longest], 1)
+        both = _total(setup, model, samples, 1)
     if not alone[0]:
         return None
     excess = abs(both[0] - alone[0] - other[0]) - ROUNDING * abs(other[0])
@@ -182,11 +184,12 @@ def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
     return max(excess / abs(alone[0]), counted / alone[1] if alone[1] else 0.0)
 
 
-def _total(setup: TrainSetup, model: nn.Module, ids: list[int], seed: int) -> tuple[float, float]:
+def _total(setup: TrainSetup, model: nn.Module, samples: list[Any], seed: int) -> tuple[float, float]:
     """Return the sum of the loss over some samples, and the count that it is a sum over."""
     seed_everything(seed)
-    batch = to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device)
+    collated = collate_samples(shallow_copies(samples), setup.workload.collate, option="Workload(collate=…)")
+    batch = to_device(collated, setup.device.torch_device)
     loss = setup.workload.loss(model, batch)
     if isinstance(loss, Loss):
         return float(loss.total), float(loss.count)
-    return float(loss) * len(ids), float(len(ids))
+    return float(loss) * len(samples), float(len(samples))

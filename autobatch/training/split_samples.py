@@ -6,8 +6,7 @@ draws at random (masks of a masked language model), the parts are cut from the w
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.cut import PLAIN, children_of, cut, is_column, samples_along
-from autobatch.workload.data import collate_samples
+from autobatch.workload.data import collate_samples, shallow_copies
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import seed_everything
 
@@ -50,9 +49,8 @@ def collate_split(workload: Workload, samples: Sequence[Any], sizes: Sequence[in
 
     def collate(first: int, stop: int, seed: int) -> Collated:
         seed_everything(seed)
-        # A collate function may take entries out of its samples.
-        own = [copy.copy(one) if isinstance(one, MutableMapping | list) else one for one in samples]
-        return collate_samples(own[first:stop], workload.collate, option="Workload(collate=…)")
+        own = shallow_copies(samples[first:stop])
+        return collate_samples(own, workload.collate, option="Workload(collate=…)")
 
     whole = collate(0, len(samples), 1)
     is_same = _is_same(whole, collate(0, len(samples), 2))

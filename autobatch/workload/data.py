@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any, Self
@@ -55,6 +55,11 @@ def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
         # As in torch's loader, a dataset with __getitems__ fetches many samples at once.
         many = getattr(data, "__getitems__", None)
         return many(list(ids)) if many else [data[index] for index in ids]
+
+
+def shallow_copies(samples: Sequence[Any]) -> list[Any]:
+    """Copy samples for a collate function, which may take entries out of them."""
+    return [copy.copy(one) if isinstance(one, MutableMapping | list) else one for one in samples]
 
 
 def collate_samples(

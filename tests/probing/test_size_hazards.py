@@ -14,7 +14,7 @@ from autobatch.core.knobs import COMPILE
 from autobatch.probing.size_hazards import find_obstacle
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.support.ragged import Sequences, pad, ragged_workload, sequence_loss
-from tests.support.training import fingerprint, language_model, make_setup, tokens
+from tests.support.training import IGNORED, fingerprint, language_model, make_setup, tokens
 
 
 class Pooled(nn.Module):
@@ -117,6 +117,18 @@ def test_a_loss_that_draws_at_random_is_given_the_benefit_of_the_doubt() -> None
         return Loss(found.total * torch.rand(()), found.count)
 
     assert find_obstacle(make_setup(ragged_workload(loss=loss))) is None
+
+
+class Masked(Sequences):
+    """Sequences of which the long ones are masked anew each time that they are read."""
+
+    def __getitem__(self, index):
+        ids, labels = super().__getitem__(index)
+        return ids, labels.masked_fill(torch.rand(len(labels)) < 0.5 * (len(labels) > 12), IGNORED)
+
+
+def test_data_that_draw_at_random_do_not_pass_for_padding() -> None:
+    assert find_obstacle(make_setup(ragged_workload(train_data=Masked()))) is None
 
 
 def test_an_error_of_the_workload_is_left_to_other_stages() -> None:
