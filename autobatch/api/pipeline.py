@@ -104,7 +104,7 @@ def run_plan(workload: Workload | str | None, options: RankPlanOptions, context:
     with open_setup_process(workload, options, context) as process:
         result = probe_and_plan(process, options, context, world_size=world_size)
         note_split(process, result, context.progress)
-        return add_split(process, result, options, context.progress)
+        return add_split(process, result, options, context.progress, is_last=True)
 
 
 def run_estimate(

@@ -14,10 +14,13 @@ from autobatch.probing.plan_split import SplitChoice, SplitSettings, choose_spli
 from autobatch.report.result import Result
 
 
-def add_split(process: SetupProcess, result: Result, options: PlanOptions, progress: Progress) -> Result:
+def add_split(
+    process: SetupProcess, result: Result, options: PlanOptions, progress: Progress, *, is_last: bool = False
+) -> Result:
     """Put the split into the plan of a result, with a note on the choice.
 
-    A choice that fails is no reason to end a run that can split by count.
+    A choice that fails is no reason to end a run that can split by count. If it is the last stage of a
+    command, an interrupted choice keeps the result.
 
     Raises:
         InputError: a split by size was asked for, and would change results.
@@ -50,6 +53,10 @@ def add_split(process: SetupProcess, result: Result, options: PlanOptions, progr
         choice = SplitChoice(None, f"batches are split by count: {crash}")
     except AutobatchError as error:
         choice = SplitChoice(None, f"batches are split by count: {error}")
+    except KeyboardInterrupt:
+        if not is_last:
+            raise
+        choice = SplitChoice(None, "batches are split by count: the choice was interrupted")
     if choice.note is not None:
         progress.note(choice.note)
     if choice.cut is None:

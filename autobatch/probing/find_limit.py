@@ -158,7 +158,11 @@ def find_limits_by_size(
         return found
     cap = min(caps_of(process.info, limits).values())
     progress.doing("computing the limits of smaller samples")
-    curve = questions.ask_or_none(process, "a curve over size", find_curve, found.micro_batch, cap)
+    try:
+        curve = questions.ask_or_none(process, "a curve over size", find_curve, found.micro_batch, cap)
+    except KeyboardInterrupt:
+        progress.note("interrupted: left out the micro-batches of smaller samples")
+        return found
     if curve is not None:
         *points, (longest, limit) = curve
         lengths = [_length_limit(size, own, "cap" if own == cap else "replay") for size, own in points]

@@ -30,9 +30,13 @@ def survive_real_batches(process: SetupProcess, limit: Limit, order: Order, *, p
     if probe.stopped_by is not None:
         return limit
     progress.doing("replaying batches of the run")
-    found = questions.ask_or_none(
-        process, "a replay of real batches", find_survivor, probe.micro_batch, order
-    )
+    try:
+        found = questions.ask_or_none(
+            process, "a replay of real batches", find_survivor, probe.micro_batch, order
+        )
+    except KeyboardInterrupt:
+        progress.note("interrupted: the limit was not checked against batches of the run")
+        return limit._replace(probe=msgspec.structs.replace(probe, stopped_by="interrupt"))
     if found is None:
         return limit
     record = RealBatches(

@@ -185,6 +185,27 @@ def test_each_quartile_of_the_sizes_has_its_own_limit(tmp_path: Path) -> None:
         assert not attempt_at(setup, limit.micro_batch + 1, limit.size).attempt.fits
 
 
+def test_a_step_that_is_not_traced_is_searched_at_each_quartile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, traced = probe_by_size(LENGTHS, tmp_path)
+    monkeypatch.setattr("autobatch.probing.find_limit.find_curve", lambda *_: None)
+    _, searched = probe_by_size(LENGTHS, tmp_path)
+    assert [(one.size, one.micro_batch) for one in searched.lengths] == [
+        (one.size, one.micro_batch) for one in traced.lengths
+    ]
+    assert all(one.padded_size == one.size * one.micro_batch for one in searched.lengths)
+
+
+def test_an_interrupt_leaves_out_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autobatch.probing.find_limit.find_curve", interrupted)
+    _, found = probe_by_size(LENGTHS, tmp_path)
+    assert found.lengths == []
+
+
 def test_samples_of_one_size_have_no_limits_by_size(tmp_path: Path) -> None:
     setup, found = probe_by_size([16], tmp_path)
     assert setup.worst_case.size_quartiles() == []
@@ -201,6 +222,7 @@ def test_an_interrupt_leaves_out_the_limits_by_size(tmp_path: Path, monkeypatch:
         sizes.append(size)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("autobatch.probing.find_limit.find_curve", lambda *_: None)
     monkeypatch.setattr(questions, "run_attempt", interrupted)
     assert find_limits_by_size(process, limits, found, progress=listener) is found
     assert sizes == [128]

@@ -82,3 +82,14 @@ def test_without_a_survivor_that_runs_the_limit_stays(monkeypatch, found) -> Non
 def test_an_interrupted_probe_is_not_checked(monkeypatch, tmp_path: Path) -> None:
     probe, _ = survived(monkeypatch, Survivor(18, 300, True), stopped_by="time limit")
     assert (probe.micro_batch, probe.real_batches) == (30, None)
+
+
+def test_an_interrupt_keeps_the_limit_of_the_most_expensive_samples(monkeypatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(survive, "find_survivor", interrupted)
+    process, listener = ThisProcess(make_setup(ragged_workload())), Listening()
+    limit = survive_real_batches(process, limit_of(30), Order(256, 0), progress=listener)
+    assert (limit.probe.micro_batch, limit.probe.stopped_by) == (30, "interrupt")
+    assert "not checked" in listener.heard[0]
