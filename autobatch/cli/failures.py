@@ -162,5 +162,5 @@ def _discard_if_empty(path: Path) -> None:
 def _kept(folder: Path | None) -> str:
     checkpoints = None if folder is None else folder / "checkpoints"
     if checkpoints is None or not checkpoints.is_dir():
-        return "nothing was trained"
+        return "nothing was trained. What was measured is remembered, and the same command goes on from there"
     return f"earlier checkpoints are intact: {checkpoints}"

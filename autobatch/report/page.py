@@ -18,7 +18,13 @@ from autobatch.report.charts.drawing import Mark, Picture, Table
 from autobatch.report.charts.memory import held_bytes, memory_curve_figure, memory_figure
 from autobatch.report.charts.sizes import lengths_figure, padding_figure
 from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import comparison_figure, pairs_table, rates_figure, trials_figure
+from autobatch.report.charts.trials import (
+    comparison_figure,
+    knee_figure,
+    pairs_table,
+    rates_figure,
+    trials_figure,
+)
 from autobatch.report.html import Child, Markup, element, facts, figure, join, legend, prose, table, unbroken
 from autobatch.report.sentences import (
     budget_in_words,
@@ -156,7 +162,10 @@ def _tuning(data: RunRecord) -> Markup:
         return join([])
     if not data.tuning.trials:
         return join(_rates(data.tuning.learning_rate))
-    pictures = _pictures(comparison_figure(data.tuning.comparisons), trials_figure(data.tuning.history))
+    history = data.tuning.history
+    pictures = _pictures(
+        comparison_figure(data.tuning.comparisons), knee_figure(history), trials_figure(history)
+    )
     best = knobs_in_words(data.tuning.best)
     pairs: list[tuple[str, Child]] = [("Configuration", best), ("Study", data.tuning.study)]
     words = element("p", tuning_in_words(data.tuning, data.plan))

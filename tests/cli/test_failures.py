@@ -63,6 +63,8 @@ class Stuck(torch.optim.SGD):
     step = fails
 """
 
+NOTHING = "nothing was trained. What was measured is remembered, and the same command goes on from there"
+
 
 def small_fit(folder: Path, expression: str) -> Any:
     """Train a workload here, as a library call does."""
@@ -111,8 +113,8 @@ def test_an_invalid_workload_is_one_line(fields: str, said: str, tmp_path: Path)
 def test_every_failure_has_its_message_and_exit_code(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     for error, code, said in (
-        (KeyboardInterrupt(), 130, "interrupted; nothing was trained"),
-        (Terminated(), 143, "terminated; nothing was trained"),
+        (KeyboardInterrupt(), 130, f"interrupted; {NOTHING}"),
+        (Terminated(), 143, f"terminated; {NOTHING}"),
         (SystemExit("done"), 2, "the workload called sys.exit('done')"),
         (
             OSError(28, "No space left on device"),

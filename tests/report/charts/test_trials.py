@@ -5,7 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from autobatch.core.records import Trial
-from autobatch.report.charts.trials import comparison_figure, pairs_table, rates_figure, trials_figure
+from autobatch.report.charts.trials import (
+    comparison_figure,
+    knee_figure,
+    pairs_table,
+    rates_figure,
+    trials_figure,
+)
 from tests.support.sample_run import some_comparisons, some_rates, some_trials
 
 
@@ -79,3 +85,20 @@ def test_the_deciding_runs_are_in_a_table():
     assert pairs_table(msgspec.structs.replace(found, pairs=[lost])).rows == [
         ["0", "1.31", "not finite", "-100.0%"]
     ]
+
+
+def test_the_knee_has_the_fastest_trial_of_each_size_and_precision():
+    trials = [
+        Trial(number=number, samples_per_s=speed, parameters={"precision": precision}, micro_batch=size)
+        for number, (precision, size, speed) in enumerate(
+            [("fp32", 64, 100.0), ("fp32", 32, 90.0), ("bf16", 64, 150.0), ("fp32", 64, 80.0)]
+        )
+    ]
+    refused = Trial(
+        number=4, samples_per_s=None, feasible=False, parameters={"precision": "bf16"}, micro_batch=8
+    )
+    picture = knee_figure([*trials, refused])
+    assert picture.table.rows == [["bf16", "64", "150"], ["fp32", "32", "90"], ["fp32", "64", "100"]]
+    assert [mark.label for mark in picture.legend] == ["bf16", "fp32"]
+    assert knee_figure([trials[0], trials[2]]) is None, "one size of each is no curve"
+    assert knee_figure([]) is None
