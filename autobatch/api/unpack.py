@@ -150,6 +150,7 @@ def loop_settings(options: FitOptions, *, is_demo: bool) -> LoopSettings:
         workers=options.workers,
         prefetch=options.prefetch,
         sample_seeds=options.sample_seeds,
+        grad_sync=options.grad_sync,
     )
 
 

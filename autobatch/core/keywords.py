@@ -87,6 +87,7 @@ class FitKeywords(TuneKeywords, total=False):
     workers: int | None
     prefetch: int | None
     sample_seeds: bool
+    grad_sync: Literal["auto", "overlap", "after"]
     resume: bool
     out: StrPath | None
 

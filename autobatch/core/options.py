@@ -291,6 +291,14 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
             "run",
         ),
     ] = False
+    grad_sync: Annotated[
+        Literal["auto", "overlap", "after"],
+        OptionHelp(
+            "Over several ranks, sum gradients during the last backward pass (DDP) or after it. auto: during "
+            "it above 25 MiB, if DDP can.",
+            "run",
+        ),
+    ] = "auto"
     resume: Annotated[bool, OptionHelp("Continue from the newest valid checkpoint.", "run", common=True)] = (
         False
     )

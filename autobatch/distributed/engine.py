@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from autobatch.step.train_state import TrainState
     from autobatch.step.train_step import StepTotals
+    from autobatch.workload.contract import Collated
 
 
 class OutOfMemory(NamedTuple):
@@ -41,6 +42,10 @@ class Engine(Protocol):
     """The ranks of a loop."""
 
     @property
+    def name(self) -> str | None:
+        """``overlap`` or ``after``; None for one process."""
+
+    @property
     def ranks(self) -> Ranks:
         """The processes."""
 
@@ -50,6 +55,11 @@ class Engine(Protocol):
 
     def shared_request(self, request: StopRequest) -> StopRequest:
         """Return the request to stop that all ranks obey at the same step."""
+
+    def passing(
+        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+    ) -> Iterable[tuple[Collated, int]]:
+        """Return the micro-batches of a batch as they are to run, ``count`` of them on this rank."""
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """Sum gradients and totals over the ranks, unless one of them ran out of memory.
@@ -83,6 +93,7 @@ class Engine(Protocol):
 class OneProcess:
     """The engine of a process that trains alone."""
 
+    name = None
     ranks: Ranks = Alone()
 
     @property
@@ -93,6 +104,12 @@ class OneProcess:
     def shared_request(self, request: StopRequest) -> StopRequest:
         """Return the request itself."""
         return request
+
+    def passing(
+        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+    ) -> Iterable[tuple[Collated, int]]:
+        """Return the micro-batches themselves."""
+        return micro_batches
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """Return the outcome itself."""

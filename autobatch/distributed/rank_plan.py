@@ -14,7 +14,11 @@ from autobatch.planning import micro_batches
 from autobatch.workload.split import Split
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
+
+    from autobatch.distributed.choose import GradSync
+    from autobatch.step.train_state import TrainState
+    from autobatch.workload.contract import Collated
 
 
 def plan_over_ranks(ranks: Ranks, plan: Plan, limit: int, device: DeviceRecord) -> Plan:
@@ -64,22 +68,47 @@ def share_of_rank(ranks: Ranks, plan: Plan, samples: int) -> int:
     return shares(samples, [one.limit for one in plan.ranks])[ranks.rank] if plan.ranks else samples
 
 
-def open_engine(ranks: Ranks, plan: Plan, split: Split, device: torch.device) -> tuple[Split, Engine]:
-    """Return the split and the engine of a loop; all ranks call it.
+def split_of_rank(ranks: Ranks, plan: Plan, split: Split) -> Split:
+    """Return the split of this rank, which splits its share as ``split`` would a whole batch."""
+    if ranks.world == 1:
+        return split
+    return RankSplit(split, ranks.rank, [one.limit for one in plan.ranks])
+
+
+def open_engine(
+    ranks: Ranks,
+    plan: Plan,
+    split: Split,
+    train_state: TrainState,
+    *,
+    spare: Callable[[], tuple[Collated, int]],
+    grad_sync: GradSync,
+    note: Callable[[str], None],
+) -> Engine:
+    """Return the engine of a loop; all ranks call it.
 
     Args:
         ranks: the ranks.
         plan: of `plan_over_ranks`.
-        split: splits the share of a rank.
-        device: of the tensors.
+        split: of `split_of_rank`.
+        train_state: what trains.
+        spare: returns a small micro-batch on the device, with its samples.
+        grad_sync: the engine that the user asked for.
+        note: called with the choice.
+
+    Raises:
+        InputError: the engine that was asked for cannot sum these gradients.
     """
     if ranks.world == 1:
-        return split, OneProcess()
+        return OneProcess()
     # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.after import After
+    from autobatch.distributed.choose import choose_engine
     from autobatch.distributed.group import Group
 
     assert isinstance(ranks, Group)
-    own = RankSplit(split, ranks.rank, [one.limit for one in plan.ranks])
+    assert isinstance(split, RankSplit)
     kinds = [one.kind for one in plan.ranks]
-    return own, After(ranks, own, kinds, ranks.tensor_group(device))
+    choice = choose_engine(ranks, split, kinds, train_state, spare=spare, asked=grad_sync)
+    when = "during" if choice.engine.name == "overlap" else "after"
+    note(f"gradients are summed {when} the last backward pass: {choice.reason}")
+    return choice.engine

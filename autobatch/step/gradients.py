@@ -36,6 +36,8 @@ class Gradients:
         trained = {id(p) for p in _parameters_of(optimizers)}
         self._others = [p for p in model.parameters() if id(p) not in trained]
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self.keeps_memory = False
+        """True if `clear` fills gradients with zeros and keeps their memory, which DDP's buckets share."""
         self._has_low_precision = any(p.dtype in LOW_PRECISION for p in _parameters_of(optimizers))
 
     def summed_in_float32(self) -> AbstractContextManager[None]:
@@ -91,6 +93,11 @@ class Gradients:
     def clear(self) -> None:
         """Free all gradients."""
         self._sums.clear()
+        if self.keeps_memory:
+            known = [p.grad for p in [*_parameters_of(self._optimizers), *self._others] if p.grad is not None]
+            if known:
+                torch._foreach_zero_(known)
+            return
         for parameter in _parameters_of(self._optimizers):
             parameter.grad = None
         for parameter in self._others:

@@ -13,7 +13,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
-from autobatch.distributed.rank_plan import limit_of_rank, open_engine
+from autobatch.distributed.rank_plan import limit_of_rank, open_engine, split_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
@@ -23,10 +23,12 @@ from autobatch.training.batchnorm import batch_norms
 from autobatch.training.evaluation import sanity_check_validation
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.workload.contract import Workload, kind_of
+from autobatch.workload.contract import Collated, Workload, kind_of
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
 from autobatch.workload.loader_parts import Loading
+from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, LastBatch, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.size_split import SizeSplit, digest_of
@@ -34,6 +36,10 @@ from autobatch.workload.split import CountSplit, Split
 from autobatch.workload.streams import StreamSampler, StreamView, count_samples
 from autobatch.workload.user_code import user_code
 from autobatch.workload.worker import start_method
+
+GradSync = Literal["auto", "overlap", "after"]
+SPARE_SAMPLES = 2
+"""Samples of a micro-batch that counts nothing: BatchNorm needs two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,8 @@ class LoopSettings:
     prefetch: int | None = None
     """Micro-batches per worker; None for what the plan says."""
     sample_seeds: bool = False
+    grad_sync: GradSync = "auto"
+    """Engine of several ranks."""
 
 
 def build_sampler(
@@ -134,22 +142,37 @@ def open_loop(
     if isinstance(sampler, StreamSampler):
         sampler.view.read_with(**_stream_workers(feed_options, loading))
     ranks = ranks or Alone()
-    split, engine = open_engine(ranks, plan, split_of(setup, plan), setup.device.torch_device)
+    split = split_of_rank(ranks, plan, split_of(setup, plan))
     gpu = gpu_of(setup.device, plan.knobs, loading)
     with (
         setup.device.training() as meter,
         open_feed(setup.workload, sampler.batches, gpu=gpu, split=split, **feed_options) as feed,
     ):
         loop = _build_loop(setup, plan, options, sampler, meter)
-        loop.feed, loop.split, loop.engine = feed, split, engine
+        loop.feed, loop.split = feed, split
         loop.micro_batch = limit_of_rank(ranks, plan)
-        engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
+        loop.engine = open_engine(
+            ranks,
+            plan,
+            split,
+            loop.train_state,
+            spare=lambda: _spare_of(setup),
+            grad_sync=options.grad_sync,
+            note=note,
+        )
+        loop.engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
         if ranks.rank:
             seed_rank(options.seed, ranks.rank)
         if isinstance(split, SizeSplit):
             loop.micro_batch = split.largest
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
         yield loop
+
+
+def _spare_of(setup: TrainSetup) -> tuple[Collated, int]:
+    """Return the first samples on the device, for a rank that has none in a batch."""
+    ids = range(min(SPARE_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
+    return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)
 
 
 def split_of(setup: TrainSetup, plan: Plan) -> Split:

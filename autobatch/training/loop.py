@@ -264,9 +264,10 @@ class Loop:
     def _accumulate(self, batch: GlobalBatch, parts: list[MicroBatchIds], fetched: _Fetched) -> StepTotals:
         """Run the micro-batches forward and backward."""
         twice = isinstance(self.train_state.loss, WholeBatchLoss)
+        placed = feed(fetched, self.train_state.device, self.meter, twice=twice)
         return accumulate(
             self.train_state,
-            feed(fetched, self.train_state.device, self.meter, twice=twice),
+            self.engine.passing(self.train_state, placed, len(parts)),
             len(batch.ids),
             self.meter.mark,
             measure_first=len(parts) > 1 and self.noise.is_due(batch.index),

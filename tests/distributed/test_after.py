@@ -80,19 +80,23 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "recomputed": ({"model": Recomputed}, mean_loss),
     "partly used": ({"model": Partly}, mean_loss),
 }
-LIMITS = [[12, 12], [5, 5], [5, 3], [7, 2, 4], [7, 2, 4, 1], [1, 30, 30, 30]]
+LIMITS: list[Any] = [
+    [5, 3],
+    [7, 2, 4, 1],
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ([12, 12], [5, 5], [7, 2, 4], [1, 30, 30, 30])),
+]
 BATCHES = [24, 7, 2]
 """Targets: a whole epoch, one with a short last batch, and one with fewer samples than ranks."""
 
 
-def train_case(name: str, limits: list[int]) -> list[tuple[int, Tensor, list[float]]]:
+def train_case(name: str, limits: list[int], sync: str) -> list[tuple[int, Tensor, list[float]]]:
     """Train with every target, and return the weights, the losses and the norms of each."""
     group = open_group()
     found = []
     for target in BATCHES:
         workload = make_workload(**CASES[name][0])
         loop = ranked_loop(
-            group, workload, limits, target_batch=target, steps=None, epochs=1, max_grad_norm=CLIP
+            group, workload, limits, target_batch=target, steps=None, epochs=1, max_grad_norm=CLIP, sync=sync
         )
         records = list(loop.run())
         found.append(
@@ -107,13 +111,21 @@ def train_case(name: str, limits: list[int]) -> list[tuple[int, Tensor, list[flo
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "sync"),
+    [
+        (name, sync)
+        for name in CASES
+        for sync in ("after", "overlap")
+        if (name, sync) != ("partly used", "overlap")
+    ],
+)
 def test_ranks_train_as_one_process_on_whole_batches(
-    server: RankServer, name: str, limits: list[int]
+    server: RankServer, name: str, sync: str, limits: list[int]
 ) -> None:
     changes, whole_loss = CASES[name]
     workload = make_workload(**changes)
-    of_ranks = server.values(train_case, name, limits, world=len(limits))
+    of_ranks = server.values(train_case, name, limits, sync, world=len(limits))
     for number, target in enumerate(BATCHES):
         sampler = GlobalBatchSampler(samples=24, target_batch=target, seed=0, epochs=1)
         expected, losses = reference(workload, [b.ids for b in sampler.batches()], whole_loss, clip=CLIP)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-
 from autobatch.core.records import DeviceRecord
 from autobatch.distributed.engine import OneProcess
-from autobatch.distributed.rank_plan import limit_of_rank, open_engine, plan_over_ranks, share_of_rank
+from autobatch.distributed.rank_plan import (
+    limit_of_rank,
+    open_engine,
+    plan_over_ranks,
+    share_of_rank,
+    split_of_rank,
+)
 from autobatch.distributed.ranks import Alone
 from autobatch.planning import make_plan
 from autobatch.workload.split import CountSplit
+from tests.support.training import make_loop, make_workload
 
 DEVICE = DeviceRecord(kind="cpu", name="a CPU", total_bytes=9, budget_bytes=5, budget_source="as set")
 
@@ -28,9 +33,14 @@ def test_one_process_keeps_its_plan() -> None:
     assert plan_over_ranks(Alone(), plan, 3, DEVICE) is plan
     assert limit_of_rank(Alone(), plan) == 3
     assert share_of_rank(Alone(), plan, 7) == 7
-    split, engine = open_engine(Alone(), plan, CountSplit(), torch.device("cpu"))
-    assert isinstance(split, CountSplit)
+    split, notes = CountSplit(), []
+    assert split_of_rank(Alone(), plan, split) is split
+    train_state = make_loop(make_workload()).train_state
+    engine = open_engine(
+        Alone(), plan, split, train_state, spare=lambda: (None, 0), grad_sync="overlap", note=notes.append
+    )
     assert isinstance(engine, OneProcess)
+    assert notes == []
 
 
 def test_every_rank_gets_its_part_of_the_batch() -> None:

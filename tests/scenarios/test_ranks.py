@@ -154,3 +154,20 @@ def test_unlike_ranks_take_what_fits_on_each(server: RankServer, tmp_path: Path)
     assert sum(one["samples"] for one in ranks) == 24
     _, expected, _ = fit("plain", str(tmp_path / "alone"), {"steps": 3, "target_batch": 24})
     assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
+
+
+def fit_on_ddp(out: str) -> tuple[str, list[float], dict[str, Any]]:
+    """Train with gradients that count as too large for one reduction."""
+    from autobatch.distributed import choose
+
+    choose.EXCHANGE_BYTES = 0
+    return fit("plain", out, {"steps": STEPS, "max_micro_batch": 2, "max_grad_norm": 0.2})
+
+
+def test_large_gradients_are_summed_by_ddp(server: RankServer, tmp_path: Path) -> None:
+    found = server.values(fit_on_ddp, str(tmp_path / "run"), world=3)
+    assert found[0][2]["training"]["grad_sync"] == "overlap"
+    options = {"steps": STEPS, "max_micro_batch": 2, "max_grad_norm": 0.2}
+    _, expected, _ = fit("plain", str(tmp_path / "alone"), options)
+    assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
+    assert len({one[0] for one in found}) == 1

@@ -34,7 +34,8 @@ def workload():
         optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
     )
 """
-FIT = ("--target-batch", "14", "--memory-budget", "1GiB", "--steps", "8", "--max-micro-batch", "4", "--json")
+COMMON = ("--target-batch", "14", "--memory-budget", "1GiB", "--max-micro-batch", "4")
+FIT = (*COMMON, "--steps", "8", "--json")
 
 
 def start(folder: Path, *options: str, extra: str = "pass", launch: tuple[str, ...] = ()) -> subprocess.Popen:
@@ -75,7 +76,7 @@ def test_invalid_input_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
 
 def test_sigterm_leaves_one_checkpoint(tmp_path: Path) -> None:
     slow = "import time; time.sleep(0.2)"
-    process = start(tmp_path, *FIT[:-3], "--steps", "900", extra=slow)
+    process = start(tmp_path, *COMMON, "--steps", "900", extra=slow)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):

@@ -35,6 +35,7 @@ CHANGED: dict[str, Any] = {
     "resume": True,
     "sample_seeds": True,
     "scan": 17,
+    "grad_sync": "after",
     "seed": 7,
     "split": "size",
     "split_check": "note",

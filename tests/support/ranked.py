@@ -8,10 +8,12 @@ from typing import Any
 
 from autobatch.distributed.after import After
 from autobatch.distributed.group import Group
+from autobatch.distributed.overlap import Overlap
 from autobatch.distributed.ranks import open_ranks
 from autobatch.distributed.shares import RankSplit
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Workload
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.split import CountSplit
 from tests.support.training import make_loop
 
@@ -28,13 +30,13 @@ def ranked_loop(
     workload: Workload,
     limits: Sequence[int],
     *,
-    kinds: Sequence[int] | None = None,
+    sync: str = "after",
     **options: Any,
 ) -> Loop:
-    """Build the loop of a rank; each rank is of a kind of its own unless ``kinds`` says otherwise."""
+    """Build the loop of a rank, each of a kind of its own."""
     split = RankSplit(CountSplit(), group.rank, limits)
-    engine = After(group, split, range(group.world) if kinds is None else kinds)
-    return make_loop(
+    engine = (After if sync == "after" else Overlap)(group, split, range(group.world))
+    loop = make_loop(
         workload,
         micro_batch=limits[group.rank],
         world=group.world,
@@ -42,3 +44,6 @@ def ranked_loop(
         engine=engine,
         **options,
     )
+    if isinstance(engine, Overlap):
+        engine.attach(loop.train_state, lambda: (load_micro_batch(workload, [0]), 1))
+    return loop

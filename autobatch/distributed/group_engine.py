@@ -1,0 +1,144 @@
+"""What the engines of several ranks have in common: limits, requests to stop, and figures of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autobatch.core.signals import SharedRequest, StopRequest
+from autobatch.distributed.engine import OutOfMemory
+from autobatch.distributed.group import Group, as_rank_lost
+from autobatch.distributed.shares import RankSplit
+from autobatch.step.train_state import TrainState
+from autobatch.step.train_step import StepTotals
+from autobatch.workload.contract import Collated
+
+
+class Figures(NamedTuple):
+    """The numbers that a rank sends with a batch."""
+
+    failed: float
+    """1 if memory ran out."""
+    signal: float
+    """Number of a signal that asks to stop, or 0."""
+    has_count: float
+    """1 if the loss is a `Loss`."""
+    divisor: float
+    """D; 0 if no micro-batch ran."""
+    loss: float | Tensor
+    items: float | Tensor
+    """Σ of the counts."""
+    has_first_norm: float
+    first_norm: float | Tensor
+    first_count: float | Tensor
+
+
+class GroupEngine:
+    """The part of an engine that does not depend on how gradients are summed; see `Engine`.
+
+    Args:
+        group: the ranks.
+        split: has the limits of all ranks.
+        kinds: the kind of each rank; those of one kind have one limit.
+        tensors: the process group that reduces tensors; None for the default.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        split: RankSplit,
+        kinds: Sequence[int],
+        tensors: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.ranks = group
+        self._split = split
+        self._kinds = kinds
+        self._tensors = tensors
+        self._request = SharedRequest(StopRequest())
+
+    @property
+    def limits(self) -> list[int]:
+        """See `Engine.limits`."""
+        return self._split.limits
+
+    def shared_request(self, request: StopRequest) -> StopRequest:
+        """See `Engine.shared_request`. A signal to any rank stops all of them after the next step."""
+        self._request = SharedRequest(request)
+        return self._request
+
+    def settle(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
+        """See `Engine.settle`. The limit of every kind that failed is lowered."""
+        found = [OutOfMemory(*one) for one in self.ranks.gather(list(oom))]
+        failed = [rank for rank, one in enumerate(found) if one.size]
+        worst = min(failed, key=lambda rank: (found[rank].size, rank))
+        common = OutOfMemory(
+            message=f"rank {worst}: {found[worst].message}",
+            is_fatal=any(one.is_fatal for one in found),
+            is_fragmented=all(found[rank].is_fragmented for rank in failed),
+            is_intact=all(one.is_intact for one in found),
+            size=found[worst].size,
+        )
+        if not (may_repeat and common.is_fragmented and common.is_intact):
+            for rank in failed:
+                self._lower(rank, found[rank].smaller)
+        return common._replace(smaller=self.limits[self.ranks.rank])
+
+    def lower(self, limit: int) -> None:
+        """See `Engine.lower`."""
+        self._lower(self.ranks.rank, limit)
+
+    def passing(
+        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+    ) -> Iterable[tuple[Collated, int]]:
+        """See `Engine.passing`."""
+        return micro_batches
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """See `Engine.share`."""
+        with as_rank_lost("share the tensors of the model"):
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0, group=self._tensors)
+
+    def agree_on_request(self) -> None:
+        """See `Engine.agree_on_request`."""
+        self._request.agree(self.ranks.gather(self._request.own.signal_number or 0))
+
+    def _lower(self, of_rank: int, limit: int) -> None:
+        for rank, kind in enumerate(self._kinds):
+            if kind == self._kinds[of_rank]:
+                self.limits[rank] = min(self.limits[rank], limit)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        with as_rank_lost("sum the gradients"):
+            dist.all_reduce(tensor, group=self._tensors)
+
+
+def figures_of(outcome: StepTotals | OutOfMemory, signal: int) -> Figures:
+    """Return the numbers of this rank, with the number of a signal that it got; 0 for none."""
+    if isinstance(outcome, OutOfMemory):
+        return Figures(1, signal, 0, 0, 0, 0, 0, 0, 0)
+    return Figures(
+        failed=0,
+        signal=signal,
+        has_count=outcome.count is not None,
+        divisor=outcome.divisor if outcome.sizes else 0,
+        loss=outcome.loss,
+        items=0.0 if outcome.count is None else outcome.count,
+        has_first_norm=outcome.first_norm is not None,
+        first_norm=0.0 if outcome.first_norm is None else outcome.first_norm,
+        first_count=outcome.first_count,
+    )
+
+
+def sum_totals(totals: StepTotals, rows: list[Figures]) -> None:
+    """Replace the sums of one rank by those of all; the first micro-batch is that of rank 0."""
+    first = rows[0]
+    totals.loss = sum(row.loss for row in rows)
+    totals.count = sum(row.items for row in rows) if any(row.has_count for row in rows) else None
+    totals.divisor = max(row.divisor for row in rows)
+    totals.first_norm = torch.tensor(first.first_norm, dtype=torch.float64) if first.has_first_norm else None
+    totals.first_count = first.first_count

@@ -1,0 +1,211 @@
+"""The engine on DistributedDataParallel: the last backward pass hides the reduction.
+
+DDP wraps the loss and not the model, because a loss may call any method of a model, and DDP only sees the
+calls of its own forward. All micro-batches but the last run under ``no_sync``. DDP divides by the number of
+ranks, so the loss is multiplied by it first. Gradients live in DDP's buckets and are zeroed in place.
+
+Before the last micro-batch, and between its forward and its backward pass, the ranks vote whether memory ran
+out. A batch that failed until then runs again on all ranks; from the last backward pass on, nothing can be
+repeated. A rank without samples runs one of weight 0, since DDP needs a backward pass on every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autobatch.distributed.engine import OutOfMemory
+from autobatch.distributed.figures import read_rows, table_size, write_row
+from autobatch.distributed.group import as_rank_lost
+from autobatch.distributed.group_engine import Figures, GroupEngine, figures_of, sum_totals
+from autobatch.step.train_state import TrainState, precision_context
+from autobatch.step.train_step import StepTotals
+from autobatch.workload.contract import Collated, Loss
+from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
+
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""Name of the option that copies buffers to all ranks in every forward pass; torch 2.13 has renamed it."""
+LossFunction = Callable[[nn.Module, Collated], Tensor | Loss]
+
+
+class _PeerOutOfMemory(torch.OutOfMemoryError):
+    """Memory ran out on another rank."""
+
+
+class _LossModule(nn.Module):
+    """The loss as the forward pass of a module, multiplied by a weight."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.weight = 1.0
+        self.count_weight = 1.0
+
+    def forward(self, batch: Collated) -> Any:
+        found = self.loss(self.model, batch)
+        if isinstance(found, Loss):
+            return Loss(found.total * self.weight, found.count * self.count_weight)
+        return found * self.weight if isinstance(found, Tensor) else found
+
+
+class Overlap(GroupEngine):
+    """The engine on DistributedDataParallel; see `autobatch.distributed.engine.Engine`."""
+
+    name = "overlap"
+
+    def attach(self, train_state: TrainState, spare: Callable[[], tuple[Collated, int]]) -> None:
+        """Wrap the loss of a train state.
+
+        Args:
+            train_state: its loss runs through DDP from here on, and its gradients keep their memory.
+            spare: returns a micro-batch on the device with its samples, for ranks that have none.
+        """
+        self._module = _LossModule(train_state.model, train_state.loss)
+        self._spare = spare
+        self._votes = 0
+        self._peer_failed = False
+        self._has_no_counts = False
+        self._is_passing = False
+        self._table = torch.zeros(
+            table_size(self.ranks.world, len(Figures._fields), torch.float64), dtype=torch.float64
+        ).to(train_state.device)
+        # DDP has buckets of its own.
+        train_state.exchange = None
+        train_state.gradients.keeps_memory = True
+        train_state.loss = self._loss_of(train_state)
+        train_state.buffers.take()
+        self._wrap(train_state)
+
+    def passing(
+        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+    ) -> Iterator[tuple[Collated, int]]:
+        """See `Engine.passing`."""
+        self._votes, self._peer_failed = 0, False
+        self._agree_on_scale(train_state)
+        self._module.weight, self._module.count_weight = float(self.ranks.world), 1.0
+        if count == 0:
+            self._vote(failed=False)
+            self._module.weight = self._module.count_weight = 0.0
+            before = capture_random_state()
+            self._begin(is_last=True)
+            yield self._spare()[0], 0
+            restore_random_state(before)
+            train_state.buffers.restore(keep=True)
+            return
+        for number, micro_batch in enumerate(micro_batches, 1):
+            if number == count:
+                self._vote(failed=False)
+            self._begin(is_last=number == count)
+            yield micro_batch
+            del micro_batch
+
+    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
+        """See `Engine.combine`. The gradients are summed already."""
+        self._is_passing = False
+        self._ddp.require_backward_grad_sync = True
+        if isinstance(outcome, OutOfMemory):
+            return self._give_up(train_state, outcome)
+        write_row(self._table, figures_of(outcome, self._request.own.signal_number or 0), self.ranks.rank)
+        self._all_reduce(self._table)
+        columns = len(Figures._fields)
+        rows = [Figures(*row) for row in read_rows(self._table.tolist(), columns, self._table.dtype)]
+        self._request.agree(int(row.signal) for row in rows)
+        sum_totals(outcome, rows)
+        outcome.loss = outcome.loss / self.ranks.world
+        if outcome.first_norm is not None:
+            outcome.first_norm = outcome.first_norm / self.ranks.world
+        return outcome
+
+    def _agree_on_scale(self, train_state: TrainState) -> None:
+        """Let all ranks divide by one D, before any gradient is in flight; once per run."""
+        if train_state.items_per_sample is not None or self._has_no_counts:
+            return
+        context = precision_context(train_state.device, train_state.precision)
+        with preserved_random_state(), torch.no_grad(), context:
+            batch, size = self._spare()
+            found = self._module.loss(train_state.model, batch)
+        train_state.buffers.restore(keep=True)
+        known = self.ranks.gather(float(found.count) / size if isinstance(found, Loss) else None)
+        self._has_no_counts = all(one is None for one in known)
+        if not self._has_no_counts:
+            train_state.items_per_sample = max(one or 0.0 for one in known) or 1.0
+
+    def _give_up(self, train_state: TrainState, outcome: OutOfMemory) -> OutOfMemory:
+        """Let the other ranks know, unless they do; build DDP anew if a reduction was prepared."""
+        if not self._peer_failed:
+            self._vote(failed=True)
+        if self._votes == 2:
+            train_state.buffers.restore(keep=True)
+            # A rank that fails here cannot tell the others.
+            train_state.stepping = True
+            self._wrap(train_state)
+            train_state.stepping = False
+        return OutOfMemory("") if self._peer_failed else outcome
+
+    def _loss_of(self, train_state: TrainState) -> LossFunction:
+        def loss(model: nn.Module, batch: Collated) -> Tensor | Loss:
+            if not self._is_passing:  # a check on this rank alone
+                return self._module.loss(model, batch)
+            found: Tensor | Loss = self._ddp(batch)
+            if torch.is_grad_enabled() and self._ddp.require_backward_grad_sync:
+                self._vote(failed=False)
+                # From here on gradients are in flight, so that nothing can be repeated.
+                train_state.stepping = True
+            return found
+
+        return loss
+
+    def _begin(self, *, is_last: bool) -> None:
+        """Let the loss run through DDP, and reduce in the last backward pass only.
+
+        This is what ``no_sync`` does. Its end would wait for the collection of a generator that an error has
+        left, and come in the middle of a later batch.
+        """
+        self._is_passing = True
+        self._ddp.require_backward_grad_sync = is_last
+
+    def _vote(self, *, failed: bool) -> None:
+        """Tell whether memory ran out here, and stop if it did on another rank."""
+        is_failed = self.ranks.agree(failed)
+        self._votes += 1
+        if is_failed and not failed:
+            self._peer_failed = True
+            raise _PeerOutOfMemory("memory ran out on another rank")
+
+    def _wrap(self, train_state: TrainState) -> None:
+        """Build DDP, and bring it to where every further batch finds it; all ranks call it together."""
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        with as_rank_lost("set up DDP"):
+            self._ddp = DistributedDataParallel(
+                self._module,
+                process_group=self._tensors,
+                gradient_as_bucket_view=True,
+                init_sync=False,
+                **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
+            )
+            self._prime(train_state)
+
+    def _prime(self, train_state: TrainState) -> None:
+        """Run two micro-batches of weight 0, which leave gradients of 0 in the buckets.
+
+        The second forward pass of DDP orders its buckets anew, with a message that must not meet a vote.
+        """
+        self._module.weight = self._module.count_weight = 0.0
+        with preserved_random_state():
+            for _ in range(2):
+                with precision_context(train_state.device, train_state.precision):
+                    found = self._ddp(self._spare()[0])
+                torch.autograd.backward(found.total if isinstance(found, Loss) else found)
+        train_state.gradients.clear()
+        train_state.buffers.restore(keep=True)
