@@ -100,6 +100,19 @@ def check_loss_of_ranks(workload: Workload, ranks: Ranks) -> None:
         )
 
 
+def check_data_of_ranks(*, is_stream: bool, ranks: Ranks) -> None:
+    """Check that ranks can share the data.
+
+    Raises:
+        InputError: they are a stream.
+    """
+    if ranks.world > 1 and is_stream:
+        raise InputError(
+            f"the training data are a stream, and {ranks.world} ranks would each read all of it: give data "
+            "with an index, or train in one process"
+        )
+
+
 def continued(options: FitOptions, ranks: Ranks) -> FitOptions:
     """Return the options of a run that the launcher has started again: it resumes in the same folder."""
     out = ranks.earlier_out if ranks.restart else None

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api import unpack
+from autobatch.api.over_ranks import check_data_of_ranks
 from autobatch.api.split import add_split
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, RankPlanOptions, TuneOptions
@@ -168,6 +169,7 @@ def probe_and_plan(
     limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
     order = Order(rank_share(options.target_batch, world_size, 0), options.seed)
     limit = survive_real_batches(process, limit, order, progress=progress)
+    check_data_of_ranks(is_stream=info.epoch_samples is None, ranks=context.ranks)
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": info.samples}))
     plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)
     plan = plan_over_ranks(context.ranks, plan, limit.probe.micro_batch, info.device)

@@ -1,0 +1,100 @@
+"""What ranks refuse together; `tests/scenarios/test_ranks.py` has whole runs."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autobatch.api.over_ranks import (
+    check_data_of_ranks,
+    check_loss_of_ranks,
+    claim_of_ranks,
+    continued,
+    options_of_rank,
+    refuse_tuning,
+)
+from autobatch.core.errors import InputError
+from autobatch.core.options import FitOptions
+from autobatch.distributed.ranks import Alone
+from autobatch.training.run_folder import CHECKPOINTS
+from tests.support.training import INFO_NCE, make_workload
+
+
+class Two(Alone):
+    """The first of two ranks; the other gives what the first does, but for what is changed."""
+
+    world = 2
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes = changes
+
+    def gather(self, value: Any) -> list[Any]:
+        other = {**value, **self.changes} if isinstance(value, dict) else value
+        return [value, other]
+
+
+OPTIONS = FitOptions(target_batch=8)
+
+
+def test_one_process_keeps_its_options() -> None:
+    assert options_of_rank(OPTIONS, Alone()) is OPTIONS
+    assert refuse_tuning(OPTIONS, Alone()) is OPTIONS
+    assert continued(OPTIONS, Alone()) is OPTIONS
+    check_loss_of_ranks(make_workload(loss=INFO_NCE), Alone())
+    check_data_of_ranks(is_stream=True, ranks=Alone())
+
+
+def test_ranks_split_by_count_without_trials() -> None:
+    assert options_of_rank(OPTIONS, Two()).split == "count"
+    assert refuse_tuning(OPTIONS, Two()).trials == 0
+
+
+def a_fit(**changes: Any) -> FitOptions:
+    return FitOptions(target_batch=8, **changes)
+
+
+CONTRASTIVE = make_workload(loss=INFO_NCE)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "message"),
+    [
+        (lambda: options_of_rank(OPTIONS, Two(**{"--seed": 1})), "--seed: rank 1 has 1, and rank 0 has 0"),
+        (lambda: options_of_rank(OPTIONS, Two(torch="2.0")), "differ in torch: rank 1 has 2.0"),
+        (lambda: options_of_rank(a_fit(split="size"), Two()), "--split size needs one process"),
+        (lambda: refuse_tuning(a_fit(trials=3), Two()), "run autobatch tune in one process"),
+        (lambda: refuse_tuning(a_fit(tune_lr=True), Two()), "--tune-lr need one process"),
+        (lambda: check_loss_of_ranks(CONTRASTIVE, Two()), "a WholeBatchLoss sees all samples"),
+        (lambda: check_data_of_ranks(is_stream=True, ranks=Two()), "the training data are a stream"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(refuse: Any, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        refuse()
+
+
+def test_a_restart_continues_in_its_folder(tmp_path: Path) -> None:
+    ranks = Two()
+    ranks.restart, ranks.earlier_out = 1, tmp_path
+    options = continued(OPTIONS, ranks)
+    assert (options.out, options.resume) == (str(tmp_path), False)
+    (tmp_path / CHECKPOINTS / "step-00000001").mkdir(parents=True)
+    assert continued(OPTIONS, ranks).resume
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
+    class Blind(Two):
+        def gather(self, value: Any) -> list[Any]:
+            return [[True, "a"], [False, "b"]]
+
+    entered: list[Path] = []
+    with ExitStack() as held, pytest.raises(InputError, match="rank 1 on b does not see the folder"):
+        claim_of_ranks(lambda: tmp_path, Blind(), entered.append, held)
+    with ExitStack() as held:
+        out = claim_of_ranks(lambda: tmp_path, Alone(), entered.append, held)
+    assert entered == [out] == [tmp_path]
+    assert list(tmp_path.iterdir()) == []
