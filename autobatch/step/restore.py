@@ -64,10 +64,11 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
 
 
 class BufferSnapshot:
-    """A snapshot of the model's buffers, from which a failed step restores them.
+    """A snapshot of what a forward pass may write, from which a failed step restores it.
 
     Small buffers (statistics) are copied for every batch. A large buffer (mask, table, queue) is copied only
-    if an earlier batch changed it.
+    if an earlier batch changed it, and so is a frozen parameter (of a teacher that follows the model). Small
+    frozen parameters are also copied for the first batch, after which it is known whether they change.
 
     Args:
         model: the model whose buffers are restored.
@@ -81,6 +82,10 @@ class BufferSnapshot:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._watched: list[tuple[Tensor, int, tuple[int, str]]] = []
         self._changing: set[tuple[int, str]] = set()
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._watched_frozen: list[tuple[str, Tensor, tuple[int, int]]] = []
+        self._writes: set[str] | None = None
+        """Names of frozen parameters that a batch wrote; None before the first batch."""
 
     def take(self) -> None:
         """Take a snapshot of the buffers."""
@@ -95,11 +100,23 @@ class BufferSnapshot:
                     self._copies.append((buffer, buffer.detach().clone()))
                 else:
                     self._watched.append((buffer, buffer._version, (number, name)))
+        self._take_frozen()
+
+    def _take_frozen(self) -> None:
+        self._watched_frozen = [(name, p, _mark(p)) for name, p in self._frozen]
+        if self._writes is None:
+            copied = [p for _, p in self._frozen if p.numel() <= self._largest]
+        else:
+            copied = [p for name, p in self._frozen if name in self._writes] if self._writes else []
+        self._copies += [(p, p.detach().clone()) for p in copied]
 
     def commit(self) -> None:
-        """Keep the buffers, drop the snapshot, and remember the large buffers that the batch changed."""
+        """Keep what was written, drop the snapshot, and remember what the batch changed."""
         self._changing |= {key for buffer, version, key in self._watched if buffer._version != version}
-        self._entries, self._copies, self._watched = [], [], []
+        if self._entries or self._watched_frozen:
+            written = {name for name, p, mark in self._watched_frozen if _mark(p) != mark}
+            self._writes = (self._writes or set()) | written
+        self._entries, self._copies, self._watched, self._watched_frozen = [], [], [], []
 
     def restore(self, *, keep: bool = False) -> bool:
         """Restore the buffers from their copies.
@@ -108,17 +125,25 @@ class BufferSnapshot:
             keep: keep the snapshot, so that it can be restored once more.
 
         Returns:
-            False if a buffer without a copy has changed.
+            False if a buffer or a frozen parameter without a copy has changed.
         """
         with torch.no_grad():
             for module, entries in self._entries:
                 module._buffers.update(entries)
-            for buffer, copy in self._copies:
-                buffer.copy_(copy)
-        is_complete = all(buffer._version == version for buffer, version, _ in self._watched)
+            copied = {id(tensor) for tensor, _ in self._copies}
+            is_complete = all(buffer._version == version for buffer, version, _ in self._watched) and all(
+                id(p) in copied or _mark(p) == mark for _, p, mark in self._watched_frozen
+            )
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
         if not keep:
             self.commit()
         return is_complete
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Return what differs after a write: the version, or the memory if ``data`` was replaced."""
+    return tensor._version, tensor.data_ptr()
 
 
 def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -17,11 +17,13 @@ from typing import Literal
 
 from autobatch.core.errors import InputError
 from autobatch.device.base import Meter
+from autobatch.planning import micro_batches
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
 from autobatch.step.restore import temporary_weights
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
 from autobatch.training.compare_modes import Finding, compare_samples, modes_before_training
+from autobatch.training.forward_writes import forward_write_notes
 from autobatch.training.sample_choice import SampleChoice
 from autobatch.training.sample_gradient import GradientRunner
 from autobatch.workload.data import fetch, load_micro_batch
@@ -61,6 +63,7 @@ def check_loss_splits(
         InputError: batches are split and the loss cannot be, or a BatchNorm gets a single value.
     """
     notes = batch_norm_notes(setup.model, sampler, micro_batch)
+    notes += forward_write_notes(setup, len(micro_batches(share_of(sampler.target_batch), micro_batch)))
     is_split = min(micro_batch, share_of(sampler.target_batch)) < sampler.target_batch
     if batch_norms(setup.model) and smallest_micro_batch(sampler, micro_batch, share_of) == 1:
         with preserved_random_state(), setup.device.training() as meter:
