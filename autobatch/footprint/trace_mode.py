@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.onednn_workspace import Workspaces
@@ -40,6 +41,25 @@ of their reduction argument. The storage keeps its size (ATen/native/Loss.cpp), 
 show."""
 _SELECTIONS = frozenset({aten.nonzero.default, aten.masked_select.default, aten.index.Tensor})
 """Operators whose result has a size that depends on values."""
+_UPDATES = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("add_", "Tensor"),
+        ("add_", "Scalar"),
+        ("sub_", "Tensor"),
+        ("mul_", "Tensor"),
+        ("mul_", "Scalar"),
+        ("div_", "Tensor"),
+        ("lerp_", "Scalar"),
+        ("lerp_", "Tensor"),
+        ("addcmul_", "default"),
+        ("addcdiv_", "default"),
+        ("copy_", "default"),
+        ("zero_", "default"),
+        ("fill_", "Scalar"),
+    )
+)
+"""Operators in place that change values only. Running them on fakes takes half of an optimizer step."""
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -147,6 +167,9 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if func.name().startswith("aten::_foreach_") and func._schema.name.endswith("_"):
             # In place over hundreds of tensors: it allocates nothing and takes long.
             return None
+        if func in _UPDATES and type(args[0]) is FakeTensor and args[0].layout is torch.strided:
+            self.settle()
+            return args[0]
         if self._on_gpu and func is aten.lift_fresh.default:
             # ``torch.tensor(1.0)`` without a device is on the host, with a GPU too.
             return func(*args, **(kwargs or {}))

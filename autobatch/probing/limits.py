@@ -38,6 +38,8 @@ DISTANCES = (29, 23, 19, 17, 13, 11, 7, 5, 3, 2, 1)
 are prime, so that sizes that a library rounds rarely seem to grow by whole bytes per sample."""
 AMPLE_ROOM = 0.8
 """Share of the budget below which a predicted peak leaves so much room that a cached limit is in doubt."""
+MOST_TRACED = 1000
+"""Parameter tensors above which no step is traced: a trace takes 10 ms for each, and a run less than 1 ms."""
 ENOUGH_POINTS = 3
 """Number of sizes that shows whether the events are lines, parabolas or neither."""
 REFUSED_SHARE = 1 / 32
@@ -254,7 +256,7 @@ def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> 
         setup: the model and the data.
         steps: micro-batches of each step.
     """
-    if not setup.device.is_traceable:
+    if not setup.device.is_traceable or _takes_long(setup):
         return None
     try:
         # Augmented data draw random numbers while they are read.
@@ -262,6 +264,11 @@ def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> 
             return footprint(replace(setting_of(setup), steps=steps))
     except AutobatchError:
         return None
+
+
+def _takes_long(setup: TrainSetup) -> bool:
+    """Return whether runs show the memory of a step sooner than a trace does."""
+    return sum(1 for _ in setup.model.parameters()) > MOST_TRACED
 
 
 def other_order(setup: TrainSetup) -> Program | None:
@@ -280,7 +287,7 @@ def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
         AutobatchError: the step cannot be traced.
     """
     capability = setup.device.compute_capability
-    if capability is None:
+    if capability is None or _takes_long(setup):
         return None
     device = setup.device.describe()
     gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))

@@ -101,7 +101,7 @@ CASES = {
         data=TensorDataset(torch.randint(256, (512, 128)), torch.randint(256, (512, 128))),
         micro_batch=4,
         steps=1,
-        fewer=4,
+        fewer=10,
     ),
 }
 

@@ -17,6 +17,7 @@ the CPU time of the process. They agree on an idle machine. On a busy one, read 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -114,24 +115,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = surroundings("accelerate", "lightning")
-    results = []
-    for name in options.cases.split(","):
-        for source in options.sources.split(","):
-            for precision in options.precisions.split(","):
-                for work in options.works.split(";"):
-                    loops = compare(CASES[name], source, precision, work, options.rounds)
-                    about = {"case": name, "source": source, "precision": precision, "work": work}
-                    results.append({**about, "loops": loops})
-                    print("\n".join(list(rows(results[-1:]))[2:]), flush=True)
-    report |= {
-        "rounds": options.rounds,
-        "accumulation": ACCUMULATION,
-        "threads": torch.get_num_threads(),
-        "load_after": os.getloadavg()[0],
-        "results": results,
-    }
-    if not options.no_save:
-        print(save("loop", report, "\n".join(rows(results)) + "\n"))
+    results: list[dict[str, Any]] = []
+    report |= {"rounds": options.rounds, "accumulation": ACCUMULATION, "threads": 1, "results": results}
+    keys = ("case", "source", "precision", "work")
+    cases, sources = options.cases.split(","), options.sources.split(",")
+    for about in itertools.product(cases, sources, options.precisions.split(","), options.works.split(";")):
+        loops = compare(CASES[about[0]], about[1], about[2], about[3], options.rounds)
+        results.append({**dict(zip(keys, about, strict=True)), "loops": loops})
+        print("\n".join(list(rows(results[-1:]))[2:]), flush=True)
+        report["load_after"] = os.getloadavg()[0]
+        if not options.no_save:
+            # After each combination, because all of them take a quarter of an hour.
+            save("loop", report, "\n".join(rows(results)) + "\n")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,19 @@ def test_blocks_are_labelled_by_phase_module_and_kind():
     assert not found.has_selections
 
 
+def test_an_update_in_place_returns_its_target_and_takes_no_memory():
+    def run(_):
+        x, y = torch.empty(4, 2), torch.empty(2)
+        assert x.add_(y) is x
+        assert x.lerp_(y, 0.5).addcmul_(x, y).copy_(y) is x
+        y.mul_(2.0)
+        assert x.resize_(3).shape == (3,)
+        assert x.unsqueeze_(0).shape == (1, 3)
+
+    found = recorded(run).recording()
+    assert [size for _, size in found.trace.events if size != FREE] == [32, 8]
+
+
 def test_values_let_a_step_succeed():
     answers = []
 

@@ -13,6 +13,7 @@ from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program
+from autobatch.probing import limits
 from autobatch.probing.attempt import attempt
 from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from autobatch.probing.limits import (
@@ -279,6 +280,15 @@ def test_a_gpu_is_not_traced_before_it_runs() -> None:
     here = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
     assert trace_footprint(here) is None
     assert other_order(here) is None
+
+
+def test_a_model_of_very_many_tensors_is_run_in_place_of_traced(monkeypatch) -> None:
+    made = open_setup(work(mlp), SetupSettings(device="cpu", memory_budget="1GiB"))
+    tensors = len(list(made.model.parameters()))
+    monkeypatch.setattr(limits, "MOST_TRACED", tensors)
+    assert trace_footprint(made) is not None
+    monkeypatch.setattr(limits, "MOST_TRACED", tensors - 1)
+    assert trace_footprint(made) is None
 
 
 def test_the_traced_peak_of_a_gpu_is_that_of_an_estimate(monkeypatch, tmp_path) -> None:
