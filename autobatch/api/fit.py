@@ -79,6 +79,7 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
     """
     ranks = context.ranks
     options = continued(refuse_tuning(options_of_rank(options, ranks), ranks), ranks)
+    ranks.limit_wait(options.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)
     with ExitStack() as held:
         prepare = _prepare_resume if options.resume else _prepare

@@ -88,6 +88,7 @@ class FitKeywords(TuneKeywords, total=False):
     prefetch: int | None
     sample_seeds: bool
     grad_sync: Literal["auto", "overlap", "after"]
+    collective_timeout: float
     resume: bool
     out: StrPath | None
 

@@ -299,6 +299,12 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
             "run",
         ),
     ] = "auto"
+    collective_timeout: Annotated[
+        Positive,
+        OptionHelp(
+            "Over several ranks, end the run if a rank lets the others wait longer.", "run", "SECONDS"
+        ),
+    ] = 600.0
     resume: Annotated[bool, OptionHelp("Continue from the newest valid checkpoint.", "run", common=True)] = (
         False
     )

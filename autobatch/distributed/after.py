@@ -54,7 +54,8 @@ class After(GroupEngine):
         train_state.stepping = True
         if not self._scale_is_agreed:
             self._agree_on_scale(train_state, outcome)
-        rows = self._sum(train_state, figures_of(outcome, self._request.own.signal_number or 0))
+        with self.ranks.meeting():
+            rows = self._sum(train_state, figures_of(outcome, self._request.own.signal_number or 0))
         self._request.agree(int(row.signal) for row in rows)
         if any(row.failed for row in rows):
             # The batch runs again from the scale before it.

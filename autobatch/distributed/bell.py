@@ -33,6 +33,9 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes:
         """Return a value."""
 
+    def set(self, key: str, value: str, /) -> None:
+        """Set a value."""
+
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set a key that has the expected value, or none; return its value now."""
 
@@ -77,27 +80,39 @@ class Bell:
         found = self._store.compare_set(self._key, "", msgspec.json.encode(verdict).decode())
         return msgspec.json.decode(found, type=Verdict)
 
-    def watch(self, connect: Callable[[], Store], leave: Callable[[Verdict | None], None]) -> None:
+    def watch(
+        self,
+        connect: Callable[[], Store],
+        leave: Callable[[Verdict | None], None],
+        look: Callable[[Store], None] = lambda _: None,
+    ) -> None:
         """Start the thread that listens to the bell.
 
         Args:
             connect: opens a client of the store for the thread.
             leave: ends the process after a verdict; None if the store is gone.
+            look: called with the store every time.
         """
-        thread = threading.Thread(target=self._listen, args=(connect, leave), name="bell", daemon=True)
+        thread = threading.Thread(target=self._listen, args=(connect, leave, look), name="bell", daemon=True)
         thread.start()
 
     def close(self) -> None:
         """Stop listening."""
         self._closed.set()
 
-    def _listen(self, connect: Callable[[], Store], leave: Callable[[Verdict | None], None]) -> None:
+    def _listen(
+        self,
+        connect: Callable[[], Store],
+        leave: Callable[[Verdict | None], None],
+        look: Callable[[Store], None],
+    ) -> None:
         misses = 0
         store: Store | None = None
         while not self._closed.wait(POLL_S):
             try:
                 store = store or connect()
                 verdict = _read(store, self._key)
+                look(store)
                 misses = 0
             except RuntimeError:  # the store does not answer
                 store, verdict, misses = None, None, misses + 1

@@ -22,7 +22,9 @@ from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitErr
 from autobatch.core.files import write_atomic
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
+from autobatch.distributed.arrivals import Arrivals
 from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
+from autobatch.distributed.bell import Store as BellStore
 from autobatch.distributed.launch import Launch, check_gpus, write_error_file
 
 VERDICT = "verdict.json"
@@ -56,13 +58,14 @@ class Group:
         self._launch = launch
         self._out: Path | None = None
         self._tensor_group: dist.ProcessGroup | None = None
+        self._arrivals = Arrivals(launch.rank, launch.world, launch.restart)
         with as_rank_lost("meet the other ranks"):
             hosts_store = launch.rank == 0 and not launch.has_agent_store
             store = self._prefixed(self._connect(is_master=hosts_store))
             check_earlier_starts(store, launch.restart)
             self._store = store
             self._bell = Bell(store, launch.restart)
-            self._bell.watch(lambda: self._prefixed(self._connect()), self._leave)
+            self._bell.watch(lambda: self._prefixed(self._connect()), self._leave, self._look)
             self._owns_group = not dist.is_initialized()
             if self._owns_group:
                 dist.init_process_group(
@@ -163,6 +166,19 @@ class Group:
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side)
         return bool(vote)
 
+    def limit_wait(self, seconds: float) -> None:
+        """See `Ranks.limit_wait`."""
+        self._arrivals.limit_s = seconds
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Wait for the other ranks within the block, once a step; a rank that never comes is named."""
+        self._arrivals.arrive()
+        try:
+            yield
+        finally:
+            self._arrivals.leave()
+
     def enter(self, out: Path) -> None:
         """See `Ranks.enter`."""
         self._out = out
@@ -210,6 +226,13 @@ class Group:
 
     def _prefixed(self, store: Store) -> Store:
         return PrefixStore(f"autobatch/{self._launch.run_id}", store)
+
+    def _look(self, store: BellStore) -> None:
+        """Tell the other ranks where this one is, and end all of them if one never comes."""
+        line = self._arrivals.look(store)
+        if line is not None:
+            self.fail(line, 1)
+            os._exit(1)
 
     def _leave(self, verdict: Verdict | None) -> NoReturn:
         """End the process at once, from the thread of the bell, whatever the main thread waits for."""

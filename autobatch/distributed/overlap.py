@@ -116,7 +116,8 @@ class Overlap(GroupEngine):
         if isinstance(outcome, OutOfMemory):
             return self._give_up(train_state, outcome)
         write_row(self._table, figures_of(outcome, self._request.own.signal_number or 0), self.ranks.rank)
-        self._all_reduce(self._table)
+        with self.ranks.meeting():
+            self._all_reduce(self._table)
         columns = len(Figures._fields)
         rows = [Figures(*row) for row in read_rows(self._table.tolist(), columns, self._table.dtype)]
         self._request.agree(int(row.signal) for row in rows)
@@ -176,7 +177,8 @@ class Overlap(GroupEngine):
 
     def _vote(self, *, failed: bool) -> None:
         """Tell whether memory ran out here, and stop if it did on another rank."""
-        is_failed = self.ranks.agree(failed)
+        with self.ranks.meeting():
+            is_failed = self.ranks.agree(failed)
         self._votes += 1
         if is_failed and not failed:
             self._peer_failed = True

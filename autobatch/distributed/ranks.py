@@ -75,6 +75,9 @@ class Ranks(Protocol):
     def agree(self, flag: bool) -> bool:
         """Return whether any rank gave True; all of them call it."""
 
+    def limit_wait(self, seconds: float) -> None:
+        """Set the longest wait for a rank in a step; after it the run ends, and names the rank."""
+
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""
 
@@ -114,6 +117,9 @@ class Alone:
     def agree(self, flag: bool) -> bool:
         """See `Ranks.agree`."""
         return flag
+
+    def limit_wait(self, seconds: float) -> None:
+        """Do nothing."""
 
     def enter(self, out: Path) -> None:
         """Do nothing."""

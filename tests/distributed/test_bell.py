@@ -23,6 +23,9 @@ class Store:
     def get(self, key: str, /) -> bytes:
         return self.content[key]
 
+    def set(self, key: str, value: str, /) -> None:
+        self.content[key] = value.encode()
+
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         with self.lock:
             if self.content.get(key, b"").decode() == expected:

@@ -14,6 +14,7 @@ from autobatch.core.errors import CheckpointError
 from autobatch.distributed.bell import Verdict
 from autobatch.distributed.ranks import Ranks, open_ranks
 from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group
 
 pytestmark = pytest.mark.distributed
 
@@ -112,3 +113,25 @@ def test_a_rank_that_is_killed_is_noticed(server: RankServer) -> None:
         "RankLost: a rank ended or cannot be reached, so this one could not exchange messages"
         in ended[0].error
     )
+
+
+def one_hangs(out: str) -> None:
+    group = open_group()
+    group.enter(Path(out))
+    group.limit_wait(1.0)
+    for _ in range(2):
+        with group.meeting():
+            group.agree(False)
+    if group.rank == 1:
+        time.sleep(25)
+    with group.meeting():
+        group.agree(False)
+
+
+@pytest.mark.parametrize("world", [3])
+def test_a_rank_that_hangs_is_named(server: RankServer, tmp_path: Path, world: int) -> None:
+    ended = server.run(one_hangs, str(tmp_path), world=world)
+    assert [one.code for one in ended] == [1] * world
+    verdict = msgspec.json.decode((tmp_path / "verdict.json").read_bytes(), type=Verdict)
+    assert verdict.line.startswith("rank 1 lets the other ranks wait for more than")
+    assert verdict.rank != 1

@@ -36,6 +36,7 @@ CHANGED: dict[str, Any] = {
     "sample_seeds": True,
     "scan": 17,
     "grad_sync": "after",
+    "collective_timeout": 60.0,
     "seed": 7,
     "split": "size",
     "split_check": "note",

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 SECONDS = 30.0
 """Wall limit of a case; all of its ranks are killed then."""
+START_SECONDS = 400.0
+"""Wall limit of the imports of the server, which take 10 seconds on an idle machine."""
 
 
 class Ended(NamedTuple):
@@ -46,6 +48,10 @@ class RankServer:
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
+        if not self._connection.poll(START_SECONDS):
+            self._process.kill()
+            raise TimeoutError("the rank server did not start")
+        self._connection.recv()
 
     def run(
         self,
@@ -105,6 +111,7 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     # The first optimizer of a process imports many modules.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    connection.send("ready")
     with contextlib.suppress(EOFError):
         while (asked := connection.recv()) is not None:
             try:
