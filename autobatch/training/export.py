@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def _export(model: nn.Module, path: Path) -> None:
         os.close(create_file(temporary))
         mode = temporary.stat().st_mode & 0o777
         save_model(model, str(temporary), metadata=dict(METADATA))
+        _sort_metadata(temporary)
         temporary.chmod(mode)  # safetensors makes it readable for its owner only
         temporary.replace(path)
     except Exception as error:
@@ -94,3 +96,18 @@ def _export(model: nn.Module, path: Path) -> None:
                 f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
             ) from error
         raise
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata of a file, which safetensors writes in another order each time.
+
+    Equal weights are then equal files. The header keeps its length: 8 bytes have it, and JSON follows.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        if len(text) == length:
+            file.seek(8)
+            file.write(text)

@@ -143,3 +143,15 @@ def test_every_file_says_its_format_for_other_readers(tmp_path: Path) -> None:
     export_weights(loop.train_state, tmp_path)
     with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
         assert file.metadata().items() >= {"format": "pt", "autobatch": __version__}.items()
+
+
+def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
+    train_state = make_loop(make_workload(model=Tied)).train_state
+    contents = set()
+    for _ in range(12):
+        export_weights(train_state, tmp_path)
+        contents.add((tmp_path / WEIGHTS).read_bytes())
+    assert len(contents) == 1
+    with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
+        assert list(file.metadata()) == sorted(file.metadata())
+        assert file.metadata().items() > {"format": "pt", "autobatch": __version__}.items()
