@@ -22,6 +22,7 @@ from autobatch.device.select import device_kind, open_device
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
+from autobatch.step.gradients import gradient_sum_notes
 from autobatch.step.optimizers import argument_of
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
@@ -213,6 +214,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
             *stream_notes(workload.train_data),
             *setup.worst_case.notes,
             *whole_batch_notes(workload, setup.whole_batch),
+            *gradient_sum_notes(setup.model),
         ],
     )
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.units import MiB
+from autobatch.core.units import MiB, format_bytes
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 EXCHANGE_BYTES = 25 * MiB
@@ -112,6 +112,20 @@ class Gradients:
             self._sums[parameter] = gradient.float()
         else:
             total.add_(gradient)
+
+
+def gradient_sum_notes(model: nn.Module) -> list[str]:
+    """Return a note on the memory of float32 sums if 16-bit parameters are trained, else nothing."""
+    low = [p for p in model.parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
+    if not low:
+        return []
+    elements = sum(parameter.numel() for parameter in low)
+    types = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in low}))
+    return [
+        f"{elements:,} parameters are in {types}: their gradients are summed in float32, which takes "
+        f"{format_bytes(4 * elements)}, twice as much as in 16 bits, because 16-bit sums lose small "
+        "micro-batches"
+    ]
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:

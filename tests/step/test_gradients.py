@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.planning import micro_batches
-from autobatch.step.gradients import Gradients, norm_of
+from autobatch.step.gradients import Gradients, gradient_sum_notes, norm_of
 from autobatch.step.train_step import accumulate, finish, train_step
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (
@@ -152,3 +152,13 @@ def test_a_parameter_of_two_groups_counts_once_and_hooks_are_removed() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_bad_element_makes_the_norm_non_finite(bad: float) -> None:
     assert not norm_of([torch.ones(3), torch.tensor([1.0, bad])]).isfinite()
+
+
+def test_the_memory_of_float32_sums_is_told_for_trained_16_bit_parameters() -> None:
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(8, 8)).to(torch.bfloat16)
+    model[1].requires_grad_(False)
+    assert gradient_sum_notes(model) == [
+        "2,048 parameters are in bfloat16: their gradients are summed in float32, which takes 8.00 KiB, "
+        "twice as much as in 16 bits, because 16-bit sums lose small micro-batches"
+    ]
+    assert gradient_sum_notes(model.float()) == []
