@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -111,9 +111,27 @@ def run_plan(workload: Workload | str | None, options: RankPlanOptions, context:
 def run_estimate(
     workload: Workload | str | None, options: EstimateOptions, environ: Mapping[str, str]
 ) -> Estimates:
-    """Run ``autobatch estimate``."""
-    settings = unpack.estimate_settings(options)
-    return estimate_limits(find_workload(workload), settings, home=data_home(environ))
+    """Run ``autobatch estimate``.
+
+    Raises:
+        InputError: the page cannot be written.
+    """
+    made, settings = find_workload(workload), unpack.estimate_settings(options)
+    if options.all:
+        settings = replace(settings, profiles=(), device="auto")
+    found = estimate_limits(made, settings, home=data_home(environ))
+    if options.report is None:
+        return found
+    # Only here: matplotlib takes half a second to import.
+    from autobatch.report.estimate_page import write_estimate_page
+
+    try:
+        path = write_estimate_page(Path(options.report), found, made.name)
+    except OSError as error:
+        raise InputError(
+            f"--report {options.report} cannot be written: {error.strerror or error}. Give another file"
+        ) from error
+    return msgspec.structs.replace(found, notes=[*found.notes, f"the page is {path}"])
 
 
 def run_tune(workload: Workload | str | None, options: TuneOptions, context: RunContext) -> Result:

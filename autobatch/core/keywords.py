@@ -97,6 +97,8 @@ class EstimateKeywords(CommonKeywords, total=False):
     """Keywords of `autobatch.estimate`."""
 
     profile: str | Sequence[str]
+    all: bool
+    report: StrPath | None
     micro_batch: int | None
     max_micro_batch: int | None
     target_batch: int | None

@@ -325,6 +325,13 @@ class EstimateOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
             common=True,
         ),
     ] = []
+    all: Annotated[
+        bool, OptionHelp("All GPUs that are known, whatever --profile names.", "memory", common=True)
+    ] = False
+    report: Annotated[
+        str | None,
+        OptionHelp("Also write a page with the table and the memory.", "output", "FILE", common=True),
+    ] = None
     micro_batch: Annotated[
         AtLeastOne | None,
         OptionHelp(

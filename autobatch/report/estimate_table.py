@@ -30,12 +30,18 @@ def gpu_table(estimates: Estimates) -> Table:
             printable(one.profile),
             format_bytes(one.budget_bytes),
             f"{one.micro_batch:,}" if one.fits else "does not fit",
-            f"{one.micro_batch_low:,} to {one.micro_batch_high:,}",
+            _interval(one),
             format_bytes(one.peak_reserved_bytes),
             one.precision,
             "" if one.plan is None else f"{one.plan.accumulation_steps:,}",
         )
     return table
+
+
+def _interval(one: Estimate) -> str:
+    """Return the interval of the limit; empty if it is a single size."""
+    low, high = one.micro_batch_low, one.micro_batch_high
+    return "" if low == high else f"{low:,} to {high:,}"
 
 
 def memory_table(one: Estimate) -> Table:

@@ -22,7 +22,7 @@ READ_BY_STAGES = {
     "plan": {"split"},
     "tune": {"split", "timeout", "tune_lr"},
     "fit": {"split", "timeout", "tune_lr", "resume", "out", "split_check"},
-    "estimate": set(),
+    "estimate": {"all", "report"},
 }
 """Options that decide which stages run, and with which folder, time and check."""
 ALL = [(command, field) for command, kind in COMMANDS.items() for field in kind.__struct_fields__]

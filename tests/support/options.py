@@ -30,6 +30,8 @@ CHANGED: dict[str, Any] = {
     "out": "elsewhere",
     "precision": "bf16",
     "prefetch": 5,
+    "all": True,
+    "report": "gpus.html",
     "profile": ["l4"],
     "quiet": True,
     "resume": True,
