@@ -25,10 +25,12 @@ from autobatch.workload.data import load_micro_batch
 from autobatch.workload.rng import preserved_random_state
 
 SECONDS = 4.0
-"""Time limit of all measurements."""
-SECONDS_PER_SHAPE = 0.2
-REPEATS = 3
-"""Fewest measurements of a shape; the fastest counts, because disturbances only add."""
+"""Time after which no further round of measurements begins."""
+ROUNDS = 5
+"""Measurements of each shape, in turns; the fastest counts, because disturbances only add."""
+LEAST_FIXED = 0.5
+"""Share of the time of the smallest micro-batch that is taken to be fixed at least. Disturbed measurements
+may show none, and a cut into single samples would follow."""
 LEAST_SHAPES = 4
 TERMS = 4
 """Terms of `MicroBatchCost`."""
@@ -62,11 +64,19 @@ def measure_cost(setup: TrainSetup, sizes: NDArray[np.float64], limit: int) -> M
         ):
             train_state = open_train_state(setup, meter)
             start = setup.clock()
-            for index, count in _shapes(sizes, limit):
-                seconds = _time(setup, train_state, meter, [index] * count)
-                timed.append(TimedShape(count, float(sizes[index]), seconds))
-                if setup.clock() - start > SECONDS:
+            best: dict[tuple[int, int], float] = {}
+            for shape in _shapes(sizes, limit):
+                # The first run of a shape warms up. If shapes are slow, the most expensive are left out.
+                if len(best) >= LEAST_SHAPES and setup.clock() - start > SECONDS / 2:
                     break
+                best[shape] = math.inf
+                _time(setup, train_state, meter, shape)
+            for number in range(ROUNDS):
+                if number and setup.clock() - start > SECONDS:
+                    break
+                for shape in best:
+                    best[shape] = min(best[shape], _time(setup, train_state, meter, shape))
+            timed = [TimedShape(count, float(sizes[index]), best[index, count]) for index, count in best]
             train_state.gradients.clear()
             del train_state
     except Exception as error:
@@ -85,36 +95,30 @@ def _shapes(sizes: NDArray[np.float64], limit: int) -> list[tuple[int, int]]:
     return sorted(shapes, key=lambda shape: (sizes[shape[0]] * shape[1], shape))
 
 
-def _time(setup: TrainSetup, train_state: TrainState, meter: Meter, ids: Sequence[int]) -> float:
-    """Return the least time of a micro-batch, fetched, collated, forward and backward."""
-
-    def run() -> float:
-        start = setup.clock()
-        fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for _ in range(1))
-        accumulate(train_state, batches_of(setup, meter, fetched), len(ids), lambda _: None)
-        setup.device.synchronize()
-        return setup.clock() - start
-
-    run()
-    begun = setup.clock()
-    times: list[float] = []
-    while len(times) < REPEATS and (not times or setup.clock() - begun < SECONDS_PER_SHAPE):
-        times.append(run())
-    return min(times)
+def _time(setup: TrainSetup, train_state: TrainState, meter: Meter, shape: tuple[int, int]) -> float:
+    """Return the time of a micro-batch of copies of a sample: fetched, collated, forward and backward."""
+    ids = [shape[0]] * shape[1]
+    start = setup.clock()
+    fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for _ in range(1))
+    accumulate(train_state, batches_of(setup, meter, fetched), len(ids), lambda _: None)
+    setup.device.synchronize()
+    return setup.clock() - start
 
 
 def fit_cost(timed: Sequence[TimedShape]) -> MicroBatchCost:
     """Fit a cost to measured shapes: least squares of relative errors, without negative terms."""
-    rows = np.array([[1.0, m, m * size, m * size**2] for m, size, _ in timed])
-    rows /= np.array([shape.seconds for shape in timed])[:, None]
+    seconds = np.array([shape.seconds for shape in timed])
+    least = LEAST_FIXED * float(seconds.min())
+    rows = np.array([[1.0, m, m * size, m * size**2] for m, size, _ in timed]) / seconds[:, None]
+    rest = (seconds - least) / seconds
     best: tuple[float, NDArray[np.float64]] | None = None
     for kept in itertools.chain.from_iterable(
         itertools.combinations(range(TERMS), number) for number in range(1, TERMS + 1)
     ):
-        found, *_ = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)), rcond=None)
+        found, *_ = np.linalg.lstsq(rows[:, kept], rest, rcond=None)
         if (found < 0).any():
             continue
-        error = float(((rows[:, kept] @ found - 1) ** 2).sum())
+        error = float(((rows[:, kept] @ found - rest) ** 2).sum())
         if best is None or error < best[0]:
             terms = np.zeros(TERMS)
             terms[list(kept)] = found
@@ -122,5 +126,5 @@ def fit_cost(timed: Sequence[TimedShape]) -> MicroBatchCost:
     assert best is not None, "a single term is never negative"
     fixed, per_sample, per_size, per_size_squared = best[1].tolist()
     return MicroBatchCost(
-        fixed=fixed, per_sample=per_sample, per_size=per_size, per_size_squared=per_size_squared
+        fixed=least + fixed, per_sample=per_sample, per_size=per_size, per_size_squared=per_size_squared
     )

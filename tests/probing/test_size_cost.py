@@ -22,7 +22,7 @@ SHAPES = list(itertools.product((1, 3, 8), (4.0, 40.0, 200.0)))
     "cost",
     [
         MicroBatchCost(fixed=0.01, per_sample=0.001, per_size=2e-4, per_size_squared=3e-7),
-        MicroBatchCost(fixed=0.0, per_size=2e-4),
+        MicroBatchCost(fixed=0.002, per_size=2e-4),
         MicroBatchCost(fixed=0.5),
     ],
 )
@@ -30,6 +30,13 @@ def test_a_known_cost_is_found_again(cost: MicroBatchCost) -> None:
     found = fit_cost([TimedShape(m, size, seconds_of(cost, m, size)) for m, size in SHAPES])
     for m, size in [*SHAPES, (20, 77.0)]:
         assert seconds_of(found, m, size) == pytest.approx(seconds_of(cost, m, size), rel=1e-6)
+
+
+def test_half_of_the_smallest_time_is_fixed_at_least() -> None:
+    cost = MicroBatchCost(fixed=0.0, per_size=2e-4)
+    found = fit_cost([TimedShape(m, size, seconds_of(cost, m, size)) for m, size in SHAPES])
+    assert found.fixed >= 0.5 * seconds_of(cost, 1, 4.0)
+    assert seconds_of(found, 8, 200.0) == pytest.approx(seconds_of(cost, 8, 200.0), rel=0.05)
 
 
 def test_no_term_is_negative_whatever_was_measured() -> None:
