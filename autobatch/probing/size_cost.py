@@ -74,8 +74,8 @@ def measure_cost(setup: TrainSetup, sizes: NDArray[np.float64], limit: int) -> M
             for number in range(ROUNDS):
                 if number and setup.clock() - start > SECONDS:
                     break
-                for shape in best:
-                    best[shape] = min(best[shape], _time(setup, train_state, meter, shape))
+                for shape, least in best.items():
+                    best[shape] = min(least, _time(setup, train_state, meter, shape))
             timed = [TimedShape(count, float(sizes[index]), best[index, count]) for index, count in best]
             train_state.gradients.clear()
             del train_state
