@@ -101,7 +101,7 @@ def save_checkpoint(
             raise
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}. "
-            "Earlier checkpoints are intact: free some space there and resume from the newest"
+            "Free some space there; no earlier checkpoint is lost"
         ) from error
     shutil.rmtree(_trash(target), ignore_errors=True)
     _prune(folder, step=step, keep_last=keep_last, protected={target, protected})

@@ -27,7 +27,7 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: Path) 
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(
-            CheckpointError, match=r"step 2 could not be written to .*File too large.*free some space"
+            CheckpointError, match=r"step 2 could not be written to .*File too large.*Free some space"
         ):
             save(tmp_path, 2, size=100_000)
     finally:
