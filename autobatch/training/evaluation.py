@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.base import Device, Meter
-from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.device.oom import Verdict, classify, first_line, loses_context
 from autobatch.planning import split_evenly
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import Rows
@@ -27,11 +27,16 @@ SANITY_SAMPLES = 2
 """Validation samples that loss and metrics are tried on before training."""
 
 
+MOST_GROWTH = 2
+"""Most validation samples at once, in training micro-batches."""
+
+
 class ValidationBatchSize:
-    """The validation micro-batch: doubled while it fits, halved after an out-of-memory error.
+    """The validation micro-batch: doubled if that fits, halved after an out-of-memory error.
 
     A forward pass without gradients keeps no activations, so it takes more samples than training does. The
-    size starts at the training micro-batch. A size that failed is not tried again.
+    size starts at the training micro-batch and grows to `MOST_GROWTH` times that. Larger sizes gain little,
+    and reach kernels with 32-bit indices. A size that failed is not tried again.
 
     Args:
         micro_batch: samples to start with.
@@ -46,7 +51,8 @@ class ValidationBatchSize:
 
     def record_fit(self, size: int) -> None:
         """Record that this many samples fit."""
-        if self._grows and size == self.micro_batch and 2 * size < self._smallest_failed:
+        may_grow = 2 * size < self._smallest_failed and 2 * size <= MOST_GROWTH * self.start
+        if self._grows and size == self.micro_batch and may_grow:
             self.micro_batch = 2 * size
 
     def record_failure(self, size: int) -> None:
@@ -257,6 +263,8 @@ def _evaluate_micro_batch(
                 values |= _metrics(workload, train_state, batch)
             return {name: _total_and_count(name, value, len(ids)) for name, value in values.items()}
     except Exception as error:
+        if loses_context(error):
+            raise
         if any_error or classify(error) in (Verdict.DEVICE, Verdict.HOST):
             return first_line(error)
         raise

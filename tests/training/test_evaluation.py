@@ -176,16 +176,36 @@ def test_metrics_are_those_of_each_sample_alone(kind: str, start: int, grows: bo
     )
 
 
-def test_the_micro_batch_doubles_while_it_fits_and_a_failed_size_is_not_tried_again() -> None:
+def test_the_micro_batch_doubles_if_it_fits_and_a_failed_size_is_not_tried_again() -> None:
     seen: list[int] = []
     workload = make_workload(validation_data=points(60, seed=1), loss=limited(9, seen))
-    batch_size = ValidationBatchSize(2, grows=True)
+    batch_size = ValidationBatchSize(5, grows=True)
     assert metrics_of(workload, batch_size)["loss"] > 0
-    assert seen == [2, 4, 8, 16, 8, 8, 8, 8, 8, 6]
-    assert sum(seen) - 16 == 60
+    assert seen == [5, 10, *[5] * 11]
     seen.clear()
     metrics_of(workload, batch_size)
-    assert seen == [8] * 7 + [4], "the next validation starts at the size that was found"
+    assert seen == [5] * 12, "the next validation starts at the size that was found"
+
+
+def test_the_micro_batch_grows_no_further_than_twice_that_of_training() -> None:
+    """On a large GPU it would climb to tens of GiB, into kernels with 32-bit indices."""
+    seen: list[int] = []
+    workload = make_workload(validation_data=points(60, seed=1), loss=limited(100, seen))
+    metrics_of(workload, ValidationBatchSize(2, grows=True))
+    assert seen == [2, *[4] * 14, 2]
+
+
+def test_a_lost_context_is_no_size_that_is_too_large() -> None:
+    """Nothing runs after it, so a smaller size cannot be tried."""
+
+    def loss(model, batch):
+        if len(batch[0]) > 6:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    workload = make_workload(validation_data=points(23, seed=1), loss=loss)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        metrics_of(workload, ValidationBatchSize(5, grows=True))
 
 
 def test_another_error_at_a_grown_micro_batch_is_not_an_error_of_the_workload() -> None:
@@ -224,12 +244,12 @@ def test_on_a_simulated_gpu_validation_takes_larger_micro_batches_than_training(
     )
     with device.training() as meter:
         meter.count(tensor.data for tensor in loop.train_state.model.parameters())
-        batch_size = ValidationBatchSize(512, grows=True)
+        batch_size = ValidationBatchSize(2500, grows=True)
         found = evaluate(
             workload, loop.train_state, device=device, meter=meter, batch_size=batch_size, target_batch=24
         )
         assert meter.stats().peak_reserved_bytes <= device.budget_bytes
-        assert batch_size.micro_batch >= 2048
+        assert batch_size.micro_batch == 5000
         loop.meter, loop.micro_batch = meter, batch_size.micro_batch
         loop.sampler = replace(loop.sampler, target_batch=batch_size.micro_batch)
         with suppress(RestartSmallerError):
