@@ -15,8 +15,9 @@ import torch
 
 from autobatch.device.allocator.trace import FREE, Trace
 
-MOST_EVENTS = 2_000_000
-"""Most events of a recording. A longer one would be incomplete, so its trace is None."""
+MOST_EVENTS = 300_000
+"""Most events of a recording. A longer one would be incomplete, so its trace is None. 25,000 are usual, and a
+snapshot makes a Python object of each."""
 
 
 class History:
@@ -32,7 +33,10 @@ class History:
             return None
         try:
             entries = torch.cuda.memory._snapshot(self._index)["device_traces"][self._index]
-            return None if len(entries) >= MOST_EVENTS else trace_of(entries)
+            # A private pool (CUDA graphs) shares no block with the others, so one replay of both is wrong.
+            if len(entries) >= MOST_EVENTS or any(_is_private(entry) for entry in entries):
+                return None
+            return trace_of(entries)
         except (RuntimeError, KeyError, IndexError, TypeError, AttributeError):
             return None
 
@@ -64,6 +68,10 @@ def trace_of(entries: Iterable[Mapping[str, Any]]) -> Trace:
         elif entry["action"] == "free_completed" and entry["addr"] in blocks:
             events.append((blocks.pop(entry["addr"]), FREE))
     return Trace(tuple(events))
+
+
+def _is_private(entry: Mapping[str, Any]) -> bool:
+    return tuple(entry.get("pool_id") or (0, 0)) != (0, 0)
 
 
 def _record(enabled: Literal["all"] | None) -> bool:

@@ -76,6 +76,15 @@ def free_workspaces() -> None:
         clear()
 
 
+def keeps_workspaces(version: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a version of torch keeps the workspaces of cuBLAS between products (until 2.14).
+
+    ``TORCH_CUBLAS_WORKSPACE_CACHE=1`` makes later ones keep them too (ATen/cuda/CublasHandlePool.cpp).
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return (major, minor) < (2, 15) or environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+
+
 def asks_for_expandable(environ: Mapping[str, str]) -> bool:
     """Return whether the environment asks for expandable segments; the old variable takes precedence."""
     text = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF") or ""

@@ -12,18 +12,21 @@ inside sorting kernels, and custom CUDA extensions. The interval of a prediction
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, Trace, replay
+from autobatch.device.cuda_settings import keeps_workspaces
 from autobatch.footprint.cuda_policy import missing_parts
 from autobatch.footprint.program import Program, Untraceable, largest
 from autobatch.footprint.selftest import self_test
@@ -52,6 +55,8 @@ class Footprint:
     """By block number."""
     first_products: tuple[int, ...]
     """Events at which libraries take their workspaces; see `autobatch.footprint.trace_mode.Recording`."""
+    products: tuple[int, ...]
+    """The same for workspaces that are freed after each product."""
     margin: float
     """Share of a budget by which a prediction may be too high."""
     notes: tuple[str, ...]
@@ -111,6 +116,7 @@ def footprint(
         program=program,
         labels=first.labels,
         first_products=first.first_products,
+        products=first.products,
         margin=CONVOLUTION_MARGIN if first.has_convolutions else MARGIN,
         notes=tuple(_notes(setting, first)),
         seconds=clock() - start,
@@ -159,15 +165,26 @@ def predict(
     return Prediction(asked, low, high, fits, outcome)
 
 
-def with_workspaces(step: Footprint, workspaces: tuple[int, int] | None) -> Program:
-    """Return the program with cuBLAS workspaces at the first products of the forward and of the backward.
+def with_workspaces(
+    step: Footprint, workspaces: tuple[int, int] | None, *, are_kept: bool | None = None
+) -> Program:
+    """Return the program with cuBLAS workspaces.
 
-    Each thread has one handle, and the backward has its own thread (ATen/cuda/CublasHandlePool.cpp). The
-    workspaces are never freed.
+    Until torch 2.14 each thread takes one at its first product and keeps it, and the backward has its own
+    thread. From 2.15 on, each product takes one and frees it (ATen/cuda/CublasHandlePool.cpp).
+
+    Args:
+        step: the footprint.
+        workspaces: bytes of one, and the number that is kept in a process; None for no workspaces.
+        are_kept: whether they are kept; None to ask this torch.
     """
     if workspaces is None:
         return step.program
     size, count = workspaces
+    if are_kept is None:
+        are_kept = keeps_workspaces(str(torch.__version__), os.environ)
+    if not are_kept:
+        return step.program.with_scratch(step.products, size)
     return step.program.with_blocks([(index, size) for index in step.first_products[:count]])
 
 

@@ -107,6 +107,24 @@ class Program:
             marks = [(position + (position > index), phase) for position, phase in marks]
         return type(self)(tuple(parts), tuple(marks))
 
+    def with_scratch(self, places: Sequence[int], size: int) -> Program:
+        """Return the program with a block at each place that is freed at once.
+
+        Args:
+            places: number of events before each block.
+            size: of a block, in bytes.
+        """
+        number = 1 + max((block for block, _ in self.events), default=-1)
+        parts: list[tuple[int, Polynomial | None]] = []
+        before = 0
+        for place in sorted(places):
+            parts += [*self.events[before:place], (number, Polynomial(size)), (number, None)]
+            number += 1
+            before = place
+        parts += self.events[before:]
+        marks = [(at + 2 * sum(place < at for place in places), phase) for at, phase in self.marks]
+        return Program(tuple(parts), tuple(marks))
+
     def at(self, m: int) -> Trace:
         """Return the trace at micro-batch ``m``.
 

@@ -83,6 +83,8 @@ class Recording:
     """By block number."""
     first_products: tuple[int, ...]
     """Indices of the events that begin the first matrix products of the forward and of the backward."""
+    products: tuple[int, ...]
+    """Number of events after the result of each matrix product was taken."""
     has_convolutions: bool
     has_selections: bool
     """True if a selection by values was recorded as if it kept everything."""
@@ -103,6 +105,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._labels: list[Label] = []
         self._phase = "setup"
         self._first: dict[bool, int] = {}
+        self._products: list[int] = []
         self._has_convolutions = False
         self._has_selections = False
         self._found_inf: set[int] = set()
@@ -125,6 +128,8 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             return False
         self._repeated = trace.followed_by(again)
         self._labels += self._labels[len(self._labels) - again.blocks :]
+        shift = len(trace.events) - since[0]
+        self._products += [place + shift for place in self._products if place > since[0]]
         return True
 
     def recording(self) -> Recording:
@@ -136,6 +141,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             trace=trace.canonical(),
             labels=tuple(self._labels),
             first_products=tuple(sorted(self._first.values())),
+            products=tuple(self._products),
             has_convolutions=self._has_convolutions,
             has_selections=self._has_selections,
         )
@@ -184,6 +190,8 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
             return self._reduced(args[0], args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _PRODUCTS:
+            self._products.append(self.position)
         if func is _RECURRENT:
             out = (*out[:3], self._empty([self._workspaces.bytes_of(args)], torch.uint8))
         scratch = backward_scratch_bytes(func, args)

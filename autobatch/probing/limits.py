@@ -42,7 +42,7 @@ MOST_TRACED = 1000
 """Parameter tensors above which no step is traced: a trace takes 10 ms for each, and a run less than 1 ms."""
 ENOUGH_POINTS = 3
 """Number of sizes that shows whether the events are lines, parabolas or neither."""
-REFUSED_SHARE = 1 / 32
+REFUSED_SHARE = 1 / 16
 """Share of the budget that a prediction leaves free after a size did not fit; doubled each time. Scratch that
 small sizes do not show takes about as much."""
 
@@ -114,7 +114,7 @@ class ReplayPredictor:
             room = self._in_proportion(known[0], cap) - known[0]
             return known[0] + next((distance for distance in DISTANCES if distance <= room), 1)
         undecided = self._envelope is None and not self._confirmed
-        if undecided and 0 < len(self._points) < ENOUGH_POINTS:
+        if undecided and self._refusals < 2 and 0 < len(self._points) < ENOUGH_POINTS:
             between = (known[-2] + known[-1]) // 2
             if between > known[-2]:
                 return between

@@ -13,10 +13,16 @@ from typing import NamedTuple
 
 from autobatch.core.records import Attempt, UpperBoundBy
 from autobatch.probing.attempt import Outcome
+from autobatch.probing.blind import next_size
 from autobatch.probing.limits import ReplayPredictor
 
 PREDICTIONS = 6
 """Number of sizes that predictions may choose before the search bisects."""
+
+REFUTED = 3
+"""Failures from which on no prediction counts: memory is taken where no replay sees it."""
+NARROW_SHARE = 0.25
+"""Distance of two bounds, as a share of the lower, up to which the upper was a prediction that missed."""
 
 
 class Found(NamedTuple):
@@ -51,17 +57,26 @@ class _Bracket:
     is_error: bool = False
     """True if ``high`` failed for another reason than memory."""
     tried: set[int] = field(default_factory=set)
+    failures: int = 0
 
     @property
     def top(self) -> int:
         """The smallest size that cannot be the answer."""
         return min(self.cap + 1, self.high or self.cap + 1)
 
+    @property
+    def within(self) -> int:
+        """The largest size to predict: the middle of narrow bounds, where a prediction was refuted."""
+        if self.high is None or self.high - self.low > NARROW_SHARE * self.low:
+            return self.cap
+        return (self.low + self.high) // 2
+
     def note(self, outcome: Outcome) -> None:
         """Narrow the bounds by an attempt."""
         attempt = outcome.attempt
         size = attempt.micro_batch
         self.tried.add(size)
+        self.failures += not attempt.fits
         if attempt.fits:
             self.low = max(self.low, size)
             self.is_narrow = False
@@ -101,7 +116,7 @@ def search(
         stopped_by = stopped() if bracket.low else None
         if bracket.high == 1 or stopped_by:
             break
-        guess = predictor.largest(cap)
+        guess = predictor.largest(bracket.within) if bracket.failures < REFUTED else None
         predicted = guess if predicted is None else predicted
         size = _below(bracket, guess) or _next_size(bracket, guess, predictor.next_calibration_size(cap))
         try:
@@ -116,8 +131,8 @@ def search(
         bound = _upper_bound(bracket, predictor)
         if bound == "replay" and len(attempts) > 1 and not attempts[-2].fits:
             # The size was chosen with care after a refusal. Reserved memory is not monotone, so more may fit.
-            more = predictor.largest(cap)
-            bound = None if more is not None and bracket.low < more < bracket.top else bound
+            more = predictor.largest(bracket.within) if bracket.failures < REFUTED else None
+            bound = None if (more or 0) > bracket.low else bound
     return Found(bracket.low, bound, predicted, attempts, stopped_by)
 
 
@@ -149,9 +164,15 @@ def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) ->
             return min(bracket.low + (1 << bracket.climbs - 1), top - 1)
     if calibration is not None and 0 < calibration < top and calibration not in bracket.tried:
         return calibration
+    return _unguided_size(bracket)
+
+
+def _unguided_size(bracket: _Bracket) -> int:
     if bracket.high is None:
         return min(max(2 * bracket.low, 1), bracket.cap)
-    return (bracket.low + bracket.high) // 2
+    if bracket.low == 0:
+        return bracket.high // 2
+    return next_size(bracket.low, bracket.high, runs=len(bracket.tried), failures=bracket.failures)
 
 
 def _below(bracket: _Bracket, guess: int | None) -> int | None:

@@ -61,3 +61,11 @@ def test_a_torch_that_cannot_record_gives_no_trace(monkeypatch: pytest.MonkeyPat
     with recorded(0) as history:
         assert history.trace() is None
     assert History(0, recording=False).trace() is None
+
+
+def test_private_pools_give_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a CUDA graph are in a pool of their own, which no replay knows."""
+    for pool, traced in (((0, 0), True), ((0, 3), False)):
+        entries = [entry("alloc", 1, 8) | {"pool_id": pool}]
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _, e=entries: {"device_traces": [e]})
+        assert (History(0, recording=True).trace() is not None) is traced

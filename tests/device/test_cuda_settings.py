@@ -10,6 +10,7 @@ from autobatch.device.cuda_settings import (
     asks_for_expandable,
     capped,
     expandable_segments,
+    keeps_workspaces,
     memory_fraction,
     reason_not_expandable,
 )
@@ -86,3 +87,17 @@ def test_an_allocator_that_cannot_switch_says_why(changes: dict[str, object], sa
     given |= changes
     found = reason_not_expandable(given.pop("environ"), **given)  # type: ignore[arg-type]
     assert found is None if said is None else said in str(found)
+
+
+@pytest.mark.parametrize(
+    ("version", "environ", "kept"),
+    [
+        ("2.11.0+cu130", {}, True),
+        ("2.14.1", {}, True),
+        ("2.15.0+cu132", {}, False),
+        ("2.15.0", {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, True),
+        ("3.0.0a0", {}, False),
+    ],
+)
+def test_workspaces_are_kept_by_older_torch_or_on_request(version: str, environ: dict, kept: bool) -> None:
+    assert keeps_workspaces(version, environ) is kept

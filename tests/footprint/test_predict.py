@@ -152,3 +152,19 @@ def test_a_large_model_in_seconds_and_without_memory():
     assert found.peak_allocated_bytes > 4 * parameters
     assert 0 < found.micro_batch < 24 * GiB // (20_000 * 4)
     assert step.seconds < 20
+
+
+def test_later_torch_takes_a_workspace_at_each_product_and_frees_it():
+    step = footprint(setting(setup(WORKLOADS["perceptron"]()), capability=(8, 0)))
+    kept = predicting.with_workspaces(step, (MiB, 2), are_kept=True).at(4)
+    taken = predicting.with_workspaces(step, (MiB, 2), are_kept=False).at(4)
+    plain = step.program.at(4)
+    count = sum(size == MiB for _, size in taken.events)
+    assert sum(size == MiB for _, size in kept.events) == 2 < count == len(step.products)
+    assert len(taken.events) == len(plain.events) + 2 * count
+    assert [phase for _, phase in taken.marks] == [phase for _, phase in plain.marks]
+    held = [replay(trace, CountingAllocator()).allocated_bytes for trace in (plain, kept, taken)]
+    assert held == [held[0], held[0] + 2 * MiB, held[0]]
+    # In every step there are as many products in the backward as a model of that depth has.
+    phases = [taken.phase_at(index) for index, (_, size) in enumerate(taken.events) if size == MiB]
+    assert set(phases) == {"forward", "backward"}
