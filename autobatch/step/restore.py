@@ -83,7 +83,7 @@ class BufferSnapshot:
         self._watched: list[tuple[Tensor, int, tuple[int, str]]] = []
         self._changing: set[tuple[int, str]] = set()
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._watched_frozen: list[tuple[str, Tensor, tuple[int, int]]] = []
+        self._watched_frozen: list[tuple[str, Tensor, _Mark]] = []
         self._writes: set[str] | None = None
         """Names of frozen parameters that a batch wrote; None before the first batch."""
 
@@ -103,7 +103,7 @@ class BufferSnapshot:
         self._take_frozen()
 
     def _take_frozen(self) -> None:
-        self._watched_frozen = [(name, p, _mark(p)) for name, p in self._frozen]
+        self._watched_frozen = [(name, p, _Mark(p)) for name, p in self._frozen]
         if self._writes is None:
             copied = [p for _, p in self._frozen if p.numel() <= self._largest]
         else:
@@ -114,7 +114,7 @@ class BufferSnapshot:
         """Keep what was written, drop the snapshot, and remember what the batch changed."""
         self._changing |= {key for buffer, version, key in self._watched if buffer._version != version}
         if self._entries or self._watched_frozen:
-            written = {name for name, p, mark in self._watched_frozen if _mark(p) != mark}
+            written = {name for name, p, mark in self._watched_frozen if mark.differs(p)}
             self._writes = (self._writes or set()) | written
         self._entries, self._copies, self._watched, self._watched_frozen = [], [], [], []
 
@@ -132,7 +132,7 @@ class BufferSnapshot:
                 module._buffers.update(entries)
             copied = {id(tensor) for tensor, _ in self._copies}
             is_complete = all(buffer._version == version for buffer, version, _ in self._watched) and all(
-                id(p) in copied or _mark(p) == mark for _, p, mark in self._watched_frozen
+                id(p) in copied or not mark.differs(p) for _, p, mark in self._watched_frozen
             )
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
@@ -141,9 +141,20 @@ class BufferSnapshot:
         return is_complete
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    """Return what differs after a write: the version, or the memory if ``data`` was replaced."""
-    return tensor._version, tensor.data_ptr()
+class _Mark:
+    """The version and the storage of a tensor: a write raises the one, and a new ``data`` replaces the other.
+
+    The storage is held, so that no other tensor can take its place in memory. Its data pointer is not asked
+    for, which a traced tensor does not have.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = tensor._version
+        self._storage = tensor.untyped_storage()
+
+    def differs(self, tensor: Tensor) -> bool:
+        """Check whether the tensor was written since."""
+        return tensor._version != self._version or tensor.untyped_storage()._cdata != self._storage._cdata
 
 
 def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
