@@ -178,7 +178,7 @@ def describe_fit(run: RunRecord) -> str:
     plan, probe = run.plan, run.probe
     budget = format_bytes(run.device.budget_bytes)
     if plan is None:
-        return f"{describe_limit(probe)} ({budget})" if probe is not None else f"{budget} of memory"
+        return f"{describe_limit(probe)}, in {budget}" if probe is not None else f"{budget} of memory"
     words = f"batch {count(plan.target_batch)} in {describe_split(plan)}"
     if probe is None or not is_probed_configuration(probe, plan):
         return f"{words} in {budget}, {plan.precision}"
