@@ -60,10 +60,11 @@ class RankServer:
         world: int = 2,
         environ: Mapping[str, str] | None = None,
         of_rank: Mapping[int, Mapping[str, str]] | None = None,
+        seconds: float = SECONDS,
     ) -> list[Ended]:
         """Run a function of a module in every rank, and return how each of them ended."""
-        self._connection.send((function, args, world, dict(environ or {}), dict(of_rank or {})))
-        if not self._connection.poll(SECONDS + 60):
+        self._connection.send((function, args, world, dict(environ or {}), dict(of_rank or {}), seconds))
+        if not self._connection.poll(seconds + 60):
             raise TimeoutError("the rank server does not answer")
         found = self._connection.recv()
         if isinstance(found, str):
@@ -126,6 +127,7 @@ def _run_case(
     world: int,
     environ: Mapping[str, str],
     of_rank: Mapping[int, Mapping[str, str]],
+    seconds: float,
 ) -> list[tuple[Any, ...]]:
     import torch.distributed as dist
 
@@ -145,13 +147,13 @@ def _run_case(
         pids = {}
         for rank in range(world):
             own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **of_rank.get(rank, {})}
-            pids[_fork(function, args, own, folder / str(rank), readable)] = rank
+            pids[_fork(function, args, own, folder / str(rank), readable, seconds)] = rank
         # The store has a thread, which may hold a lock while a process forks: so it starts after them.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writable, f"{store.port:8}".encode() * world)
         os.close(readable)
         os.close(writable)
-        codes = _wait(pids, start)
+        codes = _wait(pids, start, seconds)
         found = []
         for rank in range(world):
             value, error = None, ""
@@ -162,7 +164,12 @@ def _run_case(
 
 
 def _fork(
-    function: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str], path: Path, port: int
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    environ: dict[str, str],
+    path: Path,
+    port: int,
+    seconds: float,
 ) -> int:
     pid = os.fork()
     if pid:
@@ -170,7 +177,7 @@ def _fork(
     code = 1
     try:
         os.setsid()
-        faulthandler.dump_traceback_later(SECONDS - 10)  # names the place of a hang
+        faulthandler.dump_traceback_later(seconds - 10)  # names the place of a hang
         os.environ.update(environ, MASTER_PORT=os.read(port, 8).decode().strip())
         try:
             path.write_bytes(pickle.dumps((function(*args), "")))
@@ -181,7 +188,7 @@ def _fork(
         os._exit(code)
 
 
-def _wait(pids: dict[int, int], start: float) -> dict[int, tuple[int, float]]:
+def _wait(pids: dict[int, int], start: float, seconds: float) -> dict[int, tuple[int, float]]:
     found: dict[int, tuple[int, float]] = {}
     left = dict(pids)
     while left:
@@ -189,7 +196,7 @@ def _wait(pids: dict[int, int], start: float) -> dict[int, tuple[int, float]]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 found[left.pop(pid)] = (os.waitstatus_to_exitcode(status), time.monotonic() - start)
-        if left and time.monotonic() - start > SECONDS:
+        if left and time.monotonic() - start > seconds:
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)

@@ -1,0 +1,1 @@
+"""Several ranks: the loop against a loop written by hand."""

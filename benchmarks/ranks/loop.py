@@ -1,0 +1,127 @@
+"""Time of a step over two ranks ÷ that of a DDP loop written by hand with ``no_sync``.
+
+    python -m benchmarks.ranks.loop            # prints a table and writes benchmarks/results
+
+Two ranks on the CPU with gloo, four micro-batches of 32 samples each. The three loops run in turns within one
+process per rank, so that they see the same machine. Wall and CPU time are medians over the rounds; on a busy
+machine only the CPU time says something.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.rank_server import rank_server
+from tests.support.ranked import open_group, ranked_loop
+from tests.support.training import Rows, make_workload
+
+ACCUMULATION, MICRO_BATCH, WORLD = 4, 32, 2
+ROUNDS, STEPS = 10, 3
+SAMPLES = ACCUMULATION * MICRO_BATCH * WORLD
+RESULT = Path(__file__).parents[1] / "results" / "ranks-loop_amd-epyc_2026-11-22.json"
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+    return nn.Sequential(
+        nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), Pool(), nn.Linear(64, 10)
+    )
+
+
+class Pool(nn.Module):
+    """Mean over the positions."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mean(1)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "MLP": (mlp, (64,)),
+    "transformer of 4 layers": (transformer, (16, 64)),
+}
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def by_hand(model: nn.Module, data: Rows, rank: int) -> Iterator[None]:
+    """Train one step after the other, as the documentation of DDP shows it."""
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    own = list(range(rank * SAMPLES // WORLD, (rank + 1) * SAMPLES // WORLD))
+    while True:
+        optimizer.zero_grad()
+        for number in range(ACCUMULATION):
+            ids = own[number * MICRO_BATCH : (number + 1) * MICRO_BATCH]
+            batch = torch.utils.data.default_collate([data[index] for index in ids])
+            with nullcontext() if number == ACCUMULATION - 1 else ddp.no_sync():
+                (loss(ddp, batch) / ACCUMULATION).backward()
+        optimizer.step()
+        yield
+
+
+def measure(name: str) -> dict[str, list[tuple[float, float]]]:
+    """Return wall and CPU seconds of each round, by loop."""
+    torch.set_num_threads(1)
+    group = open_group()
+    build, shape = MODELS[name]
+    data = Rows(torch.randn(SAMPLES, *shape), torch.randint(10, (SAMPLES,)))
+    workload = make_workload(
+        model=build,
+        train_data=data,
+        loss=loss,
+        optimizer=lambda params, _: torch.optim.SGD(params, lr=0.01),
+    )
+    loops: dict[str, Iterator[Any]] = {"by hand": by_hand(build(), data, group.rank)}
+    for sync in ("after", "overlap"):
+        steps = (ROUNDS + 1) * STEPS
+        loop = ranked_loop(
+            group, workload, [MICRO_BATCH] * WORLD, target_batch=SAMPLES, steps=steps, sync=sync
+        )
+        loops[sync] = loop.run()
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    for number in range(ROUNDS + 1):
+        for name, loop in loops.items():
+            group.agree(False)
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(STEPS):
+                next(loop)
+            if number:  # the first round warms up
+                found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    group.close()
+    return found
+
+
+def main() -> None:
+    results: dict[str, Any] = {"torch": str(torch.__version__), "load": os.getloadavg()[0]}
+    with rank_server() as server:
+        for name in MODELS:
+            rounds = server.values(measure, name, world=WORLD, seconds=200)[0]
+            hand = [statistics.median(kind) for kind in zip(*rounds["by hand"], strict=True)]
+            results[name] = {"by hand, ms of CPU a step": round(1000 * hand[1] / STEPS, 2)}
+            for sync in ("after", "overlap"):
+                wall, cpu = (statistics.median(kind) for kind in zip(*rounds[sync], strict=True))
+                results[name][sync] = {"wall": round(wall / hand[0], 3), "cpu": round(cpu / hand[1], 3)}
+    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
