@@ -128,6 +128,9 @@ def _guarded(name: str, arguments: list[str]) -> int:
         verbose = options.verbose
         with raise_on_termination():
             ranks = ranks or open_ranks(os.environ)
+            if ranks.world > 1:
+                per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
+                log.command = f"torchrun --nproc-per-node {per_host} -m {log.command}"
             code = _run_workload(name, workload, options, log, ranks)
             ranks.close()
             return code

@@ -61,6 +61,7 @@ def test_a_run_prints_one_json_object(tmp_path: Path) -> None:
     assert code == 0, err
     result = json.loads(out)
     assert result["plan"]["world_size"] == 2
+    assert result["command"].startswith("torchrun --nproc-per-node 2 -m autobatch fit work.py --out run")
     assert result["training"]["optimizer_steps"] == 8
     assert (tmp_path / "run" / "ranks" / "rank-1.log").read_text().endswith("step 8 of 8, done\n")
 
