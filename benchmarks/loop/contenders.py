@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch import Workload
@@ -116,13 +117,26 @@ def by_fit(case: Case, source: Source, precision: Precision, work: Work) -> Call
 
 
 def by_batches(case: Case, source: Source, precision: Precision, work: Work) -> Callable[[], None]:
-    """Run a loop of one's own with `autobatch.batches`."""
+    """Run a loop of one's own with `autobatch.batches` over map-style data."""
+    made = case.made()
+    data: Any = made if source == "made" else case.data
+    return _own_loop(case, precision, work, data, collate=made.collate if source == "made" else None)
+
+
+def by_loader(case: Case, source: Source, precision: Precision, work: Work) -> Callable[[], None]:
+    """Run a loop of one's own with `autobatch.batches` over batches, which it cuts and concatenates."""
+    data: Any = DataLoader(case.data, batch_size=case.micro_batch, shuffle=True, drop_last=True)
+    return _own_loop(
+        case, precision, work, case.made().micro_batches if source == "made" else data, batched=True
+    )
+
+
+def _own_loop(case: Case, precision: Precision, work: Work, data: Any, **options: Any) -> Callable[[], None]:
     model = case.model()
     optimizer = work.optimizer(model.parameters())
     target = ACCUMULATION * case.micro_batch
     plan = make_plan(target_batch=target, micro_batch_limit=case.micro_batch, learning_rate=1e-3)
-    data: Any = case.made().micro_batches if source == "made" else case.data
-    batches = iter(autobatch.batches(data, plan, steps=ENDLESS, batched=source == "made"))
+    batches = iter(autobatch.batches(data, plan, steps=ENDLESS, **options))
 
     def step() -> None:
         batch = next(batches)

@@ -29,11 +29,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.loop.cases import ACCUMULATION, CASES, Case, Precision, Source
-from benchmarks.loop.contenders import WORKS, bare, by_batches, by_fit, by_hand
+from benchmarks.loop.contenders import WORKS, bare, by_batches, by_fit, by_hand, by_loader
 from benchmarks.loop.peers import by_accelerate, by_fabric, by_lightning
 from benchmarks.report import save, surroundings
 
-OWN = {"fit": by_fit, "batches": by_batches}
+OWN = {"fit": by_fit, "batches": by_batches, "batches of a loader": by_loader}
 LOOPS: dict[str, dict[str, Callable[..., Callable[[], None]]]] = {
     "adam, clipped": {
         "hand": by_hand,
