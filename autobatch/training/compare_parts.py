@@ -166,7 +166,7 @@ class _Comparison:
         error = self._error(mean)
         if error <= tolerance:
             return None
-        weights = torch.linalg.lstsq(columns, whole.elements[:, None]).solution[:, 0]
+        weights = _fitted(columns, whole.elements)
         residual = self._error(columns @ weights)
         start = f"the gradient of {whole.samples} samples at once and in parts differs by {error:.1%}: "
         return start + _cause(whole, weights.tolist(), mixes_samples=residual > tolerance)
@@ -183,6 +183,13 @@ class _Comparison:
     def _error(self, elements: torch.Tensor) -> float:
         """Return the relative distance from the gradient of the whole."""
         return float((elements - self.whole.elements).norm() / self.whole.elements.norm())
+
+
+def _fitted(columns: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the weights with which the columns come closest to the whole."""
+    # By singular values: the default driver returns zeros if a part has no gradient, as one without targets.
+    weights: torch.Tensor = torch.linalg.lstsq(columns, whole[:, None], driver="gelsd").solution[:, 0]
+    return weights
 
 
 class _Placed:

@@ -294,6 +294,18 @@ def test_a_model_may_run_in_train_mode_only() -> None:
         )
 
 
+def test_a_part_without_a_target_does_not_hide_the_cause() -> None:
+    def mean_over_targets(model, batch):
+        inputs, labels, is_target = batch
+        losses = cross_entropy(model(inputs), labels, reduction="none")
+        return (losses * is_target).sum() / is_target.sum().clamp(min=1)
+
+    data = points(40)
+    data.columns = (*data.columns, (torch.arange(40) % 5 == 4).double())
+    with pytest.raises(InputError, match="a mean over something else than samples"):
+        check(make_workload(train_data=data, loss=mean_over_targets))
+
+
 def test_the_check_can_note_the_cause_or_be_off() -> None:
     def notes(choice: str) -> list[str]:
         sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
