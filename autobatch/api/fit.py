@@ -185,7 +185,14 @@ def _prepare_resume(
         progress.note(f"skipped an invalid checkpoint: {line}")
     plan = load_plan(stored, settings)
     check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
-    changes = changes_since_checkpoint(stored, device_key(setup), plan, options.max_micro_batch, ranks)
+    changes = changes_since_checkpoint(
+        stored,
+        device_key(setup),
+        plan,
+        ranks,
+        max_micro_batch=options.max_micro_batch,
+        set_budget=None if options.memory_budget is None else setup.device.budget_bytes,
+    )
     changes += split_changes(setup, plan, options.split)
     changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:

@@ -139,9 +139,24 @@ def check_same_data_order(resumed: Loaded, sampler: GlobalBatchSampler, *, sched
 
 
 def changes_since_checkpoint(
-    resumed: Loaded, key: Mapping[str, Any], plan: Plan, max_micro_batch: int | None, ranks: Ranks
+    resumed: Loaded,
+    key: Mapping[str, Any],
+    plan: Plan,
+    ranks: Ranks,
+    *,
+    max_micro_batch: int | None,
+    set_budget: int | None,
 ) -> list[str]:
-    """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own."""
+    """Return the changes that rule out a bit-exact resume, in the user's words; each rank has its own.
+
+    Args:
+        resumed: the checkpoint.
+        key: describes this device.
+        plan: of the checkpoint.
+        ranks: that train.
+        max_micro_batch: as asked.
+        set_budget: bytes that the user gave, and not those that are free now, which differ each time.
+    """
     stored = resumed.facts.get("ranks") or [resumed.facts.get("key", {})]
     if len(stored) != ranks.world:
         return ["number of ranks"]
@@ -149,6 +164,8 @@ def changes_since_checkpoint(
     changes = [name for entry, name in _BIT_EXACT_KEYS.items() if stored.get(entry) != key.get(entry)]
     if max_micro_batch is not None and max_micro_batch < plan.micro_batch:
         changes.append("--max-micro-batch")
+    if set_budget is not None and set_budget < stored.get("budget_bytes", 0):
+        changes.append("--memory-budget")
     return changes
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.units import format_bytes
+from autobatch.core.units import GiB, format_bytes
 from autobatch.distributed.ranks import Alone
 from autobatch.planning import make_plan
 from autobatch.training.build import LoopSettings
@@ -190,4 +190,17 @@ def test_a_run_that_ended_with_a_short_batch_cannot_be_continued() -> None:
     ],
 )
 def test_changes_that_rule_out_a_bit_exact_resume_are_named(key, max_micro_batch, expected) -> None:
-    assert changes_since_checkpoint(checkpoint(), {**KEY, **key}, PLAN, max_micro_batch, Alone()) == expected
+    found = changes_since_checkpoint(
+        checkpoint(), {**KEY, **key}, PLAN, Alone(), max_micro_batch=max_micro_batch, set_budget=None
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(2 * GiB, ["--memory-budget"]), (None, []), (4 * GiB, []), (5 * GiB, [])]
+)
+def test_only_a_smaller_budget_that_the_user_set_is_a_change(budget: int | None, expected) -> None:
+    before = checkpoint(key={**KEY, "budget_bytes": 4 * GiB})
+    assert expected == changes_since_checkpoint(
+        before, KEY, PLAN, Alone(), max_micro_batch=None, set_budget=budget
+    )
