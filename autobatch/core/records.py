@@ -382,6 +382,8 @@ class Training(Record, frozen=True, kw_only=True):
     """Steps after which a checkpoint could not be written and the run continued."""
     grad_sync: str | None = None
     """``overlap`` or ``after`` if several ranks summed gradients during or after the last backward pass."""
+    notes: list[str] = []
+    """What the check of the loss found before the training and in its first batches."""
 
 
 class PredictedPoint(Record, frozen=True):

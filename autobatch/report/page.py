@@ -208,7 +208,8 @@ def _training(data: RunRecord) -> Markup:
         ("Resumed from", training.resumed_from),
         ("Checkpoint", training.checkpoint),
     ]
-    return join(element("p", training_in_words(training)), pictures, facts(pairs))
+    notes = filter(None, [_notes(training.notes)])
+    return join(element("p", training_in_words(training)), pictures, facts(pairs), *notes)
 
 
 def _repeat(data: RunRecord) -> Markup:

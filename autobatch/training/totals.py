@@ -91,5 +91,6 @@ class RunTotals:
             ema=None if average is None else average.decay,
             failed_checkpoints=failed_checkpoints,
             grad_sync=loop.engine.name,
+            notes=[],
             **self._peaks,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -75,7 +75,9 @@ def train_plan(
     """
     ranks = ranks or Alone()
     setup = with_knobs(setup, plan.knobs)
-    watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, progress=progress)
+    told, tell = _kept_notes(progress)
+    progress.doing("checking that the loss can be split into micro-batches")
+    watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
     setup = _on_stream(setup, sampler)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
@@ -88,16 +90,36 @@ def train_plan(
         facts = {
             "plan": msgspec.to_builtins(plan),
             "key": dict(key),
-            "seed": loop_settings.seed,
-            "warmup_samples": loop_settings.warmup_samples,
-            **data_order_facts(sampler),
-            "versions": versions(),
             "sample_seeds": loop.feed is not None,
-            "ranks": [] if ranks.world == 1 else ranks.gather(device_key(setup)),
+            **_facts(setup, sampler, loop_settings, ranks),
         }
         progress.doing("training: the first step")
         record = train(loop, replace(run_settings, facts=facts), progress, checkpoint, watch)
-    return record, loop.train_state.model
+    return msgspec.structs.replace(record, notes=told), loop.train_state.model
+
+
+def _kept_notes(progress: Progress) -> tuple[list[str], Callable[[str], None]]:
+    """Return a list, and a function that shows a note and adds it to the list."""
+    kept: list[str] = []
+
+    def tell(line: str) -> None:
+        kept.append(line)
+        progress.note(line)
+
+    return kept, tell
+
+
+def _facts(
+    setup: TrainSetup, sampler: GlobalBatchSampler, settings: LoopSettings, ranks: Ranks
+) -> dict[str, Any]:
+    """Return what a resume compares: the order of the data, versions, and the devices."""
+    return {
+        "seed": settings.seed,
+        "warmup_samples": settings.warmup_samples,
+        **data_order_facts(sampler),
+        "versions": versions(),
+        "ranks": [] if ranks.world == 1 else ranks.gather(device_key(setup)),
+    }
 
 
 def _restore(loop: Loop, resume: Resume, sampler: GlobalBatchSampler, progress: Progress) -> None:
@@ -121,7 +143,7 @@ def _check_split(
     ranks: Ranks,
     *,
     split_check: Literal["error", "note", "off"],
-    progress: Progress,
+    tell: Callable[[str], None],
 ) -> SplitWatch | None:
     """Check the loss before the training, and return what checks it during the first batches.
 
@@ -131,7 +153,6 @@ def _check_split(
     Raises:
         InputError: the loss cannot be split into micro-batches.
     """
-    progress.doing("checking that the loss can be split into micro-batches")
     notes, found = check_loss_splits(
         setup,
         micro_batch=limit_of_rank(ranks, plan),
@@ -140,7 +161,7 @@ def _check_split(
         share_of=lambda samples: share_of_rank(ranks, plan, samples),
     )
     for line in notes:
-        progress.note(line)
+        tell(line)
     if split_check == "off" or ranks.rank:
         return None
-    return SplitWatch(_on_stream(setup, sampler), check=split_check, note=progress.note, before=found)
+    return SplitWatch(_on_stream(setup, sampler), check=split_check, note=tell, before=found)

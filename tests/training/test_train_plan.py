@@ -128,6 +128,7 @@ def test_a_loss_that_cannot_be_split_is_an_error_or_a_note(tmp_path: Path) -> No
     record, _, (note,) = trained(tmp_path, workload, split_check="note")
     assert "depends on several samples at once" in note
     assert record.optimizer_steps == 4
+    assert record.notes == [note]
 
 
 def test_the_knobs_of_the_plan_reach_the_optimizer(tmp_path: Path) -> None:
