@@ -21,7 +21,7 @@ READ_BY_STAGES = {
     "probe": {"micro_batch"},
     "plan": {"split"},
     "tune": {"split", "timeout", "tune_lr"},
-    "fit": {"split", "timeout", "tune_lr", "resume", "out", "split_check"},
+    "fit": {"split", "timeout", "tune_lr", "resume", "out", "split_check", "collective_timeout"},
     "estimate": {"all", "report"},
 }
 """Options that decide which stages run, and with which folder, time and check."""

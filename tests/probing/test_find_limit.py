@@ -15,7 +15,7 @@ import autobatch
 from autobatch import Workload
 from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import PlanOptions
+from autobatch.core.options import RankPlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records import Probe
 from autobatch.core.units import GiB, KiB, MiB
@@ -77,7 +77,7 @@ def test_a_cap_is_reached_and_not_exceeded(cap: int) -> None:
 
 
 def test_the_target_batch_caps_the_micro_batch() -> None:
-    options = PlanOptions(device="cpu", memory_budget="1GiB", target_batch=3)
+    options = RankPlanOptions(device="cpu", memory_budget="1GiB", target_batch=3)
     result = run_plan(work(), options, RunContext())
     assert (result.probe.micro_batch, result.probe.limited_by) == (3, "target_batch")
 

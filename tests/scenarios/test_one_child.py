@@ -82,7 +82,10 @@ def test_a_tuned_run_opens_the_workload_in_two_processes_and_reads_each_size_onc
     processes = [process for (process,) in first["open"]]
     assert len(processes) == len(set(processes)) == 2
     assert sorted(first["model"]) == sorted(first["open"])
-    assert Counter(int(index) for _, index in first["size"]) == dict.fromkeys(range(120), 1)
+    reads = Counter(int(index) for _, index in first["size"])
+    assert set(reads) == set(range(120))
+    # A few are read again, to see that the sizes do not change.
+    assert sum(count - 1 for count in reads.values()) <= 3
     assert len({process for process, _ in first["size"]}) == 1
 
     again = run_logged(tmp_path, "--steps", 5, *TUNED, *workers, "--resume")

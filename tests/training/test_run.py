@@ -216,5 +216,8 @@ def test_the_error_of_the_run_counts_if_no_checkpoint_can_be_written_after_it(
     monkeypatch.setattr("autobatch.training.run.save_checkpoint", refuse)
     caught = run_until_oom(tmp_path, FULL, micro_batch=1)
     assert caught.exit_code == 3
-    assert "no checkpoint of step 3 could be written: MemoryError: no host memory" in caught.__notes__
+    (said,) = [
+        note for note in caught.__notes__ if note.startswith("no checkpoint of step 3 could be written")
+    ]
+    assert "no host memory" in said
     assert saved_steps(tmp_path) == []

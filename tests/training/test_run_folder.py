@@ -115,7 +115,7 @@ def test_an_earlier_run_is_moved_out_of_the_way_and_other_files_stay(tmp_path: P
     for number in (1, 2):
         (tmp_path / "checkpoints" / f"step-{number}").mkdir(parents=True)
         (tmp_path / "metrics.jsonl").write_text(str(number))
-        assert move_earlier_run(tmp_path) == tmp_path / f"previous-{number}"
+        assert move_earlier_run(tmp_path) == str(tmp_path / f"previous-{number}")
     for number in (1, 2):
         moved = tmp_path / f"previous-{number}"
         assert (moved / "checkpoints" / f"step-{number}").is_dir()
