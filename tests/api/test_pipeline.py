@@ -42,10 +42,10 @@ def test_a_plan_shows_where_the_memory_goes(tmp_path: Path) -> None:
     assert predicted[answer + 1] > 2 * MiB
     totals = [sum(sizes) for sizes in zip(*found.memory_curve.categories.values(), strict=True)]
     assert max(totals) == ran[answer]
-    # A confirmed limit needs no prediction, and spends no time on one.
+    # A confirmed limit shows the same memory.
     again = run_plan(deep_transformer(), plan_options(), context_in(tmp_path))
     assert again.probe.source != "search"
-    assert (again.predicted, again.memory_curve) == ([], None)
+    assert again.memory_curve == found.memory_curve
 
 
 def test_a_plan_whose_rule_lacks_a_base_batch_fails_before_the_probe(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def recording(shape: Shape, rule=lambda m, size: 100 + 8 * m * size + m * size**
         trace=Trace(tuple(events), tuple(marks)),
         labels=tuple(labels),
         first_products=(),
+        products=(),
         has_convolutions=False,
         has_selections=False,
     )
@@ -81,7 +82,12 @@ def test_other_events_at_another_size_are_refused() -> None:
     points[-1] = (
         shape,
         Recording(
-            trace=longer, labels=last.labels, first_products=(), has_convolutions=False, has_selections=False
+            trace=longer,
+            labels=last.labels,
+            first_products=(),
+            products=(),
+            has_convolutions=False,
+            has_selections=False,
         ),
     )
     with pytest.raises(Untraceable, match="order of allocations"):
@@ -102,7 +108,7 @@ def test_phases_of_another_kind_of_step_are_refused() -> None:
             (position, "loss" if phase == "backward" else phase) for position, phase in one.trace.marks
         )
         points.append((shape, Recording(
-            trace=Trace(one.trace.events, marks), labels=one.labels, first_products=(),
+            trace=Trace(one.trace.events, marks), labels=one.labels, first_products=(), products=(),
             has_convolutions=False, has_selections=False,
         )))  # fmt: skip
     with pytest.raises(Untraceable, match="phases"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from autobatch.core.signals import stop_on_signals
 from autobatch.workload.loader import open_feed
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.commandline import SMALL, autobatch, command, environment
+from tests.support.processes import loader_workers
 from tests.support.training import Rows, make_workload, points
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -151,7 +151,7 @@ def feed_forever(pipe: int) -> None:
         assert feed is not None
         for batch in sampler.batches():
             for _ in feed.collated(batch, 7):
-                workers = [child.pid for child in multiprocessing.active_children()]
+                workers = [child.pid for child in loader_workers()]
                 os.write(pipe, f"{json.dumps(workers)}\n".encode())
 
 

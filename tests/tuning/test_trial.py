@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from autobatch.tuning.timing import Timing
 from autobatch.tuning.trial import TrialRunner, confirm_trial, measure_trial, micro_batch_of
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
+from tests.support.processes import loader_workers
 from tests.support.training import mean_loss, points
 from tests.support.trials import (
     DEFAULTS,
@@ -159,7 +159,7 @@ def test_a_trial_with_workers_times_steps_that_workers_feed() -> None:
     before = capture_random_state()
     assert runner.measure({**LOADING, "loader_workers": 2}).feasible
     assert len(seen - {os.getpid()}) == 2
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
     assert torch.equal(capture_random_state().torch, before.torch)
 
 
@@ -202,7 +202,7 @@ def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> No
     runner = loading_runner(signed(set(), train_data=Shy(*points(64, dtype=torch.float32).columns)))
     refused = runner.measure({**LOADING, "loader_workers": 2})
     assert "the workload's data raised ValueError: not here" in (refused.failure or "")
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
     assert runner.measure(LOADING).feasible
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import threading
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from autobatch.workload.loader_parts import Loading
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.worker_feed import WorkerFeed
 from tests.support.feeds import augmented
+from tests.support.processes import loader_workers
 from tests.support.training import points
 
 
@@ -32,10 +32,10 @@ def test_workers_start_with_the_first_batch_and_end_with_the_feed() -> None:
     sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=3)
     with open_feed(augmented(), sampler.batches, seed=0, workers=2) as feed:
         assert isinstance(feed, WorkerFeed)
-        assert not multiprocessing.active_children()
+        assert not loader_workers()
         next(feed.collated(next(sampler.batches()), 4))
-        assert len(multiprocessing.active_children()) == 2
-    assert not multiprocessing.active_children()
+        assert len(loader_workers()) == 2
+    assert not loader_workers()
 
 
 def test_memory_is_pinned_for_gpus_alone() -> None:

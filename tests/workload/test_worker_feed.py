@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -28,6 +27,7 @@ from autobatch.workload.worker_exit import LoaderWorkerCrashed
 from autobatch.workload.worker_feed import LoaderWorkerTimeout, WorkerFeed
 from tests.support.feeds import augmented, fed_loop, fed_samples
 from tests.support.kinds import Augmented
+from tests.support.processes import loader_workers
 from tests.support.training import Rows, fingerprint, make_loop, make_workload, points
 
 
@@ -214,7 +214,7 @@ def test_a_killed_worker_is_reported_and_the_others_end() -> None:
         ):
             list(loop.run())
         assert isinstance(loop.feed, WorkerFeed)
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
 
 
 def test_a_worker_killed_between_waits_is_reported_at_the_next_micro_batch() -> None:
@@ -222,13 +222,13 @@ def test_a_worker_killed_between_waits_is_reported_at_the_next_micro_batch() -> 
     with fed_loop(make_workload(), workers=2, steps=50) as loop:
         run = loop.run()
         next(run)
-        victim = multiprocessing.active_children()[0]
+        victim = loader_workers()[0]
         os.kill(victim.pid, signal.SIGKILL)
         victim.join()
         time.sleep(0.05)  # nothing is raised here
         with pytest.raises(LoaderWorkerCrashed, match=str(victim.pid)):
             list(run)
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
     assert signal.getsignal(signal.SIGCHLD) is before
 
 
@@ -261,11 +261,11 @@ def test_a_worker_that_hangs_is_named_after_the_time_limit(monkeypatch, workers:
             LoaderWorkerTimeout, match=r"worker \d+ \(number .* within the limit of 1 s.*--workers 0"
         ) as caught:
             list(loop.run())
-        pids = [process.pid for process in multiprocessing.active_children()]
+        pids = [process.pid for process in loader_workers()]
         assert any(f"loader worker {pid} " in str(caught.value) for pid in pids)
     finally:
         loop.feed.close()
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
 
 
 def test_a_slow_worker_is_waited_for_over_many_polls(monkeypatch) -> None:
@@ -297,8 +297,8 @@ class Slow(Rows):
 def test_workers_end_when_the_loop_is_left_early() -> None:
     with fed_loop(make_workload(train_data=Slow(*points().columns)), workers=2, micro_batch=7) as loop:
         next(loop.run())
-        assert len(multiprocessing.active_children()) == 2
-    assert not multiprocessing.active_children()
+        assert len(loader_workers()) == 2
+    assert not loader_workers()
 
 
 def test_off_the_main_thread_no_signal_handler_is_set() -> None:
@@ -333,4 +333,4 @@ def test_micro_batches_for_a_gpu_are_in_pinned_memory() -> None:
     assert all(tensor.is_pinned() for data in found[1] for tensor in data)
     for here, there in zip(*found, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
-    assert not multiprocessing.active_children()
+    assert not loader_workers()
