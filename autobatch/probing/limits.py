@@ -113,7 +113,7 @@ class ReplayPredictor:
                 return known[0] - DISTANCES[0]
             room = self._in_proportion(known[0], cap) - known[0]
             return known[0] + next((distance for distance in DISTANCES if distance <= room), 1)
-        undecided = self._envelope is None and not self._confirmed
+        undecided = (self._envelope is None or self._needs_points) and not self._confirmed
         if undecided and self._refusals < 2 and 0 < len(self._points) < ENOUGH_POINTS:
             between = (known[-2] + known[-1]) // 2
             if between > known[-2]:
@@ -129,11 +129,16 @@ class ReplayPredictor:
                 return largest(self._program, self._new_allocator, cap, other=self._other) or 0
             except Untraceable:
                 self._program = None
-        if self._envelope is not None:
+        if self._envelope is not None and not self._needs_points:
             return self._largest_within(self._envelope, cap)
         if 0 < len(self._points) < ENOUGH_POINTS:
             return None
         return self._from_peaks(cap)
+
+    @property
+    def _needs_points(self) -> bool:
+        """True if a size that bounds from too few points allowed did not fit: memory bends between them."""
+        return self._refusals > 0 and len(self._points) < ENOUGH_POINTS
 
     def proves_next_fails(self, micro_batch: int) -> bool:
         """Return whether ``micro_batch + 1`` does not fit according to a program that a run has confirmed."""

@@ -50,6 +50,8 @@ from tests.support.untouched import fingerprint, with_gradients
     square=st.integers(1, 30), slope=st.integers(0, 200), fixed=st.integers(1, 4000),
     flat=st.integers(1, 4000), cap=st.integers(4, 400),
 )  # fmt: skip
+@example(square=7, slope=0, fixed=69, flat=2761, cap=136)
+@example(square=7, slope=196, fixed=69, flat=2729, cap=28)
 @settings(max_examples=300, deadline=None)
 def test_three_runs_find_memory_that_grows_with_the_square(square, slope, fixed, flat, cap) -> None:
     machine = machine_of(lambda m: square * m * m + fixed, lambda m: slope * m + flat, lambda m: 8 * m + 8)
@@ -155,7 +157,7 @@ def test_two_bounds_that_agree_prove_that_the_next_size_fails() -> None:
 def test_a_refusal_after_scratch_makes_the_prediction_careful() -> None:
     machine = machine_with_scratch(90, 100, 9, 16)
     predictor = ReplayPredictor(lambda: CountingAllocator(BUDGET), first_size=8)
-    for size in (8, 37):
+    for size in (8, 20, 37):
         predictor.learn(machine.run(size))
     first = predictor.largest(10_000)
     guesses = [first]
@@ -164,6 +166,17 @@ def test_a_refusal_after_scratch_makes_the_prediction_careful() -> None:
         guesses.append(predictor.largest(10_000))
     shares = [1 - guess / first for guess in guesses[1:]]
     assert shares == [pytest.approx(1 / 16, abs=0.01), pytest.approx(1 / 8, abs=0.01)]
+
+
+def test_bounds_from_two_runs_are_refuted_by_a_refusal() -> None:
+    machine = machine_with_scratch(90, 100, 9, 16)
+    predictor = ReplayPredictor(lambda: CountingAllocator(BUDGET), first_size=8)
+    for size in (8, 37):
+        predictor.learn(machine.run(size))
+    guess = predictor.largest(10_000)
+    predictor.learn(outcome_of(guess, False, BUDGET))
+    assert predictor.largest(10_000) is None
+    assert predictor.next_calibration_size(10_000) == 22, "between the two"
 
 
 # When a replay may prove that the next size does not fit.
