@@ -158,7 +158,7 @@ class SplitWatch:
         if compared < number and not self._is_done:
             self._note(
                 f"a real batch was compared with its micro-batches on {compared:,} of its {number:,} "
-                f"samples: for more of them at once {reason} does not suffice"
+                f"samples: there is not enough {reason} for more at once"
             )
 
     def _compare(self, loop: Loop, samples: list[Any], odd: int) -> Finding:
