@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on before they train: options, the folder, the checkpoint to resume from."""
+"""Agreement of the ranks of a run before they train: options, the folder, the checkpoint to resume from."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """What does the same as a usual word."""
+    """The option or setting that does the same as a usual word."""
 
     option: str | None
     """The option; None if it is a field of the workload, or not an option at all."""

@@ -41,7 +41,7 @@ class Store(Protocol):
 
 
 class Verdict(Record, frozen=True, kw_only=True):
-    """How a run over ranks ended; ``verdict.json`` in its folder."""
+    """The end of a run over ranks and its cause; ``verdict.json`` in its folder."""
 
     run_id: str
     restart: int

@@ -1,4 +1,4 @@
-"""What the engines of several ranks have in common: limits, requests to stop, and figures of every rank."""
+"""The common part of the engines of several ranks: limits, requests to stop, and figures of every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ``DataLoader`` holds besides its batch size: data, collation, order and processes."""
+"""The parts of a ``DataLoader`` besides its batch size: data, collation, order and processes."""
 
 from __future__ import annotations
 

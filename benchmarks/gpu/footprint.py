@@ -16,9 +16,8 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
 from autobatch.footprint.predict import Footprint, footprint, predict, with_workspaces
-from autobatch.footprint.trace_step import Setting
-from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
-from autobatch.probing.limits import ReplayPredictor
+from autobatch.probing.attempt import TrainSetup, attempt
+from autobatch.probing.limits import ReplayPredictor, setting_of
 from autobatch.probing.search import search
 from benchmarks.footprint.truth import Onlooker, train
 from benchmarks.gpu.cases import SAMPLES, Case, Made
@@ -81,20 +80,6 @@ def peaks_and_limits(
 def workspaces_of(device: Device) -> tuple[int, int]:
     """Return the size and the number of cuBLAS' workspaces (CublasHandlePool.cpp, until torch 2.14)."""
     return (WORKSPACES[1] if (device.compute_capability or (0, 0)) >= (9, 0) else WORKSPACES[0], 2)
-
-
-def setting_of(setup: TrainSetup) -> Setting:
-    """Return what a trace without memory needs."""
-    return Setting(
-        workload=setup.workload,
-        model=setup.model,
-        batch_of=setup.worst_case.batch,
-        precision=setup.precision,
-        capability=setup.device.compute_capability,
-        steps=ATTEMPT_STEPS,
-        max_grad_norm=1.0,
-        knobs=setup.knobs,
-    )
 
 
 def peaks(step: Footprint, taken: tuple[int, int], size: int) -> dict[str, int]:
