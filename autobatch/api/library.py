@@ -15,6 +15,7 @@ from autobatch.api.fit import run_fit
 from autobatch.api.listeners import ShowProgress, listening
 from autobatch.api.over_ranks import joined_ranks
 from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
+from autobatch.core.check_options import options_from
 from autobatch.core.keywords import (
     EstimateKeywords,
     FitKeywords,
@@ -22,14 +23,7 @@ from autobatch.core.keywords import (
     ProbeKeywords,
     TuneKeywords,
 )
-from autobatch.core.options import (
-    EstimateOptions,
-    FitOptions,
-    ProbeOptions,
-    RankPlanOptions,
-    TuneOptions,
-    options_from,
-)
+from autobatch.core.options import EstimateOptions, FitOptions, ProbeOptions, RankPlanOptions, TuneOptions
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
 from autobatch.training.sinks import Sink
 from autobatch.workload.contract import Workload

@@ -22,8 +22,9 @@ from typing import Any
 import msgspec
 
 from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
-from autobatch.core.options import RankPlanOptions, options_from
+from autobatch.core.options import RankPlanOptions
 from autobatch.core.records import Plan
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import TrainSetup, attempt

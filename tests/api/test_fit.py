@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import autobatch
 from autobatch.api.fit import _resume_hint, _write, run_fit
 from autobatch.api.pipeline import RunContext
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError, NonFiniteError
-from autobatch.core.options import FitOptions, options_from
+from autobatch.core.options import FitOptions
 from autobatch.core.progress import Progress
 from autobatch.report.result import Result, load_run
 from tests.support.probes import Listener

@@ -10,8 +10,9 @@ import pytest
 from torch import nn
 
 from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import EstimateOptions, ProbeOptions, RankPlanOptions, TuneOptions, options_from
+from autobatch.core.options import EstimateOptions, ProbeOptions, RankPlanOptions, TuneOptions
 from autobatch.core.records import Attempt
 from autobatch.core.units import MiB
 from autobatch.probing import child

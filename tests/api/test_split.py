@@ -9,8 +9,9 @@ import pytest
 
 from autobatch.api import split
 from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.options import RankPlanOptions, options_from
+from autobatch.core.options import RankPlanOptions
 from autobatch.core.progress import Progress
 from tests.support.ragged import ragged_workload
 from tests.support.training import language_model

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from autobatch.api import unpack
-from autobatch.core.options import COMMANDS, options_from
+from autobatch.core.check_options import options_from
+from autobatch.core.options import COMMANDS
 from autobatch.probing.setup import SetupInfo, SetupSettings, describe_setup, open_setup
 from autobatch.workload import demo
 from tests.support.options import CHANGED, all_changed, required

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from autobatch.cli.config_files import OptionValue, configured, environment_values, file_layers, layered
 from autobatch.cli.parser import parse
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import COMMANDS, options_from
+from autobatch.core.options import COMMANDS
 
 PLACES = ("config.toml", "pyproject.toml", "autobatch.toml", "variable", "command line")
 """Earliest first: later ones win."""

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from autobatch.core import keywords, options
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.option_types import MOST_WORKERS, plain_type
-from autobatch.core.options import COMMANDS, options_from
+from autobatch.core.options import COMMANDS
 
 PRINTING = {"json", "quiet", "verbose"}
 """Options that only change what the command line prints."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import (
     KNOBS,
@@ -15,7 +16,7 @@ from autobatch.core.knobs import (
     numeric_signature,
     parse_knobs,
 )
-from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.options import TuneOptions
 
 GPU = TuningContext(
     precisions=("bf16", "fp32"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autobatch.cli.main import run
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import COMMANDS, FitOptions, options_from
+from autobatch.core.options import COMMANDS, FitOptions
 from autobatch.core.usual_words import USUAL, answer_to
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import RankPlanOptions, options_from
+from autobatch.core.options import RankPlanOptions
 from autobatch.probing import real_batches
 from autobatch.probing.child import Session
 from autobatch.probing.real_batches import Order, RunBatches, find_survivor, program_of

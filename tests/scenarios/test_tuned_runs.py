@@ -20,7 +20,8 @@ import autobatch
 from autobatch.api import pipeline
 from autobatch.api.pipeline import RunContext, run_tune
 from autobatch.cli.failures import Terminated
-from autobatch.core.options import TuneOptions, options_from
+from autobatch.core.check_options import options_from
+from autobatch.core.options import TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.training import build

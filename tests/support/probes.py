@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from autobatch import Workload
 from autobatch.api.pipeline import RunContext, run_probe
-from autobatch.core.options import ProbeOptions, options_from
+from autobatch.core.check_options import options_from
+from autobatch.core.options import ProbeOptions
 from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import ThisProcess

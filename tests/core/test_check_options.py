@@ -1,4 +1,4 @@
-"""Options: one check for all values, wherever they come from."""
+"""The check of all options: one for all values, wherever they come from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions, Options, PlanOptions, options_from
+from autobatch.core.options import FitOptions, Options, PlanOptions
 
 
 @given(st.integers(1, 2**62), st.integers(0, 10**6), st.floats(1e-6, 1e9))
