@@ -118,7 +118,7 @@ def cheapest_cut(sizes: Sizes, limits: Sequence[int] | NDArray[np.int64], cost: 
         The samples of each micro-batch, in order. Among equal costs, the smaller micro-batch comes first.
     """
     count = len(sizes)
-    each = cost.per_sample + cost.per_size * sizes + cost.per_size_squared * sizes**2
+    each = seconds_each(cost, sizes)
     counts = np.arange(1, count + 1, dtype=np.float64)
     best = np.zeros(count + 1)
     taken = np.zeros(count, dtype=np.int64)
@@ -127,12 +127,22 @@ def cheapest_cut(sizes: Sizes, limits: Sequence[int] | NDArray[np.int64], cost: 
         totals = each[start] * counts[:most] + best[start + 1 : start + most + 1]
         taken[start] = chosen = int(totals.argmin()) + 1
         best[start] = cost.fixed + totals[chosen - 1]
+    return followed(taken)
+
+
+def followed(taken: NDArray[np.int64]) -> list[int]:
+    """Return the micro-batches of a cut, given how many samples one takes that begins at each place."""
     found: list[int] = []
     start = 0
-    while start < count:
+    while start < len(taken):
         found.append(int(taken[start]))
         start += found[-1]
     return found
+
+
+def seconds_each(cost: MicroBatchCost, sizes: Sizes) -> Sizes:
+    """Return the seconds of a sample by its size, without what a micro-batch takes in any case."""
+    return cost.per_sample + cost.per_size * sizes + cost.per_size_squared * sizes**2
 
 
 def digest_of(sizes: Sizes) -> str:
