@@ -16,6 +16,7 @@ import torch
 
 from autobatch.api import unpack
 from autobatch.api.over_ranks import (
+    check_count,
     check_loss_of_ranks,
     claim_of_ranks,
     continued,
@@ -78,6 +79,7 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
         AutobatchError: see `autobatch.training.run.train`.
     """
     ranks = context.ranks
+    check_count(options, ranks)
     options = continued(refuse_tuning(options_of_rank(options, ranks), ranks), ranks)
     ranks.limit_wait(options.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)

@@ -66,6 +66,24 @@ def options_of_rank(options: _Options, ranks: Ranks) -> _Options:
     return msgspec.structs.replace(options, device=device, split="count")
 
 
+def check_count(options: FitOptions, ranks: Ranks) -> None:
+    """Check that as many ranks run as were asked for.
+
+    Raises:
+        InputError: another number runs.
+    """
+    if options.ranks in (None, ranks.world):
+        return
+    if ranks.world == 1:
+        raise InputError(
+            f"ranks is {options.ranks}, and a call cannot start processes: use autobatch fit --ranks "
+            f"{options.ranks}, or start the script with torchrun --nproc-per-node {options.ranks}"
+        )
+    raise InputError(
+        f"--ranks is {options.ranks}, and torchrun started {ranks.world}: leave out --ranks under torchrun"
+    )
+
+
 def refuse_tuning(options: FitOptions, ranks: Ranks) -> FitOptions:
     """Return the options of a run over ranks without trials.
 

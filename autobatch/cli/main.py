@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autobatch.api.pipeline import RunContext
     from autobatch.cli.failures import RunLog
     from autobatch.cli.output import SafeStream
-    from autobatch.core.options import EstimateOptions, Options
+    from autobatch.core.options import EstimateOptions, FitOptions, Options
     from autobatch.distributed.group import Group
     from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
@@ -105,6 +105,7 @@ def run(arguments: list[str]) -> int:
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; turn an exception into one line, an exit code and, if it is unexpected, a log."""
     from autobatch.cli.failures import RunLog, raise_on_termination
+    from autobatch.distributed.launch import read_launch
     from autobatch.distributed.ranks import Alone, open_ranks, refuse_ranks
 
     log = RunLog(_home, shlex.join(["autobatch", name, *arguments]))
@@ -126,9 +127,12 @@ def _guarded(name: str, arguments: list[str]) -> int:
         except OSError as error:  # the help could not be printed
             return _undelivered(error)
         verbose = options.verbose
+        count = cast("FitOptions", options).ranks if name == "fit" else None
         with raise_on_termination():
+            if count is not None and count > 1 and read_launch(os.environ) is None:
+                return _start_ranks([name, *arguments], count)
             ranks = ranks or open_ranks(os.environ)
-            if ranks.world > 1:
+            if ranks.world > 1 and count is None:
                 per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
                 log.command = f"torchrun --nproc-per-node {per_host} -m {log.command}"
             code = _run_workload(name, workload, options, log, ranks)
@@ -136,6 +140,18 @@ def _guarded(name: str, arguments: list[str]) -> int:
             return code
     except BaseException as error:
         return _complain(error, log, ranks, verbose=verbose)
+
+
+def _start_ranks(words: list[str], count: int) -> int:
+    """Run a command in several ranks; rank 0 prints, and what a signal ended is told here."""
+    from autobatch.distributed.start import start_ranks
+
+    ended = start_ranks(words, count, os.environ)
+    if ended.killed is not None:
+        rank, name = ended.killed
+        cause = ": the system may be out of memory" if name == "SIGKILL" else ""
+        _print_error(f"rank {rank} was ended by {name}{cause}; --resume continues from the newest checkpoint")
+    return ended.code
 
 
 def _home() -> Path:

@@ -87,6 +87,7 @@ class FitKeywords(TuneKeywords, total=False):
     workers: int | None
     prefetch: int | None
     sample_seeds: bool
+    ranks: int | None
     grad_sync: Literal["auto", "overlap", "after"]
     collective_timeout: float
     resume: bool

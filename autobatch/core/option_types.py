@@ -20,6 +20,7 @@ MOST_WORKERS = 1024
 """Largest number of processes, and of micro-batches that each loads ahead."""
 Workers = Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
 Prefetch = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
+LocalRanks = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Seeds that every generator accepts: NumPy's end at 32 bits, and the sampler counts up from here."""

@@ -16,6 +16,7 @@ from autobatch.core.option_types import (
     AtLeastOne,
     AtLeastZero,
     Decay,
+    LocalRanks,
     OptionHelp,
     Positive,
     Prefetch,
@@ -177,11 +178,7 @@ class TuneOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
     tune_lr: Annotated[
         bool,
-        OptionHelp(
-            "Also try learning rates in short runs, and use the best if it is better beyond the noise.",
-            "learning rate",
-            common=True,
-        ),
+        OptionHelp("Also try learning rates, and use a better one.", "learning rate", common=True),
     ] = False
     lr_trials: Annotated[
         AtLeastOne, OptionHelp("Learning rates to try, the plan's own first.", "learning rate", "N")
@@ -279,6 +276,10 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
             "run",
         ),
     ] = False
+    ranks: Annotated[
+        LocalRanks | None,
+        OptionHelp("Processes on this machine, one per GPU.", "run", "N", common=True),
+    ] = None
     grad_sync: Annotated[
         Literal["auto", "overlap", "after"],
         OptionHelp(

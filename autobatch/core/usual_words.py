@@ -26,6 +26,7 @@ _RATE = (
 _ACCUMULATE = (Answer(None, "the accumulation steps follow from the target batch and what fits"),)
 _PRECISION = (Answer("precision", "give {} fp32, bf16 or fp16"),)
 _DEVICE = (Answer("device", "give {} cuda:N, cpu or sim:PROFILE"),)
+_RANKS = (Answer("ranks", "give {} N, the number of processes, one per GPU"),)
 _STEPS = (Answer("steps", "give {} N, the number of optimizer steps"),)
 _OUT = (Answer("out", "give {} FOLDER"),)
 _EPOCHS = (Answer("epochs", "give {} N"),)
@@ -52,7 +53,11 @@ USUAL: Mapping[str, tuple[Answer, ...]] = {
     "dtype": _PRECISION,
     "mixed_precision": _PRECISION,
     "gpu": _DEVICE,
-    "gpus": _DEVICE,
+    "gpus": (*_RANKS, *_DEVICE),
+    "num_gpus": _RANKS,
+    "nproc": _RANKS,
+    "nproc_per_node": _RANKS,
+    "num_processes": _RANKS,
     "cuda": _DEVICE,
     "max_steps": _STEPS,
     "iterations": _STEPS,

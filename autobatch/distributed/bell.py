@@ -128,9 +128,14 @@ def check_earlier_starts(store: Store, restart: int) -> None:
         EarlierVerdict: one did.
     """
     for earlier in range(restart):
-        verdict = _read(store, _key(earlier))
+        verdict = read_verdict(store, earlier)
         if verdict is not None and verdict.code in FINAL_CODES:
             raise EarlierVerdict(verdict)
+
+
+def read_verdict(store: Store, restart: int) -> Verdict | None:
+    """Return the first verdict of a start of the run; None if no rank rang the bell."""
+    return _read(store, _key(restart))
 
 
 def _key(restart: int) -> str:

@@ -250,5 +250,5 @@ def as_rank_lost(act: str) -> Iterator[None]:
         text = (str(error).splitlines() or [""])[0]
         raise RankLost(
             f"a rank ended or cannot be reached, so this one could not {act} ({text}): its own log or "
-            "torchrun's summary has the cause"
+            "the launcher's summary has the cause"
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autobatch.api.over_ranks import (
+    check_count,
     check_data_of_ranks,
     check_loss_of_ranks,
     claim_of_ranks,
@@ -44,6 +45,8 @@ def test_one_process_keeps_its_options() -> None:
     assert options_of_rank(OPTIONS, Alone()) is OPTIONS
     assert refuse_tuning(OPTIONS, Alone()) is OPTIONS
     assert continued(OPTIONS, Alone()) is OPTIONS
+    check_count(a_fit(ranks=1), Alone())
+    check_count(a_fit(ranks=2), Two())
     check_loss_of_ranks(make_workload(loss=INFO_NCE), Alone())
     check_data_of_ranks(is_stream=True, ranks=Alone())
 
@@ -63,6 +66,8 @@ CONTRASTIVE = make_workload(loss=INFO_NCE)
 @pytest.mark.parametrize(
     ("refuse", "message"),
     [
+        (lambda: check_count(a_fit(ranks=2), Alone()), "use autobatch fit --ranks 2, or start the script"),
+        (lambda: check_count(a_fit(ranks=3), Two()), "--ranks is 3, and torchrun started 2: leave out"),
         (lambda: options_of_rank(OPTIONS, Two(**{"--seed": 1})), "--seed: rank 1 has 1, and rank 0 has 0"),
         (lambda: options_of_rank(OPTIONS, Two(torch="2.0")), "differ in torch: rank 1 has 2.0"),
         (lambda: options_of_rank(a_fit(split="size"), Two()), "--split size needs one process"),

@@ -75,7 +75,7 @@ def test_every_value_of_a_keyword_is_accepted(name: str, key: str) -> None:
             values = [0.5, 0.999]
         if member is str and key in TEXTS:
             values = [TEXTS[key]]
-        if key in ("workers", "prefetch"):
+        if key in ("workers", "prefetch", "ranks"):
             values = [4, MOST_WORKERS] if member is int else values
         for value in values:
             found = getattr(options_from(COMMANDS[name], {**needed(name), key: value}), key)

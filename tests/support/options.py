@@ -37,6 +37,7 @@ CHANGED: dict[str, Any] = {
     "resume": True,
     "sample_seeds": True,
     "scan": 17,
+    "ranks": 2,
     "grad_sync": "after",
     "collective_timeout": 60.0,
     "seed": 7,

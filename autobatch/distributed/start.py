@@ -1,0 +1,120 @@
+"""The start of all ranks of one machine by this process: ``autobatch fit --ranks N``.
+
+torchrun does the same, but turns every exit code into 1 and restarts after any failure. Here the exit code is
+that of the first rank that failed, and ranks start again only after exit code 77, in smaller micro-batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    RunProcsResult,
+    SignalException,
+    start_processes,
+)
+
+from autobatch.core.errors import RestartSmallerError
+from autobatch.distributed.bell import read_verdict
+
+RESTARTS = 3
+"""Times that ranks start again in smaller micro-batches."""
+RUN_ID = "ranks"
+ADDRESS = "127.0.0.1"
+POLL_S = 0.1
+SHUTDOWN_S = 30
+"""Seconds from a signal until ranks that have not ended are killed."""
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+class RanksEnded(NamedTuple):
+    """The end of all ranks."""
+
+    code: int
+    """Exit code of the first rank that failed; 0 if none did."""
+    killed: tuple[int, str] | None = None
+    """A rank that a signal ended, and the name of the signal; None if no rank ended so."""
+
+
+def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) -> RanksEnded:
+    """Run a command in so many ranks on this machine, and wait for their end.
+
+    Signals that ask to stop are passed on to all ranks.
+
+    Args:
+        words: the words after ``autobatch``.
+        count: number of ranks.
+        environ: the environment of this process, which the ranks inherit.
+    """
+    # Its warnings name process numbers. The ranks tell the user what happened.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault(_HANDLED, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    store = TCPStore(ADDRESS, 0, None, is_master=True, wait_for_workers=False)
+    threads = max(1, len(os.sched_getaffinity(0)) // count) if hasattr(os, "sched_getaffinity") else 1
+    common = {
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(threads)),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": RUN_ID,
+    }
+    for restart in range(RESTARTS + 1):
+        ended = _run(words, count, {**common, "TORCHELASTIC_RESTART_COUNT": str(restart)})
+        verdict = read_verdict(PrefixStore(f"autobatch/{RUN_ID}", store), restart)
+        code = ended.code if verdict is None or not ended.code else verdict.code
+        if code != RestartSmallerError.exit_code:
+            break
+    return RanksEnded(code, ended.killed)
+
+
+def _run(words: Sequence[str], count: int, common: Mapping[str, str]) -> RanksEnded:
+    """Start the ranks once, and wait until all of them have ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_processes(
+            "autobatch",
+            sys.executable,
+            dict.fromkeys(range(count), ("-m", "autobatch", *words)),
+            {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)},
+            DefaultLogsSpecs(folder),
+        )
+        try:
+            found = context.wait(period=POLL_S)
+        except SignalException as request:
+            number = _pass_on(context, request.sigval)
+            return RanksEnded(128 + number)
+        assert found is not None
+        return _end_of(found)
+
+
+def _pass_on(context: PContext, number: signal.Signals) -> int:
+    """Pass a signal, and every further one, on to all ranks until they have ended; return the first."""
+    first = number
+    while True:
+        try:
+            context.close(number, timeout=SHUTDOWN_S)
+        except SignalException as again:
+            number = again.sigval
+        else:
+            return int(first)
+
+
+def _end_of(found: RunProcsResult) -> RanksEnded:
+    if not found.is_failed():
+        return RanksEnded(0)
+    codes = {rank: one.exitcode for rank, one in sorted(found.failures.items())}
+    # After the first failure, the others get SIGTERM.
+    killed = next((rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)
+    if killed is None:
+        return RanksEnded(max(1, *codes.values()))
+    return RanksEnded(128 - codes[killed], (killed, signal.Signals(-codes[killed]).name))

@@ -1,0 +1,170 @@
+"""Ranks that this process starts: their environment, exit codes, restarts and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from autobatch.distributed.start import RESTARTS, RanksEnded, start_ranks
+from tests.support.commandline import autobatch, command, environment
+from tests.support.signalled import preserved_handlers
+
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform == "win32", reason="a shell script")]
+WORKLOAD = """
+import os, pathlib, signal, time, torch
+from torch.nn.functional import cross_entropy
+import autobatch
+from tests.support.training import points
+
+RANK, START = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+STEPS = pathlib.Path("run/metrics.jsonl")
+
+def steps():
+    return STEPS.read_text().count("\\n") if STEPS.exists() else 0
+
+def loss(model, batch):
+    EXTRA
+    return cross_entropy(model(batch[0]), batch[1])
+
+def workload():
+    return autobatch.Workload(
+        model=lambda: torch.nn.Linear(5, 3).double(), train_data=points(64), loss=loss, learning_rate=0.1,
+        optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate),
+    )
+"""
+FIT = ("fit", "work.py", "--out", "run", "--target-batch", "14", "--memory-budget", "1GiB", "--ranks", "2")
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that starts two ranks of a shell script, and returns their end and their output."""
+
+    def start(body: str) -> tuple[RanksEnded, list[str]]:
+        script = tmp_path / "python"
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        monkeypatch.chdir(tmp_path)
+        with preserved_handlers():
+            ended = start_ranks(["fit", "x.py"], 2, {})
+        log = tmp_path / "log"
+        return ended, sorted(log.read_text().splitlines()) if log.exists() else []
+
+    return start
+
+
+def test_every_rank_gets_its_place_and_the_words(ranks) -> None:
+    ended, lines = ranks('echo "$RANK $LOCAL_RANK $WORLD_SIZE $TORCHELASTIC_RESTART_COUNT $*" >> log')
+    assert ended == RanksEnded(0)
+    assert lines == [f"{rank} {rank} 2 0 -m autobatch fit x.py" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("code", [1, 2, 3])
+def test_the_exit_code_is_that_of_a_rank_and_no_restart_follows(ranks, code: int) -> None:
+    ended, lines = ranks(f"echo $RANK >> log; [ $RANK = 0 ] || exit {code}; sleep 0.3")
+    assert ended == RanksEnded(code)
+    assert lines == ["0", "1"]
+
+
+def test_only_77_starts_the_ranks_again(ranks) -> None:
+    start = "$TORCHELASTIC_RESTART_COUNT"
+    ended, lines = ranks(f"[ $RANK = 0 ] || exec sleep 0.3; echo {start} >> log; [ {start} = 2 ] || exit 77")
+    assert ended == RanksEnded(0)
+    assert lines == ["0", "1", "2"]
+
+
+def test_restarts_end(ranks) -> None:
+    ended, lines = ranks("[ $RANK = 0 ] || exec sleep 20; echo $RANK >> log; exit 77")
+    assert ended == RanksEnded(77)
+    assert len(lines) == RESTARTS + 1
+
+
+def test_a_killed_rank_is_named(ranks) -> None:
+    ended, _ = ranks("[ $RANK = 0 ] || kill -KILL $$; exec sleep 20")
+    assert ended == RanksEnded(137, (1, "SIGKILL"))
+
+
+def test_a_signal_is_passed_on_and_decides_the_exit_code(ranks, tmp_path: Path) -> None:
+    def stop() -> None:
+        while not (tmp_path / "log").exists() or (tmp_path / "log").read_text().count("ready") < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop, daemon=True).start()
+    ended, lines = ranks(
+        "trap 'echo stopped >> log; exit 130' INT; echo ready >> log; while true; do sleep 0.05; done"
+    )
+    assert ended == RanksEnded(130)
+    assert lines == ["ready", "ready", "stopped", "stopped"]
+
+
+def fit(folder: Path, *options: str, extra: str = "pass"):
+    (folder / "work.py").write_text(WORKLOAD.replace("EXTRA", extra))
+    return autobatch(folder, *FIT, *options, timeout=240, PYTHONPATH=str(Path(__file__).parents[2]))
+
+
+@pytest.mark.slow
+def test_a_run_prints_one_json_object(tmp_path: Path) -> None:
+    ran = fit(tmp_path, "--steps", "4", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["plan"]["world_size"] == 2
+    assert ran.json["command"] == f"autobatch {' '.join(FIT)} --steps 4 --json"
+
+
+@pytest.mark.slow
+def test_invalid_input_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    ran = fit(tmp_path, "--steps", "4", "--quiet", extra="raise KeyError('x')")
+    assert ran.code == 2
+    assert ran.err.startswith("autobatch: the workload's loss raised KeyError")
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_out_of_memory_in_the_step_starts_the_ranks_again_in_smaller_micro_batches(tmp_path: Path) -> None:
+    extra = (
+        "if RANK == '1' and START == '0' and steps() == 2: "
+        "torch.optim.SGD.step = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError('no memory'))"
+    )
+    options = ("--steps", "5", "--max-micro-batch", "4", "--checkpoint-every", "1", "--json")
+    ran = fit(tmp_path, *options, extra=extra)
+    assert ran.code == 0, ran.err
+    assert ran.json["training"]["resumed_from"] is not None
+    assert "out of memory" in ran.err
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
+    ran = fit(tmp_path, "--steps", "900", extra="RANK == '1' and steps() > 3 and os.kill(os.getpid(), 9)")
+    assert ran.code in (1, 137)
+    assert "rank 1 was ended by SIGKILL: the system may be out of memory; --resume continues" in ran.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_one_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.1)"))
+    process = subprocess.Popen(
+        command(*FIT, "--steps", "900"),
+        cwd=tmp_path,
+        env=environment(tmp_path, PYTHONPATH=str(Path(__file__).parents[2])),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == code
+    assert err.count("autobatch: ") == 1
