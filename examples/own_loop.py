@@ -12,6 +12,12 @@ from train import build_model, dataset, workload
 import autobatch
 
 
+def loss_of(model: torch.nn.Module, data: list[torch.Tensor]) -> torch.Tensor:
+    """Compute the loss in a function, so that no variable holds the data in the backward pass."""
+    points, labels = data
+    return cross_entropy(model(points), labels)
+
+
 def main() -> None:
     """Plan the batch, then train for two epochs."""
     plan = autobatch.plan(workload(), target_batch=256, device="cpu", memory_budget="300KiB")
@@ -22,8 +28,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate)
     for batch in autobatch.batches(dataset(), plan, epochs=2):
         for micro in batch:
-            points, labels = micro.data
-            batch.backward(cross_entropy(model(points), labels))
+            batch.backward(loss_of(model, micro.data))
         step = batch.step(optimizer, max_grad_norm=1.0)
         print(f"step {batch.index}: {batch.samples} samples, loss {step.loss:.4f}")
 

@@ -102,12 +102,14 @@ class Overlap(GroupEngine):
             restore_random_state(before)
             train_state.buffers.restore(keep=True)
             return
-        for number, micro_batch in enumerate(micro_batches, 1):
+        fetched = iter(micro_batches)
+        for number in range(1, count + 1):
+            coming = [next(fetched)]
             if number == count:
                 self._vote(failed=False)
             self._begin(is_last=number == count)
-            yield micro_batch
-            del micro_batch
+            # This frame holds no micro-batch while it trains.
+            yield coming.pop()
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """See `Engine.combine`. The gradients are summed already."""

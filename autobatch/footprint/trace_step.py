@@ -198,24 +198,13 @@ class _Feed:
         """Return the micro-batches of a step, each with its number of samples."""
         if isinstance(self.setting.workload.loss, WholeBatchLoss):
             return Twice([(self.batch, self.micro_batch)] * count, self._place)
-        return self._place_once(count)
+        # A generator expression holds nothing that it has yielded.
+        return ((self._place(self.batch), self.micro_batch) for _ in range(count))
 
     def _place(self, batch: Collated) -> Collated:
         fake = self._fake(batch)
         self.recorder.count_as("batch", tensors_of(fake))
         return fake
-
-    def _place_once(self, count: int) -> Iterator[tuple[Collated, int]]:
-        held: Collated = None
-        for _ in range(count):
-            coming = self._fake(self.batch)
-            if self.setting.capability is None:
-                # On the CPU a meter counts a micro-batch after the one before is freed. A GPU holds both.
-                held = None
-            self.recorder.count_as("batch", tensors_of(coming))
-            held = coming
-            del coming
-            yield held, self.micro_batch
 
     def _fake(self, batch: Collated) -> Collated:
         with self.recorder.uncounted():

@@ -86,7 +86,9 @@ def train_step(
     mark: Mark = lambda _: None,
 ) -> StepResult:
     """Take one optimizer step over all micro-batches of a batch; see `accumulate` and `finish`."""
-    return finish(train_state, accumulate(train_state, micro_batches, samples, mark), mark=mark)
+    # The loop may hold the norm of the first micro-batch, so every step does: the peaks are equal to a byte.
+    totals = accumulate(train_state, micro_batches, samples, mark, measure_first=True)
+    return finish(train_state, totals, mark=mark)
 
 
 def accumulate(
@@ -125,14 +127,15 @@ def accumulate(
                     share = normalize_loss(
                         train_state, totals, train_state.loss(train_state.model, batch), size
                     )
+                # From here on the micro-batch lives only as far as autograd has saved it.
+                del batch
                 part = "the backward pass of its loss"
                 mark("backward")
                 run_backward(train_state, totals, share, size)
                 if measure_first and totals.first_norm is None:
                     _measure_first(train_state, totals)
                 part = "data"
-                # Free this micro-batch first: this frame lives while the next one is fetched.
-                del batch, share
+                del share
     except AutobatchError:
         raise
     except Exception as error:

@@ -144,7 +144,10 @@ def backward_whole_batch(
         states.append(capture_random_state())
         mark("forward")
         if size >= samples:
-            return passes.run_at_once(batch)
+            value = passes.run_forward(batch)
+            del batch
+            mark("backward")
+            return passes.run_backward(value)
         with autocast(), user_code("loss"):
             rows.put(first, loss.represent(model, batch), size)
         first += size
@@ -169,19 +172,25 @@ class _Passes:
     scale: Callable[[Tensor], Tensor]
     mark: Callable[[str], None]
 
-    def run_at_once(self, batch: Collated) -> Tensor:
-        """Run a micro-batch that is the whole batch; return the loss."""
+    def run_forward(self, batch: Collated) -> Tensor:
+        """Run a micro-batch that is the whole batch forward; return the loss, with its graph."""
         with self.autocast(), user_code("loss"):
-            value = _checked(self.loss(self.model, batch))
-        self.mark("backward")
-        return self._run_backward(value)
+            return _checked(self.loss(self.model, batch))
+
+    def run_backward(self, value: Tensor) -> Tensor:
+        """Run the backward pass of a loss; return its value."""
+        with user_code("the backward pass of its loss"):
+            # A loss may return a constant if its batch counts nothing.
+            if value.requires_grad:
+                self.scale(value).backward()  # type: ignore[no-untyped-call]
+        return value.detach()
 
     def run_loss(self, rows: Rows) -> Tensor:
         """Run the loss over all rows forward and backward, and keep their gradients; return the loss."""
         self.mark("loss")
         with self.autocast(), user_code("loss"):
             value = _checked(self.loss.loss(self.model, rows.leaves()))
-        value = self._run_backward(value)
+        value = self.run_backward(value)
         rows.keep_gradients()
         return value
 
@@ -195,19 +204,14 @@ class _Passes:
             self.mark("forward")
             with self.autocast(), user_code("loss"):
                 found = self.loss.represent(self.model, batch)
+            # From here on the micro-batch lives only as far as autograd has saved it.
+            del batch
             self.mark("backward")
             with user_code("the backward pass of its loss"):
                 rows.run_backward(first, found, size)
             first += size
-            del batch, found
+            del found
         assert not states, "the micro-batches allow only one iteration"
-
-    def _run_backward(self, value: Tensor) -> Tensor:
-        with user_code("the backward pass of its loss"):
-            # A loss may return a constant if its batch counts nothing.
-            if value.requires_grad:
-                self.scale(value).backward()  # type: ignore[no-untyped-call]
-        return value.detach()
 
 
 def _checked(value: Any) -> Tensor:

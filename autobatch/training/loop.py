@@ -360,15 +360,16 @@ class Loop:
 
 
 class _Fetched:
-    """Micro-batches of a batch, with a count of those that were fetched."""
+    """Micro-batches of a batch, none of which it holds, with a count of those that were fetched."""
 
     def __init__(self, micro_batches: Iterator[tuple[Collated, int]]) -> None:
         self._micro_batches = micro_batches
         self.count = 0
 
-    def __iter__(self) -> Iterator[tuple[Collated, int]]:
-        for found in self._micro_batches:
-            self.count += 1
-            yield found
-            # The consumer alone holds a micro-batch while it trains on it.
-            del found
+    def __iter__(self) -> _Fetched:
+        return self
+
+    def __next__(self) -> tuple[Collated, int]:
+        found = next(self._micro_batches)
+        self.count += 1
+        return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +76,7 @@ def form_of(value: object) -> str:
 def feed(
     fetched: Iterable[tuple[Collated, int]], device: torch.device, meter: Meter, *, twice: bool
 ) -> Iterable[tuple[Collated, int]]:
-    """Move micro-batches to the device, one at a time.
+    """Move micro-batches to the device, one at a time, and hold none of them.
 
     Args:
         fetched: each micro-batch on the host, with its number of samples.
@@ -94,7 +95,8 @@ def feed(
 
     if twice:
         return Twice(_without_count(iter(fetched), meter), place)
-    return _feed_once(iter(fetched), device, meter)
+    # No generator, because its frame would hold each micro-batch until the next one is there.
+    return iter(partial(_next_placed, iter(fetched), device, meter), None)
 
 
 class Twice:
@@ -131,14 +133,14 @@ def _without_count(fetched: Iterator[tuple[Collated, int]], meter: Meter) -> Ite
         yield found
 
 
-def _feed_once(
+def _next_placed(
     fetched: Iterator[tuple[Collated, int]], device: torch.device, meter: Meter
-) -> Iterator[tuple[Collated, int]]:
-    while True:
-        with meter.uncounted():
-            found = next(fetched, None)
-            if found is None:
-                return
-            there = to_device(found[0], device)
-        meter.count(tensors_of(there))
-        yield there, found[1]
+) -> tuple[Collated, int] | None:
+    """Move the next micro-batch to the device; None after the last."""
+    with meter.uncounted():
+        found = next(fetched, None)
+        if found is None:
+            return None
+        there = to_device(found[0], device)
+    meter.count(tensors_of(there))
+    return there, found[1]

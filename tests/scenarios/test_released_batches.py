@@ -1,0 +1,135 @@
+"""The life of a micro-batch: it ends with the forward pass wherever steps run, and the limit counts on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import autobatch
+from autobatch import Workload
+from autobatch.core.units import MiB
+from autobatch.device.cpu import CpuDevice
+from autobatch.footprint.trace_step import Setting, record
+from autobatch.probing.attempt import attempt
+from autobatch.training.loop import Loop
+from autobatch.workload.contract import WholeBatchLoss
+from autobatch.workload.feed import SeededCollate, SeededFeed
+from tests.support.training import make_loop, make_setup, make_workload, network, points
+
+TARGETS = 9000
+
+
+class Lives:
+    """A loss that never saves its micro-batch for the backward pass, and counts those alive there."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        # Also at the joint: when a micro-batch begins, none before it is left.
+        self._count()
+        self.seen.append(weakref.ref(batch[0]))
+        outputs = model(batch[0] + 1.0)
+        outputs.register_hook(lambda _: self._count())
+        return outputs
+
+    def mean(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.forward(model, batch).square().mean()
+
+    def _count(self) -> None:
+        self.alive.append(sum(ref() is not None for ref in self.seen))
+
+
+def seeded_feed(workload: Workload) -> SeededFeed:
+    return SeededFeed(SeededCollate(data=workload.train_data, collate=workload.collate, seed=0))
+
+
+def in_the_loop(workload: Workload) -> Iterator[object]:
+    return make_loop(workload).run()
+
+
+def in_a_seeded_loop(workload: Workload) -> Iterator[object]:
+    return make_loop(workload, feed=seeded_feed(workload)).run()
+
+
+def in_an_attempt(workload: Workload) -> Iterator[object]:
+    yield attempt(make_setup(workload), 5)
+
+
+def in_a_trace(workload: Workload) -> Iterator[object]:
+    setup = make_setup(workload)
+    setting = Setting(
+        workload=workload,
+        model=setup.model,
+        batch_of=setup.worst_case.batch,
+        precision="fp32",
+        capability=(9, 0),
+    )
+    yield record(setting, 5)
+
+
+@pytest.mark.parametrize("run", [in_the_loop, in_a_seeded_loop, in_an_attempt, in_a_trace])
+@pytest.mark.parametrize("kind", ["mean", "whole"])
+def test_no_micro_batch_outlives_its_forward_pass(
+    run: Callable[[Workload], Iterator[object]], kind: str
+) -> None:
+    lives = Lives()
+    whole = WholeBatchLoss(represent=lives.forward, loss=lambda _, rows: rows.square().mean())
+    workload = make_workload(
+        model=lambda: network(torch.float32),
+        train_data=points(dtype=torch.float32),
+        loss=whole if kind == "whole" else lives.mean,
+    )
+    assert list(run(workload))
+    # Each forward pass counts those before its own, each backward pass its own as well.
+    assert len(lives.alive) >= 2 * 3
+    assert set(lives.alive) == {0}
+
+
+class Noised(Dataset):
+    """Inputs with one target for each of 9,000 outputs."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(16), torch.zeros(TARGETS)
+
+
+def autoencoder() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, TARGETS), *(nn.GELU() for _ in range(10))
+    )
+
+
+def test_the_targets_of_an_autoencoder_leave_room_for_more_samples() -> None:
+    """128 samples fit if their 9,000 targets are held through the backward pass."""
+    workload = make_workload(
+        model=autoencoder,
+        train_data=Noised(),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    )
+    found = autobatch.probe(workload, device="cpu", memory_budget="73MiB").probe
+    assert (found.micro_batch, found.upper_bound_by) == (137, "replay")
+
+    setup = make_setup(workload, "73MiB")
+    assert not attempt(setup, 138).attempt.fits
+    tried = attempt(setup, 137).attempt
+    assert tried.peak_allocated_bytes == found.attempts[-1].peak_allocated_bytes
+
+    device = CpuDevice(memory_budget="73MiB")
+    with device.enforced() as meter:
+        loop: Loop = make_loop(
+            workload, device=device, meter=meter, micro_batch=137, target_batch=2 * 137, steps=3
+        )
+        meter.count(loop.train_state.parameters)
+        *_, last = loop.run()
+    assert last.oom_recoveries == 0
+    assert last.peak_allocated_bytes == tried.peak_allocated_bytes
+    assert last.peak_allocated_bytes <= 73 * MiB
