@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from autobatch.core.errors import AutobatchError, CheckpointError, DoesNotFitError
+from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.files import write_atomic
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
@@ -26,6 +26,7 @@ from autobatch.distributed.arrivals import Arrivals
 from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
 from autobatch.distributed.bell import Store as BellStore
 from autobatch.distributed.launch import Launch, check_gpus, write_error_file
+from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, as_rank_lost
 
 VERDICT = "verdict.json"
 """File in the folder of a run that keeps the exit code, which torchrun replaces by 1."""
@@ -33,17 +34,11 @@ OUT = "out"
 """Key of the store that keeps the folder of the run for a later start."""
 MEETING_S = 300.0
 """Seconds in which all ranks must have started."""
-SIDE_TIMEOUT = datetime.timedelta(days=1)
-"""Longest wait for a vote: a rank may probe for long. The bell ends the wait for a rank that failed."""
 
 T = TypeVar("T")
 
 
-class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
-    """A collective failed, because another rank ended or cannot be reached."""
-
-
-class Group:
+class Group(Messages):
     """The ranks that a launcher started; see `autobatch.distributed.ranks.Ranks`.
 
     Args:
@@ -57,7 +52,6 @@ class Group:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._out: Path | None = None
-        self._tensor_group: dist.ProcessGroup | None = None
         self._arrivals = Arrivals(launch.rank, launch.world, launch.restart)
         with as_rank_lost("meet the other ranks"):
             hosts_store = launch.rank == 0 and not launch.has_agent_store
@@ -70,22 +64,13 @@ class Group:
             if self._owns_group:
                 dist.init_process_group(
                     "gloo",
-                    store=PrefixStore(f"start/{launch.restart}/{self._count_openings()}", store),
+                    store=PrefixStore(f"start/{launch.restart}/{self._count_openings(launch)}", store),
                     rank=launch.rank,
                     world_size=launch.world,
                     timeout=SIDE_TIMEOUT,
                 )
-            self._side = None if self._owns_group else dist.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
-
-    @property
-    def rank(self) -> int:
-        """See `Ranks.rank`."""
-        return self._launch.rank
-
-    @property
-    def world(self) -> int:
-        """See `Ranks.world`."""
-        return self._launch.world
+            side = None if self._owns_group else dist.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
+        super().__init__(launch.rank, launch.world, side)
 
     @property
     def restart(self) -> int:
@@ -102,20 +87,6 @@ class Group:
         """See `Ranks.earlier_out`."""
         return Path(self._store.get(OUT).decode()) if self._store.check([OUT]) else None
 
-    def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
-        """Return the process group that reduces tensors of a device; None for the default, which is gloo's.
-
-        The first reduction is made here, so that its memory counts as taken.
-        """
-        if device.type != "cuda":
-            return self._side
-        if self._tensor_group is None:
-            torch.cuda.set_device(device)
-            with as_rank_lost("connect the GPUs"):
-                self._tensor_group = dist.new_group(backend="nccl")
-                dist.all_reduce(torch.zeros(1, device=device), group=self._tensor_group)
-        return self._tensor_group
-
     def device(self, spec: str) -> str:
         """See `Ranks.device`."""
         launch = self._launch
@@ -123,24 +94,6 @@ class Group:
         found = device_of_rank(spec, local_rank=launch.local_rank, local_world=launch.local_world, gpus=gpus)
         check_gpus([(host, gpu) for host, gpu in self.gather([launch.host, gpu_uuid(found)])])
         return found
-
-    def gather(self, value: Any) -> list[Any]:
-        """See `Ranks.gather`."""
-        return [msgspec.json.decode(one) for one in self.gather_bytes(msgspec.json.encode(value))]
-
-    def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return the bytes of every rank, in order of the ranks."""
-        with as_rank_lost("exchange messages"):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-            dist.all_gather(sizes, torch.tensor([len(content)]), group=self._side)
-            longest = max(int(size) for size in sizes)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(content)] = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[
-                : len(content)
-            ]
-            found = [torch.zeros_like(padded) for _ in range(self.world)]
-            dist.all_gather(found, padded, group=self._side)
-        return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def once(self, act: Callable[[], T]) -> T:
         """See `Ranks.once`."""
@@ -158,13 +111,6 @@ class Group:
         if kind is not None:
             raise (DoesNotFitError if kind == "oom" else CheckpointError)(reason)
         return told[0] if self.rank == 0 else answer  # type: ignore[no-any-return]
-
-    def agree(self, flag: bool) -> bool:
-        """See `Ranks.agree`."""
-        vote = torch.tensor([int(flag)])
-        with as_rank_lost("vote"):
-            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side)
-        return bool(vote)
 
     def limit_wait(self, seconds: float) -> None:
         """See `Ranks.limit_wait`."""
@@ -215,9 +161,9 @@ class Group:
         if self._owns_group:
             dist.destroy_process_group()
 
-    def _count_openings(self) -> int:
+    def _count_openings(self, launch: Launch) -> int:
         """Count how often this rank has joined: a process may train several times, with keys of their own."""
-        return self._store.add(f"opened/{self._launch.restart}/{self.rank}", 1)
+        return self._store.add(f"opened/{launch.restart}/{launch.rank}", 1)
 
     def _connect(self, *, is_master: bool = False) -> TCPStore:
         launch = self._launch
@@ -237,18 +183,3 @@ class Group:
     def _leave(self, verdict: Verdict | None) -> NoReturn:
         """End the process at once, from the thread of the bell, whatever the main thread waits for."""
         os._exit(1 if verdict is None else verdict.code)
-
-
-@contextmanager
-def as_rank_lost(act: str) -> Iterator[None]:
-    """Turn a failure of torch.distributed within the block into a `RankLost`."""
-    try:
-        yield
-    except AutobatchError:
-        raise
-    except RuntimeError as error:
-        text = (str(error).splitlines() or [""])[0]
-        raise RankLost(
-            f"a rank ended or cannot be reached, so this one could not {act} ({text}): its own log or "
-            "the launcher's summary has the cause"
-        ) from error

@@ -1,40 +1,19 @@
-"""The common part of the engines of several ranks: limits, requests to stop, and figures of every rank."""
+"""The common part of the engines of several ranks: limits, requests to stop, and sums of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autobatch.core.signals import SharedRequest, StopRequest
 from autobatch.distributed.engine import OutOfMemory
-from autobatch.distributed.group import Group, as_rank_lost
+from autobatch.distributed.group import Group
+from autobatch.distributed.messages import as_rank_lost
 from autobatch.distributed.shares import RankSplit
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepTotals
 from autobatch.workload.contract import Collated
-
-
-class Figures(NamedTuple):
-    """The numbers that a rank sends with a batch."""
-
-    failed: float
-    """1 if memory ran out."""
-    signal: float
-    """Number of a signal that asks to stop, or 0."""
-    has_count: float
-    """1 if the loss is a `Loss`."""
-    divisor: float
-    """D; 0 if no micro-batch ran."""
-    loss: float | Tensor
-    items: float | Tensor
-    """Σ of the counts."""
-    has_first_norm: float
-    first_norm: float | Tensor
-    first_count: float | Tensor
 
 
 class GroupEngine:
@@ -115,30 +94,3 @@ class GroupEngine:
     def _all_reduce(self, tensor: Tensor) -> None:
         with as_rank_lost("sum the gradients"):
             dist.all_reduce(tensor, group=self._tensors)
-
-
-def figures_of(outcome: StepTotals | OutOfMemory, signal: int) -> Figures:
-    """Return the numbers of this rank, with the number of a signal that it got; 0 for none."""
-    if isinstance(outcome, OutOfMemory):
-        return Figures(1, signal, 0, 0, 0, 0, 0, 0, 0)
-    return Figures(
-        failed=0,
-        signal=signal,
-        has_count=outcome.count is not None,
-        divisor=outcome.divisor if outcome.sizes else 0,
-        loss=outcome.loss,
-        items=0.0 if outcome.count is None else outcome.count,
-        has_first_norm=outcome.first_norm is not None,
-        first_norm=0.0 if outcome.first_norm is None else outcome.first_norm,
-        first_count=outcome.first_count,
-    )
-
-
-def sum_totals(totals: StepTotals, rows: list[Figures]) -> None:
-    """Replace the sums of one rank by those of all; the first micro-batch is that of rank 0."""
-    first = rows[0]
-    totals.loss = sum(row.loss for row in rows)
-    totals.count = sum(row.items for row in rows) if any(row.has_count for row in rows) else None
-    totals.divisor = max(row.divisor for row in rows)
-    totals.first_norm = torch.tensor(first.first_norm, dtype=torch.float64) if first.has_first_norm else None
-    totals.first_count = first.first_count

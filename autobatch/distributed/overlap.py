@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autobatch.distributed.engine import OutOfMemory
-from autobatch.distributed.figures import read_rows, table_size, write_row
-from autobatch.distributed.group import as_rank_lost
-from autobatch.distributed.group_engine import Figures, GroupEngine, figures_of, sum_totals
+from autobatch.distributed.figures import Figures, figures_of, read_rows, sum_totals, table_size, write_row
+from autobatch.distributed.group_engine import GroupEngine
+from autobatch.distributed.messages import as_rank_lost
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.train_step import StepTotals
 from autobatch.workload.contract import Collated, Loss

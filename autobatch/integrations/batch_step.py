@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from autobatch.step.train_step import StepResult, StepTotals, finish, normalize_
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import Loss, kind_of
 from autobatch.workload.nested import form_of
+
+if TYPE_CHECKING:
+    from autobatch.integrations.loop_ranks import LoopRanks
 
 CollatedT = TypeVar("CollatedT")
 Optimizer = torch.optim.Optimizer
@@ -49,11 +52,15 @@ class Batch(Generic[CollatedT]):
         index: int,
         samples: int,
         micro_batches: Iterator[tuple[CollatedT, int]],
+        *,
+        ranks: LoopRanks | None = None,
     ) -> None:
         self.index = index
         """Number of the batch in the run, from 0."""
         self.samples = samples
-        """The plan's target batch, or fewer if the data ends within this batch."""
+        """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
+        self._ranks = ranks
+        self._own_samples = samples if ranks is None else ranks.part(samples)[1]
         self._train_state = train_state
         self._micro_batches = micro_batches
         self._totals = StepTotals(samples=samples)
@@ -102,7 +109,7 @@ class Batch(Generic[CollatedT]):
         self._open = None
 
     def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:
-        """Take the optimizer step of the batch and free its gradients.
+        """Take the optimizer step of the batch and free its gradients; every rank calls it.
 
         Args:
             optimizers: those that train the parameters; without any, those given to `batches`.
@@ -119,9 +126,11 @@ class Batch(Generic[CollatedT]):
         """
         self._check_complete()
         train_state = self._train_state
-        _set_optimizers(train_state, optimizers, len(self._totals.sizes))
+        _set_optimizers(train_state, optimizers, len(self._totals.sizes), is_alone=self._ranks is None)
         train_state.max_grad_norm = max_grad_norm
         self._is_stepped = True
+        if self._ranks is not None:
+            self._ranks.combine(train_state, self._totals)
         result = finish(train_state, self._totals, mark=lambda _: None)
         scaler = train_state.scaler
         if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
@@ -159,10 +168,10 @@ class Batch(Generic[CollatedT]):
             )
         self._check_closed()
         done = sum(self._totals.sizes)
-        if done < self.samples:
+        if done < self._own_samples:
             raise InputError(
-                f"batch.step() was called after {done} of {self.samples} samples of {self._name()}: finish "
-                "`for micro in batch:` first"
+                f"batch.step() was called after {done} of {self._own_samples} samples of {self._name()}: "
+                "finish `for micro in batch:` first"
             )
 
     def _name(self) -> str:
@@ -185,7 +194,7 @@ def train_state_of(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler
         gradients=Gradients(no_model, ()),
         buffers=BufferSnapshot(no_model),
     )
-    _set_optimizers(train_state, tuple(optimizers), 0)
+    _set_optimizers(train_state, tuple(optimizers), 0, is_alone=True)
     return train_state
 
 
@@ -194,13 +203,13 @@ def _no_loss(*_: object) -> Tensor:
 
 
 def _set_optimizers(
-    train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int
+    train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int, *, is_alone: bool
 ) -> None:
     """Make these optimizers the ones that the next step uses."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise InputError(f"batch.step() takes optimizers of torch.optim, found {kind_of(optimizer)}")
-    if not (optimizers or train_state.optimizers or not micro_batches_done):
+    if not (optimizers or train_state.optimizers or (is_alone and not micro_batches_done)):
         raise InputError("batch.step() has no optimizer: give it one, or use autobatch.batches(optimizer=…)")
     if not optimizers or optimizers == train_state.optimizers:
         return

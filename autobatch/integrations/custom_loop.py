@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 import torch
 
@@ -16,6 +17,9 @@ from autobatch.integrations.size_batches import CutBySize, cut_of
 from autobatch.planning import check_world_size, launched_world_size, micro_batches
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, kind_of
+
+if TYPE_CHECKING:
+    from autobatch.integrations.loop_ranks import LoopRanks
 
 
 class Batches(Generic[CollatedT]):
@@ -114,7 +118,8 @@ def batches(
             batch.step(optimizer, max_grad_norm=1.0)
 
     Clear the gradients before the first batch (``optimizer.zero_grad()``), or give the optimizer here. The
-    data stays on its device.
+    data stays on its device. Under torchrun, each rank trains its part of every batch, and ``batch.step``
+    sums the gradients over the ranks: seed all ranks alike, and do not wrap the model in DDP.
 
     Args:
         data: map-style data, in the order of ``autobatch.fit`` with this seed; or an iterable of samples; or
@@ -137,7 +142,7 @@ def batches(
         The batches, which can be iterated once.
 
     Raises:
-        InputError: the data or an option is invalid.
+        InputError: the data or an option is invalid, or ranks were started unlike each other.
     """
     _check(plan, steps=steps, epochs=epochs, start=start)
     if steps is None and epochs is None:
@@ -145,37 +150,53 @@ def batches(
     source = DataSource(data, sampler=sampler, collate=collate, batched=batched)
     drawn, total = source.batches(plan, seed=seed, steps=steps, epochs=epochs, start=start)
     train_state = train_state_of([optimizer] if isinstance(optimizer, Optimizer) else optimizer, scaler)
-    numbered = enumerate(drawn, start)
-    cut = cut_of(plan, source, size_of)
-    return Batches((_batch(train_state, plan, source, cut, one) for one in numbered), total)
+    numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs, "number of batches": total}
+    cutter = _Cutter(plan, source, cut_of(plan, source, size_of), train_state, _join_ranks(plan, numbers))
+    return Batches((cutter.batch(index, one) for index, one in enumerate(drawn, start)), total)
 
 
-def _batch(
-    train_state: TrainState,
-    plan: Plan,
-    source: DataSource,
-    cut: CutBySize | None,
-    numbered: tuple[int, list[Any]],
-) -> Batch[Collated]:
-    index, drawn = numbered
-    samples = source.count(drawn)
-    if cut is not None:
-        return Batch(train_state, index, samples, cut.micro_batches(source, index, drawn))
-    sizes = plan.micro_batches
-    if sum(sizes) != samples:
-        sizes = micro_batches(samples, plan.micro_batch)
-    return Batch(train_state, index, samples, source.micro_batches(drawn, sizes))
+@dataclass(frozen=True)
+class _Cutter:
+    """Rules that make a batch of the samples that were drawn for it."""
+
+    plan: Plan
+    source: DataSource
+    cut: CutBySize | None
+    train_state: TrainState
+    ranks: LoopRanks | None
+
+    def batch(self, index: int, drawn: list[Any]) -> Batch[Any]:
+        """Return the batch of the samples that all ranks draw."""
+        samples = self.source.count(drawn)
+        own = drawn if self.ranks is None else self.source.part(drawn, *self.ranks.part(samples))
+        return Batch(self.train_state, index, samples, self._micro_batches(index, own), ranks=self.ranks)
+
+    def _micro_batches(self, index: int, own: list[Any]) -> Iterator[tuple[Collated, int]]:
+        """Yield the micro-batches of the samples of this process, each with its number of samples."""
+        if not own:
+            return iter(())
+        if self.cut is not None:
+            return self.cut.micro_batches(self.source, index, own)
+        sizes, samples = self.plan.micro_batches, self.source.count(own)
+        if sum(sizes) != samples:
+            sizes = micro_batches(samples, self.plan.micro_batch)
+        return self.source.micro_batches(own, sizes)
+
+
+def _join_ranks(plan: Plan, numbers: dict[str, int | None]) -> LoopRanks | None:
+    """Join the ranks that a launcher has started; None if this process trains alone."""
+    check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
+    if plan.world_size == 1:
+        return None
+    # Only here: one process needs no torch.distributed.
+    from autobatch.integrations.loop_ranks import join_ranks
+
+    return join_ranks(plan, numbers)
 
 
 def _check(plan: Plan, **numbers: int | None) -> None:
     if not isinstance(plan, Plan):
         raise InputError(f"autobatch.batches takes a plan of autobatch.plan, found {kind_of(plan)}")
-    if plan.world_size != 1:
-        raise InputError(
-            f"autobatch.batches runs in one process, and the plan is for {plan.world_size} ranks: use a "
-            "plan with world_size=1"
-        )
-    check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
     for name, value in numbers.items():
         least = 0 if name == "start" else 1
         if value is not None and value < least:

@@ -95,6 +95,12 @@ class DataSource:
         """Count the samples of a drawn batch."""
         return samples_of(drawn) if self.is_batched else len(drawn)
 
+    def part(self, drawn: list[Any], first: int, count: int) -> list[Any]:
+        """Return a part of a drawn batch: ``count`` samples from place ``first`` on."""
+        if self.is_batched:
+            return list(split(drawn, [first, count]))[1]
+        return drawn[first : first + count]
+
     def micro_batches(self, drawn: list[Any], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
         """Collate a drawn batch in micro-batches of these sizes, and yield each with its number of samples.
 

@@ -1,11 +1,10 @@
-"""A group of real processes: messages, votes, and failures that all of them hear."""
+"""A group of real processes: what rank 0 does for all, and failures that all of them hear."""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,24 +16,6 @@ from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 
 pytestmark = pytest.mark.distributed
-
-
-def exchange() -> list[Any]:
-    ranks = open_ranks(os.environ)
-    found = [
-        ranks.gather({"rank": ranks.rank, "text": "x" * ranks.rank}),
-        ranks.once(lambda: f"of {ranks.rank}"),
-        ranks.agree(ranks.rank == 1),
-        ranks.agree(False),
-        ranks.gather(""),
-    ]
-    ranks.close()
-    return found
-
-
-def test_ranks_exchange_messages(server: RankServer) -> None:
-    expected = [[{"rank": r, "text": "x" * r} for r in range(3)], "of 0", True, False, ["", "", ""]]
-    assert server.values(exchange, world=3) == [expected] * 3
 
 
 def failing_once() -> str:

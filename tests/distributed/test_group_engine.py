@@ -1,23 +1,59 @@
-"""Figures of a batch: what ranks send, and the totals that each makes of them."""
+"""The agreement of ranks on an out-of-memory error: the limits of the kinds that failed, and nothing else."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from autobatch.distributed.engine import OutOfMemory
-from autobatch.distributed.group_engine import figures_of, sum_totals
-from autobatch.step.train_step import StepTotals
+from autobatch.distributed.group import Group
+from autobatch.distributed.group_engine import GroupEngine
+from autobatch.distributed.shares import RankSplit
+from autobatch.workload.split import CountSplit
 
 
-def test_totals_are_those_of_all_ranks_and_the_first_micro_batch_that_of_rank_0() -> None:
-    first = StepTotals(samples=7, loss=1.5, count=3.0, divisor=8.0, sizes=[2, 2], first_count=2.0)
-    second = StepTotals(samples=7, loss=0.25, count=4.0, divisor=8.0, sizes=[3], first_count=9.0)
-    nothing = StepTotals(samples=7)
-    rows = [figures_of(one, signal) for one, signal in ((first, 0), (second, 15), (nothing, 0))]
-    assert [row.signal for row in rows] == [0, 15, 0]
-    for totals in (first, second, nothing):
-        sum_totals(totals, rows)
-        assert (totals.loss, totals.count, totals.divisor) == (1.75, 7.0, 8.0)
-        assert (totals.first_norm, totals.first_count) == (None, 2.0)
+class FakeGroup:
+    """A rank that hears what three ranks say."""
+
+    world = 3
+
+    def __init__(self, rank: int, said: list[OutOfMemory]) -> None:
+        self.rank = rank
+        self.said = [list(one) for one in said]
+
+    def gather(self, value: Any) -> list[Any]:
+        assert value == self.said[self.rank]
+        return self.said
 
 
-def test_a_rank_without_memory_sends_only_that() -> None:
-    assert figures_of(OutOfMemory("full", size=2), 15)[:3] == (1, 15, 0)
+def settle(said: list[OutOfMemory], *, may_repeat: bool = False) -> tuple[list[OutOfMemory], list[int]]:
+    """Settle on every rank; return what each answers, and the limits that all of them have then."""
+    answers, limits = [], []
+    for rank, own in enumerate(said):
+        split = RankSplit(CountSplit(), rank, [8, 3, 8])
+        engine = GroupEngine(cast("Group", FakeGroup(rank, said)), split, [0, 1, 0])
+        answers.append(engine.settle(own, may_repeat=may_repeat))
+        limits.append(engine.limits)
+    assert limits[0] == limits[1] == limits[2]
+    return answers, limits[0]
+
+
+def test_the_limit_of_the_kind_that_failed_halves() -> None:
+    answers, limits = settle([OutOfMemory(""), OutOfMemory(""), OutOfMemory("full", size=8, smaller=4)])
+    assert limits == [4, 3, 4]
+    assert [one.smaller for one in answers] == limits
+    assert {(one.message, one.size) for one in answers} == {("rank 2: full", 8)}
+
+
+def test_fragmentation_alone_keeps_the_limits_once() -> None:
+    said = [OutOfMemory("full", is_fragmented=True, size=8, smaller=4), OutOfMemory(""), OutOfMemory("")]
+    answers, limits = settle(said, may_repeat=True)
+    assert limits == [8, 3, 8]
+    assert all(one.is_fragmented for one in answers)
+    assert settle(said)[1] == [4, 3, 4]
+
+
+def test_one_rank_that_cannot_continue_decides_for_all() -> None:
+    said = [OutOfMemory(""), OutOfMemory("lost", is_fatal=True, is_intact=False, size=3, smaller=2)]
+    answers, limits = settle([*said, OutOfMemory("")])
+    assert limits == [8, 2, 8]
+    assert all(one.is_fatal and not one.is_intact for one in answers)

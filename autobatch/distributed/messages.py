@@ -1,0 +1,115 @@
+"""Messages among the processes of a gloo group: votes, JSON and bytes, and the sum of a tensor."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from autobatch.core.errors import AutobatchError
+
+SIDE_TIMEOUT = datetime.timedelta(days=1)
+"""Longest wait for a message: a rank may probe or validate for long."""
+
+
+class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
+    """A collective failed, because another rank ended or cannot be reached."""
+
+
+class Messages:
+    """Messages of one rank to all others; all of them make the same calls in the same order.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        side: the gloo group; None for the default group, which is gloo's then.
+    """
+
+    def __init__(self, rank: int, world: int, side: dist.ProcessGroup | None) -> None:
+        self.rank = rank
+        self.world = world
+        self._side = side
+        self._tensor_group: dist.ProcessGroup | None = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """See `autobatch.distributed.ranks.Ranks.gather`."""
+        return [msgspec.json.decode(one) for one in self.gather_bytes(msgspec.json.encode(value))]
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in order of the ranks."""
+        with as_rank_lost("exchange messages"):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            dist.all_gather(sizes, torch.tensor([len(content)]), group=self._side)
+            longest = max(int(size) for size in sizes)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(content)] = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[
+                : len(content)
+            ]
+            found = [torch.zeros_like(padded) for _ in range(self.world)]
+            dist.all_gather(found, padded, group=self._side)
+        return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
+
+    def agree(self, flag: bool) -> bool:
+        """See `autobatch.distributed.ranks.Ranks.agree`."""
+        vote = torch.tensor([int(flag)])
+        with as_rank_lost("vote"):
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side)
+        return bool(vote)
+
+    def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
+        """Return the process group that reduces tensors of a device; None for the default, which is gloo's.
+
+        The first reduction is made here, so that its memory counts as taken.
+        """
+        if device.type != "cuda":
+            return self._side
+        if self._tensor_group is None:
+            torch.cuda.set_device(device)
+            with as_rank_lost("connect the GPUs"):
+                self._tensor_group = dist.new_group(backend="nccl")
+                dist.all_reduce(torch.zeros(1, device=device), group=self._tensor_group)
+        return self._tensor_group
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the ranks in place, on its device."""
+        group = self.tensor_group(tensor.device)
+        with as_rank_lost("sum the gradients"):
+            dist.all_reduce(tensor, group=group)
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Wait for the other ranks within the block, once a step."""
+        yield
+
+
+def join_loop() -> Messages:
+    """Return the messages among the processes of a training loop that a launcher has started.
+
+    A default process group that exists is used, and made from the environment if there is none.
+    """
+    with as_rank_lost("meet the other ranks"):
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=SIDE_TIMEOUT)
+        is_gloo = dist.get_backend() == "gloo"
+        side = None if is_gloo else dist.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
+    return Messages(dist.get_rank(), dist.get_world_size(), side)
+
+
+@contextmanager
+def as_rank_lost(act: str) -> Iterator[None]:
+    """Turn a failure of torch.distributed within the block into a `RankLost`."""
+    try:
+        yield
+    except AutobatchError:
+        raise
+    except RuntimeError as error:
+        text = (str(error).splitlines() or [""])[0]
+        raise RankLost(
+            f"a rank ended or cannot be reached, so this one could not {act} ({text}): its own log or "
+            "the launcher's summary has the cause"
+        ) from error

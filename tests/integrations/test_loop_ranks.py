@@ -1,0 +1,115 @@
+"""`autobatch.batches` over ranks, against one pass over each whole batch in float64."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import autobatch
+from autobatch.core.records import Plan
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.custom_loops import EXACT, KINDS, SAMPLES, small_plan, train_in_own_loop
+from tests.support.rank_server import RankServer
+from tests.support.training import apart, reference
+
+pytestmark = pytest.mark.distributed
+
+
+def plan_of(rank: int, target: int, limits: list[int]) -> Plan:
+    return small_plan(max(target, len(limits)), limits[rank], world_size=len(limits))
+
+
+def own_loop(kind: str, limits: list[int], form: str, is_joined: bool) -> tuple[Tensor, list[float], int]:
+    """Train as a user does under torchrun; return the weights, the losses and the samples of this rank."""
+    torch.set_num_threads(1)
+    if is_joined:
+        torch.distributed.init_process_group("gloo")
+    workload, _ = KINDS[kind]
+    plan = plan_of(int(os.environ["RANK"]), 10, limits)
+    data = DataLoader(workload.train_data, batch_size=7) if form == "loader" else workload.train_data
+    batches = autobatch.batches(data, plan, epochs=2, seed=3)
+    weights, losses = train_in_own_loop(workload, batches, clip=0.01)
+    torch.distributed.destroy_process_group()
+    return weights, losses, len(losses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("limits", "form", "is_joined"),
+    [([4, 2], "data", False), ([1, 20, 3], "data", True), ([2, 9], "loader", False)],
+    ids=str,
+)
+def test_steps_equal_those_of_whole_batches(
+    server: RankServer, kind: str, limits: list[int], form: str, is_joined: bool
+) -> None:
+    workload, whole_loss = KINDS[kind]
+    order = list(range(SAMPLES)) * 2
+    batches = [order[at : at + 10] for at in range(0, 48, 10)]
+    if form == "data":
+        sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
+        batches = [list(one.ids) for one in sampler.batches()]
+    expected, losses = reference(workload, batches, whole_loss, clip=0.01)
+    for weights, own, steps in server.values(own_loop, kind, limits, form, is_joined, world=len(limits)):
+        assert steps == 5
+        assert apart(weights, expected) <= EXACT
+        assert own == pytest.approx(losses, rel=EXACT)
+
+
+def ranks_without_samples(precision: str) -> list[tuple[float, bool]]:
+    """Train batches of 4 samples on 3 ranks, the last of 1 sample; return the loss and whether it stepped."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu") if precision == "fp16" else None
+    data = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    plan = small_plan(4, 4, world_size=3, last_batch="flush")
+    found = []
+    for batch in autobatch.batches(data, plan, sampler=range(4, -1, -1), scaler=scaler, optimizer=optimizer):
+        for micro in batch:
+            batch.backward(model(micro.data).square().mean())
+        result = batch.step()
+        found.append((result.loss, result.applied))
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_rank_may_have_no_sample(server: RankServer, precision: str) -> None:
+    first, *others = server.values(ranks_without_samples, precision, world=3)
+    assert [applied for _, applied in first] == [True, True]
+    assert others == [first, first]
+
+
+def unlike(what: str) -> str:
+    """Return the message about ranks that differ."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank if what == "weights" else 0)
+    model = nn.Linear(1, 1)
+    plan = small_plan(4, 4, world_size=3 if what == "world" else 2)
+    try:
+        batches = autobatch.batches(torch.ones(8, 1), plan, seed=rank if what == "seed" else 0)
+        for batch in batches:
+            for micro in batch:
+                batch.backward(model(micro.data).mean())
+            batch.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    except autobatch.InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("weights", "the weights of the ranks differ before the first step"),
+        ("seed", "the ranks differ in seed: rank 1 has 1, and rank 0 has 0"),
+        ("world", "the plan is for 3 ranks, and autobatch.batches runs in 2 processes"),
+    ],
+)
+def test_ranks_that_differ_are_refused_on_all_of_them(server: RankServer, what: str, message: str) -> None:
+    found: list[Any] = server.values(unlike, what)
+    assert all(message in one for one in found)
