@@ -163,6 +163,7 @@ def _prepare(
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
     setup = process.setup if isinstance(process, ThisProcess) else _open_setup(workload, options, context)
+    setup = _budgeted(setup, process.info.key)
     sampler = _sampler_of(setup, settings, samples)
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
@@ -203,6 +204,7 @@ def _prepare_resume(
         progress.opened(device)
         progress.planned(plan)
         result = Result(device=device, plan=plan, title=setup.workload.name)
+        setup = _budgeted(setup, stored.facts.get("key", {}))
         resume = Resume(checkpoint=stored, is_exact=True)
         return _Ready(result, plan, setup, sampler, out, stored.facts.get("key", {}), resume)
     progress.note(
@@ -217,6 +219,7 @@ def _prepare_resume(
     plan = msgspec.structs.replace(result.plan, **rate)
     result = msgspec.structs.replace(result, plan=plan)
     resume = Resume(checkpoint=stored, is_exact=False)
+    setup = _budgeted(setup, process.info.key)
     return _Ready(result, plan, setup, sampler, out, process.info.key, resume)
 
 
@@ -226,6 +229,12 @@ def _open_setup(workload: Workload | str | None, options: FitOptions, context: R
     found = find_workload(workload)
     check_loss_of_ranks(found, context.ranks)
     return open_setup(found, settings, environ=context.environ, is_demo=workload is None)
+
+
+def _budgeted(setup: TrainSetup, key: Mapping[str, KeyValue]) -> TrainSetup:
+    """Return a setup with the budget of a probe, as its key has it, so that training has the same."""
+    budget_bytes = key.get("budget_bytes")
+    return setup if budget_bytes is None else replace(setup, device=setup.device.budgeted(int(budget_bytes)))
 
 
 def _epoch_samples(process: SetupProcess, settings: LoopSettings, progress: Progress) -> int:

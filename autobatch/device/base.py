@@ -118,6 +118,9 @@ class Device(Protocol):
     def expandable(self) -> Device:
         """Return the same device with expandable segments, if its allocator can switch to them."""
 
+    def budgeted(self, budget_bytes: int) -> Device:
+        """Return the same device with the budget of a probe, or with as much of it as is free."""
+
     def refuses(self, stats: MemoryStats) -> str | None:
         """Return why a step that ran does not count as fitting (retries, for example); None if it fits."""
 

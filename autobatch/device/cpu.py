@@ -6,6 +6,7 @@ at full speed, with nothing counted.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -114,6 +115,12 @@ class CpuDevice(CpuOperators):
     def expandable(self) -> CpuDevice:
         """Return this device: there is nothing to change."""
         return self
+
+    def budgeted(self, budget_bytes: int) -> CpuDevice:
+        """Return the same device with the budget of a probe."""
+        other = copy.copy(self)
+        other._budget_bytes = budget_bytes
+        return other
 
     def refuses(self, stats: MemoryStats) -> str | None:
         """Return None: every step that ran was counted and fits."""

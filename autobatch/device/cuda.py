@@ -21,7 +21,13 @@ from autobatch.core.records import DeviceRecord, MemoryHolder
 from autobatch.device import cuda_settings, nvml
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
-from autobatch.device.cuda_gpus import context_growth, others_bytes, read_nvml, require_gpu
+from autobatch.device.cuda_gpus import (
+    bytes_of_process,
+    context_growth,
+    others_bytes,
+    read_nvml,
+    require_gpu,
+)
 from autobatch.device.cuda_history import recorded
 from autobatch.device.cuda_meter import CudaMeter, why_refused
 from autobatch.device.host import host_memory
@@ -62,13 +68,17 @@ class CudaDevice:
         torch.cuda.synchronize(index)  # creates the context
         after = read_nvml(self._uuid)
         self._context_bytes = context_growth(before, after) if is_first else None
+        self._loaded_bytes: int | None = None
+        """Taken by the kernels and libraries that the first session loaded; None before it."""
         free_bytes, source, self._notes = self._read_free(after)
+        held_bytes = torch.cuda.memory_reserved(index)
+        self._available_bytes = min(free_bytes + held_bytes, self._properties.total_memory)
         self._budget_bytes, self._budget_source = resolve_budget(
             memory_budget,
             total_bytes=self._properties.total_memory,
             available=[
                 (free_bytes, f"free ({source})"),
-                (torch.cuda.memory_reserved(index), "held by this process"),
+                (held_bytes, "held by this process"),
             ],
             headroom_share=GPU_HEADROOM_SHARE,
             owner="the GPU",
@@ -145,12 +155,14 @@ class CudaDevice:
         others = None
         holders: list[MemoryHolder] = []
         if isinstance(gpu, nvml.NvmlGpu) and not self._properties.is_integrated:
-            held_bytes = torch.cuda.memory_reserved(self._index) + (self._context_bytes or 0)
-            others = others_bytes(gpu, held_bytes=held_bytes)
             found = nvml.read_holders(gpu.uuid)
-            if not isinstance(found, nvml.NvmlAbsent):
-                holders = [holder for holder in found if holder.pid != os.getpid()]
-            if others is not None and self._context_bytes is None:
+            listed = [] if isinstance(found, nvml.NvmlAbsent) else found
+            holders = [holder for holder in listed if holder.pid != os.getpid()]
+            reserved_bytes = torch.cuda.memory_reserved(self._index)
+            own_bytes = bytes_of_process(listed, os.getpid(), least_bytes=reserved_bytes)
+            unlisted_bytes = reserved_bytes + (self._context_bytes or 0) + (self._loaded_bytes or 0)
+            others = others_bytes(gpu, held_bytes=unlisted_bytes if own_bytes is None else own_bytes)
+            if others is not None and own_bytes is None and self._context_bytes is None:
                 notes.append("memory of other processes includes the CUDA context of this process")
         return DeviceRecord(
             kind=self.kind,
@@ -169,7 +181,7 @@ class CudaDevice:
         # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
         cuda_settings.free_workspaces()
         self.release()
-        with self._session(), recorded(self._index) as history:
+        with self._session(), recorded(self._index) as history, self._libraries_counted():
             yield CudaMeter(self._index, history)
 
     @contextlib.contextmanager
@@ -190,6 +202,16 @@ class CudaDevice:
         """Return the same GPU, with expandable segments in its sessions."""
         other = copy.copy(self)
         other._expandable = True
+        return other
+
+    def budgeted(self, budget_bytes: int) -> CudaDevice:
+        """Return the same GPU with the budget of a probe, or with as much of it as is free.
+
+        Free memory fluctuates, and an answer may need its budget to the byte. So the headroom makes up for
+        what is no longer free.
+        """
+        other = copy.copy(self)
+        other._budget_bytes = min(budget_bytes, max(self._budget_bytes, self._available_bytes))
         return other
 
     def refuses(self, stats: MemoryStats) -> str | None:
@@ -215,6 +237,29 @@ class CudaDevice:
             if self._expandable:
                 stack.enter_context(cuda_settings.expandable_segments(self.release))
             yield
+
+    @contextlib.contextmanager
+    def _libraries_counted(self) -> Iterator[None]:
+        """Count what the first session takes outside of the allocator as memory of this process.
+
+        CUDA loads kernels and libraries when they are first used: some 100 MiB after the context was made.
+        """
+        if self._loaded_bytes is not None:
+            yield
+            return
+        before = self._bytes_outside()
+        try:
+            yield
+        finally:
+            after = self._bytes_outside()
+            self._loaded_bytes = 0 if before is None or after is None else max(0, after - before)
+
+    def _bytes_outside(self) -> int | None:
+        """Return the bytes that are held outside of this process's allocator, by anybody; None if unknown."""
+        gpu = read_nvml(self._uuid)
+        if not isinstance(gpu, nvml.NvmlGpu):
+            return None
+        return others_bytes(gpu, held_bytes=torch.cuda.memory_reserved(self._index))
 
     def _read_free(self, gpu: nvml.NvmlGpu | nvml.NvmlAbsent) -> tuple[int, str, list[str]]:
         """Return the free memory in bytes, the source of that figure, and notes on it."""

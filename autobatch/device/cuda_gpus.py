@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Record
 from autobatch.device import nvml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from autobatch.core.records import MemoryHolder
 
 
 class VisibleGpu(Record, frozen=True, kw_only=True):
@@ -81,6 +88,18 @@ def context_growth(
     if before.free_bytes is None or after.free_bytes is None:
         return None
     return max(0, before.free_bytes - after.free_bytes) or None  # 0: the context was there before
+
+
+def bytes_of_process(holders: Iterable[MemoryHolder], pid: int, *, least_bytes: int) -> int | None:
+    """Return the bytes that NVML lists for a process; None if it does not.
+
+    Args:
+        holders: The processes that NVML lists, by the host's process ids.
+        pid: The process. In a container its id may be that of another process on the host.
+        least_bytes: What it holds at least, which tells the two apart.
+    """
+    listed = (one.used_bytes for one in holders if one.pid == pid and one.used_bytes is not None)
+    return next((used for used in listed if used >= least_bytes), None)
 
 
 def others_bytes(gpu: nvml.NvmlGpu, *, held_bytes: int) -> int | None:

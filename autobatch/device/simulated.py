@@ -127,6 +127,12 @@ class SimulatedDevice(CpuOperators):
         other._config = replace(self._config, expandable_segments=True)
         return other
 
+    def budgeted(self, budget_bytes: int) -> SimulatedDevice:
+        """Return the same GPU with the budget of a probe."""
+        other = copy.copy(self)
+        other._budget_bytes = budget_bytes
+        return other
+
     def refuses(self, stats: MemoryStats) -> str | None:
         """Return None: every step that ran fits, retries included."""
         return None

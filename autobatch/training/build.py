@@ -166,6 +166,9 @@ def open_loop(
         if isinstance(split, SizeSplit):
             loop.micro_batch = split.largest
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
+        if setup.device.allocator_config is not None:
+            # A probe starts with an empty cache, and so does the first step.
+            setup.device.release()
         yield loop
 
 

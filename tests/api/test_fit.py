@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shlex
@@ -21,7 +22,11 @@ from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.options import FitOptions
 from autobatch.core.progress import Progress
+from autobatch.core.units import GiB, MiB
+from autobatch.device.host import HostMemory
+from autobatch.probing.attempt import TrainSetup
 from autobatch.report.result import Result, load_run
+from autobatch.training.train_plan import train_plan
 from tests.support.probes import Listener
 from tests.support.sample_run import a_device, a_run
 from tests.support.training import apart, make_workload, points, weights
@@ -130,6 +135,27 @@ def test_a_resume_may_take_more_steps_and_smaller_micro_batches(tmp_path: Path) 
     done = fit(workload, tmp_path / "two", **longer, resume=True)
     assert (done.plan.micro_batch, done.training.samples) == (5, 7 * 32)
     assert apart(weights(done.model), weights(whole.model)) < 1e-12
+
+
+def test_training_has_the_budget_of_the_probe_whatever_is_free_by_then(tmp_path: Path, monkeypatch) -> None:
+    """Each opening of the device would have another budget, because the free memory is never the same."""
+    free = itertools.count(8 * GiB, 64 * MiB)
+
+    def memory() -> HostMemory:
+        return HostMemory(total_bytes=32 * GiB, available_bytes=next(free), source="a test")
+
+    budgets: list[int] = []
+
+    def train(setup: TrainSetup, *args: Any, **fields: Any):
+        budgets.append(setup.device.budget_bytes)
+        return train_plan(setup, *args, **fields)
+
+    monkeypatch.setattr("autobatch.device.select.host_memory", memory)
+    monkeypatch.setattr("autobatch.api.fit.train_plan", train)
+    options = {**SHORT, "memory_budget": None}
+    probed = fit(make_workload(), tmp_path, **options).device.budget_bytes
+    fit(make_workload(), tmp_path, **options, resume=True)
+    assert budgets == [probed, probed]
 
 
 def test_a_schedule_that_needs_a_metric_is_refused_before_training(tmp_path: Path) -> None:

@@ -187,7 +187,8 @@ def test_others_are_counted_without_this_process(fake: FakeCuda, monkeypatch: py
         return gpu_reading(24 * GIB - 3 * GIB - context - fake.figures["reserved_bytes.all.current"])
 
     answer_nvml(monkeypatch, read)
-    holders = [MemoryHolder(pid=pid, name=None, used_bytes=3 * GIB) for pid in (os.getpid(), 1)]
+    # In a container an id may be that of another process of the host, which holds less than this one.
+    holders = [MemoryHolder(pid=pid, name=None, used_bytes=GIB) for pid in (os.getpid(), 1)]
     monkeypatch.setattr(nvml, "read_holders", lambda uuid: holders)
     device = CudaDevice(index=0, memory_budget="6GiB")
     fake.figures["reserved_bytes.all.current"] = 2 * GIB
@@ -199,6 +200,64 @@ def test_others_are_counted_without_this_process(fake: FakeCuda, monkeypatch: py
     late = CudaDevice(index=0, memory_budget="6GiB").describe()
     assert late.other_processes_bytes == 3 * GIB + 512 * MIB
     assert late.notes == ["memory of other processes includes the CUDA context of this process"]
+
+
+def test_kernels_that_load_late_are_no_memory_of_others(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels load when they are first used (CUDA_MODULE_LOADING=LAZY), here 300 MiB in the first session."""
+    fake.figures["reserved_bytes.all.current"] = 0
+    ours, others = {"context": 0, "kernels": 0}, 3 * GIB
+
+    def read(uuid: str) -> NvmlGpu:
+        ours["context"] = 512 * MIB if fake.initialized else 0
+        return gpu_reading(24 * GIB - others - sum(ours.values()) - torch.cuda.memory_reserved(0))
+
+    answer_nvml(monkeypatch, read)
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    assert device.describe().other_processes_bytes == others
+    with device.enforced():
+        ours["kernels"] += 300 * MIB
+        fake.figures["reserved_bytes.all.current"] = 2 * GIB
+    assert device.describe().other_processes_bytes == others
+    # Later sessions may meet other processes that grow.
+    others += GIB
+    with device.enforced():
+        others += GIB
+    assert device.describe().other_processes_bytes == 5 * GIB
+
+    ours["kernels"] += GIB
+    own = MemoryHolder(pid=os.getpid(), name=None, used_bytes=2 * GIB + sum(ours.values()))
+    monkeypatch.setattr(nvml, "read_holders", lambda uuid: [own])
+    record = CudaDevice(index=0, memory_budget="6GiB").describe()
+    assert (record.other_processes_bytes, record.notes) == (5 * GIB, [])
+
+
+def test_training_has_the_budget_of_the_probe_where_that_much_is_free(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same share of what is free is some MiB less a minute later, and an answer may need every byte."""
+    fake.figures["reserved_bytes.all.current"] = 0
+    free = [20 * GIB]
+    answer_nvml(monkeypatch, lambda uuid: gpu_reading(free[0]))
+    probed = CudaDevice(index=0, memory_budget=None).budget_bytes
+    for change, expected in (
+        (0, probed),
+        (-GIB, probed),
+        (GIB, probed),
+        # Not even the headroom makes up for this much.
+        (-3 * GIB, 17 * GIB),
+    ):
+        free[0] = 20 * GIB + change
+        device = CudaDevice(index=0, memory_budget=None)
+        assert (device.budget_bytes == probed) == (change == 0)
+        training = device.budgeted(probed)
+        assert training.budget_bytes == expected
+        with training.training():
+            assert fake.allowed == expected
+        assert device.budget_bytes != training.budget_bytes or change == 0
+    literal = CudaDevice(index=0, memory_budget="24GiB")
+    assert literal.budgeted(24 * GIB).budget_bytes == 24 * GIB
 
 
 def test_a_missing_gpu_is_refused(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

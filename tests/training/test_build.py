@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,21 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from autobatch.core.errors import InputError
+from autobatch.core.units import MiB
+from autobatch.device.select import open_device
 from autobatch.planning import make_plan
 from autobatch.training.build import LoopSettings, build_sampler, open_loop
 from autobatch.training.loop import Loop
-from tests.support.training import apart, make_setup, make_workload, mean_loss, network, reference, weights
+from tests.support.training import (
+    Rows,
+    apart,
+    make_setup,
+    make_workload,
+    mean_loss,
+    network,
+    reference,
+    weights,
+)
 
 
 def opened(
@@ -114,3 +126,22 @@ def test_samples_stay_seeded_after_a_resume_and_a_change_is_noted(
     loop, notes, _ = opened(sample_seeds=sample_seeds, seeded_before=seeded_before)
     assert (loop.feed is not None) == is_seeded
     assert ["use --workers 0 to continue as before" in note for note in notes] == [True] * is_noted
+
+
+def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
+    """Validation before training leaves segments of its own, which training would be packed into."""
+    data = torch.zeros(64, 64 * 1024)
+    workload = make_workload(
+        model=lambda: nn.Linear(64 * 1024, 4),
+        train_data=Rows(data),
+        validation_data=Rows(data),
+        loss=lambda model, batch: model(batch[0]).exp().mean(),
+    )
+    setup = replace(make_setup(workload), device=open_device("sim:t4", memory_budget="1GiB", environ={}))
+    plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
+    asked = LoopSettings(target_batch=7, steps=1)
+    sampler = build_sampler(64, asked)
+    with open_loop(setup, plan, asked, sampler, seeded_before=None, note=lambda _: None) as loop:
+        stats = loop.meter.stats()
+    assert stats.peak_allocated_bytes > stats.allocated_bytes
+    assert stats.reserved_bytes == 2 * MiB  # the segment of small blocks, which holds the model
