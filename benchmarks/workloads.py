@@ -112,11 +112,13 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """A small decoder."""
 
-    def __init__(self, width: int = 64, layers: int = 3, *, recompute: bool = False) -> None:
+    def __init__(
+        self, width: int = 64, layers: int = 3, *, recompute: bool = False, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
+        self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList([Block(width, 4) for _ in range(layers)])
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight
         self.recompute = recompute
 

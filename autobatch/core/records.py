@@ -153,6 +153,9 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Time of a step that is split by count ÷ time of a step in this split, by ``cost``; None if unknown."""
     digest: str = ""
     """Digest of the sizes of all samples."""
+    is_padded: bool = True
+    """True if a micro-batch is padded to its largest sample. False if samples are joined end to end, as
+    graphs are: then the mean size of a micro-batch decides on its memory."""
     by_size_of: bool = False
     """True if the sizes come from the workload's ``size_of``, False if they count the numbers in a sample."""
     replayed_batches: int | None = None

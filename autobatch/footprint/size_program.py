@@ -87,6 +87,12 @@ class SizeProgram:
     is_exact: bool
     """True if all sizes are polynomials; else some are bounded from above."""
 
+    @property
+    def is_linear(self) -> bool:
+        """True if no allocation grows with the square of the size."""
+        parts = [value for value in vars(self).values() if isinstance(value, Part)]
+        return not any(part.coefficients[:, [2, 5]].any() for part in parts)
+
 
 def fit_size_program(points: Sequence[tuple[Shape, Recording]]) -> SizeProgram:
     """Fit a program to recordings of `TRACED_STEPS` at different shapes.

@@ -18,10 +18,10 @@ from autobatch.probing.child import Session
 from autobatch.probing.real_batches import RUN, Order, RunBatches, program_of, trace_setup
 from autobatch.probing.setup import with_knobs
 from autobatch.probing.size_cost import measure_cost
-from autobatch.probing.size_curve import curve_of
-from autobatch.probing.size_hazards import find_obstacle
+from autobatch.probing.size_curve import CurvePoint, curve_of
+from autobatch.probing.size_hazards import find_obstacle, is_padded
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.size_split import SizeSplit, digest_of, padded_and_real
+from autobatch.workload.size_split import SizeSplit, digest_of, size_of_part
 from autobatch.workload.split import CountSplit, Split
 
 Sizes = NDArray[np.float64]
@@ -99,31 +99,41 @@ def _compare(
     """Plan a split by size, and take it if it saves enough or was asked for."""
     sizes = setup.worst_case.sizes()
     assert sizes is not None
+    joins = not is_padded(setup, sizes)
+    if joins and (program is None or not program.is_linear):
+        return SplitChoice(
+            None, f"{BY_COUNT}: the collate function does not pad, so there is nothing to save"
+        )
+    points = [CurvePoint(float(sizes.max()), min(limit, settings.cap))]
+    if program is not None:
+        # Samples that are joined are not all of the largest size, so no run has shown that limit.
+        ran = None if joins else limit
+        points = curve_of(program, sizes, setup.device.new_allocator, limit=ran, cap=settings.cap)
     cut = SizeCut(
-        sizes=[float(sizes.max())],
-        micro_batches=[min(limit, settings.cap)],
-        limits_by="longest",
-        cost=measure_cost(setup, sizes, limit),
+        sizes=[point.size for point in points],
+        micro_batches=[point.micro_batch for point in points],
+        limits_by="longest" if program is None else "replay",
+        cost=measure_cost(setup, sizes, points[-1].micro_batch),
         digest=digest_of(sizes),
         by_size_of=setup.workload.size_of is not None,
+        is_padded=not joins,
     )
-    if program is not None:
-        points = curve_of(program, sizes, setup.device.new_allocator, limit=limit, cap=settings.cap)
-        cut = msgspec.structs.replace(
-            cut,
-            sizes=[point.size for point in points],
-            micro_batches=[point.micro_batch for point in points],
-            limits_by="replay",
-        )
     order = Order(plan.target_batch, settings.seed, plan.last_batch)
-    survived = _surviving(RunBatches(setup=setup, sizes=sizes, order=order), program, cut)
+    batches = RunBatches(setup=setup, sizes=sizes, order=order, is_padded=cut.is_padded)
+    survived = _surviving(batches, program, cut)
     if survived is None:
         return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run")
     cut = with_expectations(survived, sizes, plan, settings.seed)
-    gain = cut.expected_speedup or (cut.padding_by_count or 1.0) / (cut.padding or 1.0)
+    gain = cut.expected_speedup or _gain_without_cost(cut)
     if settings.split == "auto" and gain < LEAST_GAIN:
         return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}")
     return SplitChoice(cut, describe_cut(cut))
+
+
+def _gain_without_cost(cut: SizeCut) -> float:
+    """Return the ratio of padded sizes, or of micro-batches if nothing is padded; 1 if unknown."""
+    before, after = (cut.padding_by_count, cut.padding) if cut.is_padded else (cut.steps_by_count, cut.steps)
+    return before / after if before and after else 1.0
 
 
 def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -> SizeCut | None:
@@ -148,10 +158,10 @@ def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -
 
 def describe_cut(cut: SizeCut) -> str:
     """Describe a split by size and its saving, in one line."""
+    padding = f"padded ÷ real {cut.padding_by_count:.2f} → {cut.padding:.2f}, " if cut.is_padded else ""
     text = (
-        "batches are split by the sizes of their samples: padded ÷ real "
-        f"{cut.padding_by_count:.2f} → {cut.padding:.2f}, {cut.steps_by_count:.0f} → {cut.steps:.1f} "
-        "micro-batches"
+        f"batches are split by the sizes of their samples: {padding}{cut.steps_by_count:.0f} → "
+        f"{cut.steps:.1f} micro-batches"
     )
     if cut.expected_speedup is not None:
         text += f", {cut.expected_speedup:.2f} × as fast as by count in theory"
@@ -170,8 +180,8 @@ def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> Size
     )
     if plan.last_batch == "drop" and len(sizes) < plan.target_batch:
         return cut
-    by_count = _totals(CountSplit(), sampler, sizes, plan.micro_batch, cut.cost)
-    by_size = _totals(split, sampler, sizes, split.largest, cut.cost)
+    by_count = _totals(CountSplit(), sampler, sizes, plan.micro_batch, cut)
+    by_size = _totals(split, sampler, sizes, split.largest, cut)
     speedup = by_count.seconds / by_size.seconds if cut.cost and by_size.seconds else None
     return msgspec.structs.replace(
         cut,
@@ -192,19 +202,22 @@ class _Totals(NamedTuple):
 
 
 def _totals(
-    split: Split, sampler: GlobalBatchSampler, sizes: Sizes, micro_batch: int, cost: MicroBatchCost | None
+    split: Split, sampler: GlobalBatchSampler, sizes: Sizes, micro_batch: int, cut: SizeCut
 ) -> _Totals:
+    cost, is_padded = cut.cost, cut.is_padded
     padded = real = seconds = 0.0
     count = batches = 0
     for batch in sampler.batches():
         batches += 1
         parts = [part.ids for part in split.parts(batch, micro_batch)]
-        more = [padded_and_real(sizes[ids], [range(len(ids))]) for ids in parts]
-        padded += sum(one for one, _ in more)
-        real += sum(one for _, one in more)
+        own = [size_of_part(sizes[ids], is_padded=is_padded) for ids in parts]
+        padded += math.fsum(len(ids) * size for ids, size in zip(parts, own, strict=True))
+        real += math.fsum(float(sizes[ids].sum()) for ids in parts)
         count += len(parts)
         if cost is not None:
-            seconds += math.fsum(seconds_of(cost, len(ids), float(sizes[ids].max())) for ids in parts)
+            seconds += math.fsum(
+                seconds_of(cost, len(ids), size) for ids, size in zip(parts, own, strict=True)
+            )
     return _Totals(padded / real if real else 1.0, count / max(1, batches), seconds)
 
 

@@ -24,12 +24,14 @@ from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
 from autobatch.probing.child import Session
 from autobatch.probing.limits import setting_of
 from autobatch.probing.size_curve import CurvePoint, curve_of, trace_sizes
+from autobatch.probing.size_hazards import is_padded
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatchSampler, LastBatch
 from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.size_split import size_of_part
 from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 
 Sizes = NDArray[np.float64]
@@ -82,6 +84,8 @@ class RunBatches:
     sizes: Sizes
     """Size of each sample, by its index."""
     order: Order
+    is_padded: bool = True
+    """False if the mean size of a micro-batch decides on its memory."""
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -96,10 +100,7 @@ class RunBatches:
 
     def replay(self, program: SizeProgram, split: Split, micro_batch: int) -> BatchReplay:
         """Replay the batches in an empty allocator with the budget as its limit."""
-        shapes = (
-            [Shape(len(part.ids), float(self.sizes[part.ids].max())) for part in parts]
-            for parts in self._parts(split, micro_batch)
-        )
+        shapes = ([self._shape(part) for part in parts] for parts in self._parts(split, micro_batch))
         return replay_batches(program, shapes, self.setup.device.new_allocator(), most_events=MOST_EVENTS)
 
     def run(self, split: Split, micro_batch: int, *, count: int) -> str | None:
@@ -129,6 +130,9 @@ class RunBatches:
             setup.device.release()
         return reason
 
+    def _shape(self, part: MicroBatchIds) -> Shape:
+        return Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=self.is_padded))
+
     def _parts(self, split: Split, micro_batch: int) -> Iterator[list[MicroBatchIds]]:
         return (split.parts(batch, micro_batch) for batch in self.sampler.batches())
 
@@ -152,9 +156,12 @@ def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None
     if isinstance(setup.workload.loss, WholeBatchLoss):
         return None
     program, split = program_of(session, sizes), CountSplit()
+    joins = program is not None and joins_samples(setup, sizes, program)
     tries = 0
     for micro_batch, target in _candidates(limit, order.target_batch):
-        batches = RunBatches(setup=setup, sizes=sizes, order=order._replace(target_batch=target))
+        batches = RunBatches(
+            setup=setup, sizes=sizes, order=order._replace(target_batch=target), is_padded=not joins
+        )
         if program is not None:
             found = batches.replay(program, split, micro_batch)
             if found.fits:
@@ -184,6 +191,14 @@ def find_curve(session: Session, limit: int, cap: int) -> list[CurvePoint] | Non
     if sizes is None or program is None or not program.is_exact:
         return None
     return curve_of(program, sizes, setup.device.new_allocator, limit=limit, cap=cap)
+
+
+def joins_samples(setup: TrainSetup, sizes: Sizes, program: SizeProgram) -> bool:
+    """Return whether a micro-batch has the memory of as many samples of their mean size.
+
+    It has if samples are joined end to end, and no allocation grows faster than a sample.
+    """
+    return program.is_linear and not is_padded(setup, sizes)
 
 
 def program_of(session: Session, sizes: Sizes) -> SizeProgram | None:

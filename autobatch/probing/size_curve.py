@@ -96,7 +96,12 @@ def _record(setting: Setting, micro_batch: int, index: int) -> Recording:
 
 
 def curve_of(
-    program: SizeProgram, sizes: Sizes, new_allocator: Callable[[], Allocator], *, limit: int, cap: int
+    program: SizeProgram,
+    sizes: Sizes,
+    new_allocator: Callable[[], Allocator],
+    *,
+    limit: int | None,
+    cap: int,
 ) -> list[CurvePoint]:
     """Return the largest micro-batch for samples up to several sizes, in ascending order of size.
 
@@ -104,12 +109,12 @@ def curve_of(
         program: the memory of a step.
         sizes: size of each sample.
         new_allocator: returns an empty allocator with the budget as its limit.
-        limit: the largest micro-batch of the largest samples, which ran.
+        limit: the largest micro-batch of the largest samples, which ran; None to replay that one too.
         cap: the largest micro-batch to try.
     """
     knots = np.unique(np.quantile(sizes, np.linspace(0, 1, KNOTS + 1)[1:], method="higher"))
     found: list[CurvePoint] = []
-    least = limit
+    least = limit or 1
     for size in knots[::-1].tolist():
 
         def fits(m: int, size: float = size) -> bool:
@@ -117,7 +122,7 @@ def curve_of(
             steps = [[shape, shape]] * STEADY_STEPS
             return replay_batches(program, steps, new_allocator(), most_events=10**9).fits
 
-        if found:
+        if found or limit is None:
             # Samples that are smaller fit at least as well as larger ones.
             least = max(least, last_fitting(fits, least, cap) if fits(least) else least)
         found.append(CurvePoint(float(size), min(least, cap)))

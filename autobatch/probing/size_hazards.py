@@ -118,15 +118,21 @@ def _in_collate(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
             if len(ids) == 1:
                 return None  # another stage reports it
             return Obstacle("the collate function takes a fixed number of samples only")
-    one, other, both, _ = counts
-    if not other:
+    if not counts[1]:
         return None  # what it returns holds no tensors to go by
-    if one < other and both - one - other < PADDED_SHARE * (other - one):
-        return Obstacle("the collate function does not pad, so there is nothing to save")
     chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
     if _rank_correlation(sizes[chosen], np.array([_numbers(setup, [i]) for i in chosen])) < LEAST_CORRELATION:
         return Obstacle("size does not explain memory: larger samples do not make larger micro-batches")
     return None
+
+
+def is_padded(setup: TrainSetup, sizes: Sizes) -> bool:
+    """Return whether the collate function pads samples to the largest; False if it joins them end to end."""
+    order = np.argsort(sizes, kind="stable").tolist()
+    short, longest = order[len(order) // 4], order[-1]
+    with preserved_random_state():
+        one, other, both = (_numbers(setup, ids) for ids in ([short], [longest], [short, longest]))
+    return not one < other or both - one - other >= PADDED_SHARE * (other - one)
 
 
 def _numbers(setup: TrainSetup, ids: list[int]) -> int:

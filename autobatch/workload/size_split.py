@@ -9,14 +9,18 @@ micro-batches, the one with the largest sample may take the largest samples of b
 and that of the other cannot grow. So dynamic programming over the sorted list finds the optimum:
 
     best[i] = min over k of  cost(k samples of size[i]) + best[i + k],   k ≤ limit(size[i])
+
+Samples that are joined end to end, as graphs are, have no padding. Their micro-batch has the memory of as
+many samples of their mean size, so it may be larger than its largest sample would allow.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +70,8 @@ class SizeSplit:
 
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """See `autobatch.workload.split.Split`."""
-        limit = self._limits(self.sizes[part.ids].max(keepdims=True), self.largest)[0]
+        size = size_of_part(self.sizes[part.ids], is_padded=self.cut.is_padded)
+        limit = self._limits(np.array([size]), self.largest)[0]
         return min(micro_batch, math.ceil(len(part.ids) * self.largest / (2 * int(limit))))
 
     def of_longest(self, micro_batch: int) -> int:
@@ -90,11 +95,12 @@ class SizeSplit:
     def groups(self, sizes: Sizes, order: list[int], micro_batch: int) -> list[list[int]]:
         """Cut a list of places, sorted by size with the largest first, into micro-batches."""
         sorted_sizes = sizes[order]
-        limits = self._limits(sorted_sizes, micro_batch)
-        if self.cut.cost is None:
+        if not self.cut.is_padded:
+            counts = fewest_joined(sorted_sizes, partial(self._limits, micro_batch=micro_batch))
+        elif self.cut.cost is None:
             counts = micro_batches(len(order), self.of_longest(micro_batch))
         else:
-            counts = cheapest_cut(sorted_sizes, limits, self.cut.cost)
+            counts = cheapest_cut(sorted_sizes, self._limits(sorted_sizes, micro_batch), self.cut.cost)
         ends = np.cumsum(counts).tolist()
         return [order[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
@@ -130,6 +136,27 @@ def cheapest_cut(sizes: Sizes, limits: Sequence[int] | NDArray[np.int64], cost: 
     return followed(taken)
 
 
+def fewest_joined(sizes: Sizes, limits: Callable[[Sizes], NDArray[np.int64]]) -> list[int]:
+    """Cut a sorted list of samples that are joined, and not padded, into the fewest contiguous micro-batches.
+
+    Each takes as many samples as fit. Their cost is that of their samples in any cut, and a fixed part each.
+
+    Args:
+        sizes: sizes of the samples, the largest first.
+        limits: returns the largest micro-batches of samples of the given mean sizes.
+
+    Returns:
+        The samples of each micro-batch, in order.
+    """
+    found: list[int] = []
+    while sum(found) < len(sizes):
+        rest = sizes[sum(found) :]
+        counts = np.arange(1, len(rest) + 1)
+        fits = counts <= limits(np.cumsum(rest) / counts)
+        found.append(max(1, len(rest) if fits.all() else int(fits.argmin())))
+    return found
+
+
 def followed(taken: NDArray[np.int64]) -> list[int]:
     """Return the micro-batches of a cut, given how many samples one takes that begins at each place."""
     found: list[int] = []
@@ -150,7 +177,6 @@ def digest_of(sizes: Sizes) -> str:
     return hashlib.sha256(np.ascontiguousarray(sizes, dtype="<f8").tobytes()).hexdigest()[:16]
 
 
-def padded_and_real(sizes: Sizes, groups: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the total of the sizes of a batch with padding and without."""
-    padded = sum(len(group) * float(sizes[list(group)].max()) for group in groups)
-    return padded, float(sizes.sum())
+def size_of_part(sizes: Sizes, *, is_padded: bool = True) -> float:
+    """Return the size of each sample in memory: the largest of its micro-batch if padded, else the mean."""
+    return float(sizes.max() if is_padded else sizes.mean())

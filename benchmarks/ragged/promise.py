@@ -1,9 +1,11 @@
 """Whether a limit holds on samples of different sizes: plan, then train and count out-of-memory errors.
 
-    python -m benchmarks.ragged.promise [--steps 500] [--seeds 0 1 2] [--device sim:t4] [--device cpu]
+    python -m benchmarks.ragged.promise FOLDER [--minutes 9] [--steps 500] [--seeds 0 1 2]
 
-For a split by count, brute force then trains at larger micro-batches, those of plans with fewer accumulation
-steps, until one survives all steps.
+Runs every workload under three budgets on a simulated GPU and on the CPU, which also enforces its budget in
+training here. For a split by count, brute force then trains plans with fewer accumulation steps, down to
+one, until one survives all steps. What was measured is kept in FOLDER, so that a call continues an earlier
+one. The results are saved once nothing is missing.
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,26 +27,47 @@ from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import RankPlanOptions
 from autobatch.core.records import Plan
-from autobatch.planning import micro_batches
+from autobatch.planning import make_plan
 from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.training.build import LoopSettings, build_sampler, open_loop
+from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import PAIRS, workload
 from benchmarks.report import save, surroundings
 
 TARGET = 64
 SHARES = (0.2, 0.4, 0.7)
 """Budgets, as shares of the memory of a batch in one micro-batch."""
+DEVICES = ("sim:t4", "cpu")
 
 
-def setup_of(model: str, lengths: str, device: str, budget: int | str, seed: int) -> TrainSetup:
-    """Open a workload on a device that enforces its budget in training too."""
-    setup = open_setup(
-        workload(model, lengths), SetupSettings(device=device, memory_budget=budget, seed=seed)
-    )
-    if device == "cpu":
-        setup.device.training = MethodType(_enforced, setup.device)  # type: ignore[method-assign]
-    return setup
+class Case(NamedTuple):
+    """A workload on a device with a budget."""
+
+    model: str
+    lengths: str
+    device: str
+    share: float
+
+    @property
+    def name(self) -> str:
+        """Name in the journal."""
+        return f"{self.model} {self.lengths} {self.device} {self.share:g}"
+
+    def setup(self, budget: int | str, seed: int) -> TrainSetup:
+        """Open it on a device that enforces its budget in training too."""
+        made = workload(self.model, self.lengths)
+        setup = open_setup(made, SetupSettings(device=self.device, memory_budget=budget, seed=seed))
+        if self.device == "cpu":
+            setup.device.training = MethodType(_enforced, setup.device)  # type: ignore[method-assign]
+        return setup
+
+    def budget(self) -> int:
+        """Return the budget: a share of what a batch in one micro-batch of its costliest samples takes."""
+        setup = self.setup("4GiB", 0)
+        one, whole = (attempt(setup, size).attempt for size in (2, TARGET))
+        low, high = (each.peak_reserved_bytes or each.peak_allocated_bytes or 0 for each in (one, whole))
+        return int(low + self.share * (high - low)) // 2**20 * 2**20 + 2**20
 
 
 @contextmanager
@@ -76,123 +98,101 @@ def train(setup: TrainSetup, plan: Plan, steps: int, seed: int, *, to_first: boo
         return loop.oom_recoveries, first or loop.batches_seen
 
 
-def by_brute_force(
-    case: tuple[str, str], device: str, budget: int, seed: int, steps: int, above: int, limit: int
-) -> int:
-    """Return the largest micro-batch over ``above``, and up to ``limit``, that trains without an error."""
-    counts = range(math.ceil(TARGET / limit), math.ceil(TARGET / above))
-    for count in counts:
-        setup = setup_of(*case, device, budget, seed)
-        sizes = micro_batches(TARGET, math.ceil(TARGET / count))
-        plan = msgspec.structs.replace(
-            PLAN, micro_batch=sizes[0], micro_batches=sizes, accumulation_steps=len(sizes)
-        )
+def by_brute_force(case: Case, budget: int, seed: int, steps: int, above: int) -> int:
+    """Return the largest micro-batch over ``above`` that trains without an error; ``above`` if none does."""
+    for count in range(1, math.ceil(TARGET / above)):
+        plan = make_plan(target_batch=TARGET, micro_batch_limit=math.ceil(TARGET / count), learning_rate=1e-3)
         try:
-            errors, _ = train(setup, plan, steps, seed, to_first=True)
+            errors, _ = train(case.setup(budget, seed), plan, steps, seed, to_first=True)
         except AutobatchError:
             continue
         if not errors:
-            return sizes[0]
+            return plan.micro_batch
     return above
 
 
-PLAN = Plan(
-    target_batch=TARGET,
-    effective_batch=TARGET,
-    world_size=1,
-    micro_batch=1,
-    accumulation_steps=TARGET,
-    micro_batches=[1] * TARGET,
-    base_batch=None,
-    learning_rate=1e-3,
-    learning_rate_rule="none",
-)
+def measure(case: Case, seeds: list[int], steps: int, home: Path) -> list[dict[str, Any]]:
+    """Plan a case with every seed under both splits and train it; compare with brute force."""
+    budget = case.budget()
+    return [
+        measure_plan(case, budget, seed, steps, split, home)
+        for seed, split in itertools.product(seeds, ("count", "auto"))
+    ]
 
 
-def budget_of(case: tuple[str, str], device: str, share: float) -> int:
-    """Return a budget, as a share of what a batch in one micro-batch of its most expensive samples takes."""
-    setup = setup_of(*case, device, "4GiB", 0)
-    one, whole = (attempt(setup, size).attempt for size in (2, TARGET))
-    low, high = (each.peak_reserved_bytes or each.peak_allocated_bytes or 0 for each in (one, whole))
-    return int(low + share * (high - low)) // 2**20 * 2**20 + 2**20
-
-
-def measure(
-    case: tuple[str, str], device: str, budget: int, seed: int, steps: int, *, brute: bool
-) -> list[dict[str, Any]]:
-    """Plan a case under both splits and train it; compare the split by count with brute force."""
-    rows = []
-    for split in ("count", "auto"):
-        start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as home:
-            options = options_from(
-                RankPlanOptions,
-                {
-                    "target_batch": TARGET,
-                    "device": device,
-                    "memory_budget": budget,
-                    "seed": seed,
-                    "split": split,
-                },
-            )
-            context = RunContext(environ={"AUTOBATCH_HOME": str(Path(home))})
-            result = run_plan(workload(*case), options, context)
-        assert result.plan is not None
-        assert result.probe is not None
-        planned = time.perf_counter() - start
-        errors, at = train(setup_of(*case, device, budget, seed), result.plan, steps, seed, to_first=False)
-        real = result.probe.real_batches
-        alone = result.probe.micro_batch if real is None else real.micro_batch_alone
-        row = {
-            "model": case[0], "lengths": case[1], "device": device, "budget_bytes": budget, "seed": seed,
-            "steps": steps, "asked": split, "split": result.plan.split, "alone": alone,
-            "micro_batch": result.plan.micro_batch, "checked_by": None if real is None else real.by,
-            "oom_errors": errors, "first_oom_step": at if errors else None, "plan_seconds": planned,
-        }  # fmt: skip
-        if brute and split == "count":
-            most = by_brute_force(case, device, budget, seed, steps, result.plan.micro_batch, alone)
-            row["brute_force"] = most
-            row["share"] = result.plan.micro_batch / most
-        rows.append(row)
-        print(row, flush=True)
-    return rows
-
-
-def main() -> None:
-    """Measure every case, and save the results."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--device", action="append")
-    parser.add_argument("--case", action="append", help="MODEL-LENGTHS")
-    parser.add_argument("--no-brute-force", action="store_true")
-    options = parser.parse_args()
-    cases = [case for case in PAIRS if not options.case or "-".join(case) in options.case]
-    rows: list[dict[str, Any]] = []
-    devices = options.device or ["sim:t4", "cpu"]
-    for seed, share, case, device in itertools.product(options.seeds, SHARES, cases, devices):
-        brute = not options.no_brute_force and device != "cpu"
-        budget = budget_of(case, device, share)
-        rows += measure(case, device, budget, seed, options.steps, brute=brute)
-        save("ragged-promise", {**surroundings(), "rows": rows}, text(rows) + "\n")
+def measure_plan(case: Case, budget: int, seed: int, steps: int, split: str, home: Path) -> dict[str, Any]:
+    """Plan and train once."""
+    asked = {
+        "target_batch": TARGET, "device": case.device, "memory_budget": budget, "seed": seed, "split": split
+    }  # fmt: skip
+    context = RunContext(environ={"AUTOBATCH_HOME": str(home)})
+    start = time.process_time()
+    made = workload(case.model, case.lengths)
+    result = run_plan(made, options_from(RankPlanOptions, asked), context)
+    planned = time.process_time() - start
+    plan, probe = result.plan, result.probe
+    assert plan is not None
+    assert probe is not None
+    errors, at = train(case.setup(budget, seed), plan, steps, seed, to_first=False)
+    row = {
+        **case._asdict(), "budget_bytes": budget, "seed": seed, "steps": steps, "asked": split,
+        "split": plan.split, "micro_batch": plan.micro_batch, "limit": probe.micro_batch,
+        "real_batches": msgspec.to_builtins(probe.real_batches), "oom_errors": errors,
+        "steps_of_cut": None if plan.size_cut is None else plan.size_cut.steps,
+        "first_oom_step": at if errors else None, "plan_seconds": planned,
+    }  # fmt: skip
+    if split == "count":
+        row["brute_force"] = by_brute_force(case, budget, seed, steps, plan.micro_batch)
+    print(row, flush=True)
+    return row
 
 
 def text(rows: list[dict[str, Any]]) -> str:
     """Summarize the rows in a table."""
     lines = [
-        "| device | split | runs | out-of-memory errors | runs with an error | micro-batch ÷ brute force |"
+        "| device | model | split asked for | runs | split by size | out-of-memory errors | "
+        "micro-batch ÷ brute force, at least |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines += ["|---|---|---|---|---|---|"]
-    for device in dict.fromkeys(row["device"] for row in rows):
-        for asked in ("count", "auto"):
-            own = [row for row in rows if row["device"] == device and row["asked"] == asked]
-            shares = [row["share"] for row in own if "share" in row]
-            least = f"{min(shares):.2f} at least" if shares else "–"
-            errors = [row["oom_errors"] for row in own]
-            lines.append(
-                f"| {device} | {asked} | {len(own)} | {sum(errors)} | {sum(map(bool, errors))} | {least} |"
-            )
-    return "\n".join(lines)
+    groups = sorted({(row["device"], row["model"], row["asked"]) for row in rows})
+    for device, model, asked in groups:
+        own = [row for row in rows if (row["device"], row["model"], row["asked"]) == (device, model, asked)]
+        shares = [row["micro_batch"] / row["brute_force"] for row in own if "brute_force" in row]
+        lines.append(
+            f"| {device} | {model} | {asked} | {len(own)} | {sum(row['split'] == 'size' for row in own)} | "
+            f"{sum(row['oom_errors'] for row in own)} | {f'{min(shares):.2f}' if shares else ''} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure every case that is not in the journal, and save the results once all are."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after this time")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--device", action="append")
+    parser.add_argument("--model", action="append")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    journal = Journal(options.folder, last_call(options.folder) + 1)
+    cases = [
+        Case(*pair, device, share)
+        for share, pair, device in itertools.product(SHARES, PAIRS, options.device or DEVICES)
+        if options.model is None or pair[0] in options.model
+    ]
+    deadline = time.monotonic() + 60 * options.minutes
+    done = journal.done()
+    for case in cases:
+        if case.name not in done and time.monotonic() < deadline:
+            home = options.folder / "home" / case.name.replace(" ", "-").replace(":", "-")
+            journal.write(case.name, DONE, rows=measure(case, options.seeds, options.steps, home))
+    found = {row["unit"]: row["rows"] for row in journal.rows() if row["status"] == DONE}
+    rows = [row for case in cases for row in found.get(case.name, [])]
+    print(text(rows))
+    if all(case.name in found for case in cases):
+        save("ragged-promise", {**surroundings(), "rows": rows}, text(rows))
 
 
 if __name__ == "__main__":

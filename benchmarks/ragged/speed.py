@@ -30,7 +30,7 @@ from autobatch.step.train_step import accumulate, train_step
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.size_split import SizeSplit
-from benchmarks.ragged.workloads import Gpt, workload
+from benchmarks.ragged.workloads import VOCABULARY, Gpt, workload
 from benchmarks.report import save, surroundings
 
 TARGET = 128
@@ -79,7 +79,10 @@ def grouped_by_length(sizes: np.ndarray, count: int, seed: int) -> list[Groups]:
 
 def setup_of(lengths: str, device: str) -> TrainSetup:
     """Open a small language model whose budget is that of ``LIMIT`` samples of the longest."""
-    made = replace(workload("transformer", lengths, count=SAMPLES, longest=LONGEST), model=lambda: Gpt(64, 2))
+    made = replace(
+        workload("transformer", lengths, count=SAMPLES, longest=LONGEST),
+        model=lambda: Gpt(64, 2, vocabulary=VOCABULARY),
+    )
     wide = open_setup(made, SetupSettings(device=device, memory_budget="8GiB"))
     found = attempt(wide, LIMIT).attempt
     budget = found.peak_reserved_bytes or found.peak_allocated_bytes

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from autobatch import Loss, Workload
 from benchmarks.workloads import Gpt
 
-VOCABULARY = 101
+VOCABULARY = 512
 LENGTHS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
     "uniform": lambda draw, count, longest: draw.uniform(1, longest + 1, count),
     "log-normal": lambda draw, count, longest: longest * np.exp(draw.normal(-1.8, 0.8, count)),
@@ -44,11 +44,16 @@ class Tokens:
 
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
+        self.samples = [self.make(index) for index in range(len(lengths))]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.samples[index]
+
+    def make(self, index: int) -> tuple[Tensor, Tensor]:
+        """Draw a sample."""
         draw = torch.Generator().manual_seed(index)
         ids = torch.randint(1, VOCABULARY, (int(self.lengths[index]) + 1,), generator=draw)
         return ids[:-1], ids[1:]
@@ -57,7 +62,8 @@ class Tokens:
 class Rings(Tokens):
     """Graphs: rings with features and labels per node."""
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def make(self, index: int) -> tuple[Tensor, Tensor]:
+        """Draw a graph."""
         draw = torch.Generator().manual_seed(index)
         nodes = int(self.lengths[index])
         return torch.randn(nodes, 16, generator=draw), torch.randint(4, (nodes,), generator=draw)
@@ -129,7 +135,7 @@ class OverTime(nn.Module):
 class Rounds(nn.Module):
     """Message passing over rings."""
 
-    def __init__(self, width: int = 48) -> None:
+    def __init__(self, width: int = 96) -> None:
         super().__init__()
         self.enter = nn.Linear(16, width)
         self.rounds = nn.ModuleList([nn.Linear(2 * width, width) for _ in range(3)])
@@ -143,7 +149,7 @@ class Rounds(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "transformer": lambda: Gpt(32, 2),
+    "transformer": lambda: Gpt(32, 1, vocabulary=VOCABULARY),
     "lstm": Recurrent,
     "convolution": OverTime,
     "graph": Rounds,
@@ -157,10 +163,10 @@ PAIRS = [
 """The 12 workloads of the promise."""
 
 
-def workload(model: str, lengths: str, *, count: int = 1024, longest: int = 60) -> Workload:
+def workload(model: str, lengths: str, *, count: int = 512, longest: int = 60) -> Workload:
     """Make one of the workloads."""
-    drawn = lengths_of(lengths, count, longest)
     is_graph = model == "graph"
+    drawn = lengths_of(lengths, count, 2 * longest if is_graph else longest)
     return Workload(
         name=f"{model}-{lengths}",
         model=MODELS[model],

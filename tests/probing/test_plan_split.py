@@ -13,8 +13,16 @@ from autobatch.planning import make_plan
 from autobatch.probing import plan_split, real_batches
 from autobatch.probing.child import Session
 from autobatch.probing.plan_split import SplitSettings, choose_split, read_sizes, with_expectations
-from autobatch.workload.size_split import SizeSplit, padded_and_real
-from tests.support.ragged import Sequences, ragged_split, ragged_workload, simulated_setup, wide_model
+from autobatch.workload.size_split import SizeSplit
+from tests.support.ragged import (
+    Sequences,
+    joined_workload,
+    padded_and_real,
+    ragged_split,
+    ragged_workload,
+    simulated_setup,
+    wide_model,
+)
 from tests.support.training import make_loop, make_setup, tokens
 
 PLAN = make_plan(target_batch=24, micro_batch_limit=6, learning_rate=0.01)
@@ -126,3 +134,28 @@ def test_a_step_that_is_traced_has_a_limit_for_each_size_which_real_batches_surv
         )  # fmt: skip
         list(loop.run())
     assert loop.oom_recoveries == 0
+
+
+def test_joined_samples_fill_a_micro_batch_by_their_total_size(tmp_path: Path) -> None:
+    setup = simulated_setup(joined_workload(), tmp_path, "22MiB")
+    plan = make_plan(target_batch=120, micro_batch_limit=30, learning_rate=0.01)
+    cut, note = choose_split(Session(setup), plan, settings("size", 30)._replace(cap=120))
+    assert not cut.is_padded
+    assert cut.steps < plan.accumulation_steps
+    assert "padded" not in note
+    split = SizeSplit(sizes=setup.worst_case.sizes(), cut=cut, measured_every=4)
+    with setup.device.training() as meter:
+        loop = make_loop(
+            setup.workload, target_batch=120, micro_batch=split.largest, split=split, steps=20,
+            device=setup.device, meter=meter,
+        )  # fmt: skip
+        records = list(loop.run())
+    assert loop.oom_recoveries == 0
+    assert max(record.accumulation_steps for record in records) <= plan.accumulation_steps
+
+
+@pytest.mark.usefixtures("untraced")
+def test_joined_samples_whose_step_is_not_traced_are_split_by_count() -> None:
+    cut, note = choose_split(Session(make_setup(joined_workload())), PLAN, settings())
+    assert cut is None
+    assert "does not pad" in note

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.core.knobs import COMPILE
-from autobatch.probing.size_hazards import find_obstacle
+from autobatch.probing.size_hazards import find_obstacle, is_padded
 from autobatch.workload.contract import Loss, WholeBatchLoss
-from tests.support.ragged import Sequences, pad, ragged_workload, sequence_loss
+from tests.support.ragged import Sequences, joined_workload, pad, ragged_workload, sequence_loss
 from tests.support.training import IGNORED, fingerprint, language_model, make_setup, tokens
 
 
@@ -83,7 +83,6 @@ def test_wrong_results_are_hazards(changes, words: str) -> None:
     [
         ({"train_data": tokens(), "collate": None, "size_of": None}, "one size"),
         ({"collate": padded_to_four}, "fixed number"),
-        ({"collate": lambda samples: ([s[0] for s in samples], [s[1] for s in samples])}, "does not pad"),
         ({"size_of": lambda sample: float(sample[0].sum() * 7919 % 31)}, "does not explain memory"),
         ({"train_data": Resized(), "size_of": lambda sample: len(sample[0])}, "at random"),
     ],
@@ -136,3 +135,9 @@ def test_an_error_of_the_workload_is_left_to_other_stages() -> None:
         raise ValueError("broken")
 
     assert find_obstacle(make_setup(ragged_workload(loss=loss))) is None
+
+
+def test_a_collate_function_pads_or_joins() -> None:
+    for workload, expected in ((ragged_workload(), True), (joined_workload(), False)):
+        setup = make_setup(workload)
+        assert is_padded(setup, setup.worst_case.sizes()) is expected

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autobatch.core.records import MicroBatchCost, SizeCut
 from autobatch.workload.order import GlobalBatch
-from autobatch.workload.size_split import SizeSplit, cheapest_cut, digest_of, padded_and_real
+from autobatch.workload.size_split import SizeSplit, cheapest_cut, digest_of, fewest_joined
+from tests.support.ragged import padded_and_real
 
 COST = MicroBatchCost(fixed=1.0, per_sample=0.1, per_size=0.05, per_size_squared=0.001)
 
@@ -143,3 +144,26 @@ def test_a_cut_of_a_large_batch_pads_little() -> None:
 def test_a_digest_tells_other_sizes() -> None:
     assert digest_of(np.array([1.0, 2.0])) == digest_of(np.array([1.0, 2.0]))
     assert digest_of(np.array([1.0, 2.0])) != digest_of(np.array([2.0, 1.0]))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(40, 120))
+def test_joined_samples_take_the_fewest_contiguous_micro_batches(sizes: list[int], room: int) -> None:
+    ordered = np.array(sorted(sizes, reverse=True), dtype=float)
+    counts = fewest_joined(ordered, lambda means: (room // means).astype(np.int64))
+    assert sum(counts) == len(sizes)
+    ends = list(itertools.accumulate(counts))
+    assert all(ordered[end - n : end].sum() <= room for end, n in zip(ends, counts, strict=True))
+    fewest = next(
+        groups
+        for groups in range(1, len(sizes) + 1)
+        for cuts in itertools.combinations(range(1, len(sizes)), groups - 1)
+        if all(ordered[a:b].sum() <= room for a, b in itertools.pairwise([0, *cuts, len(sizes)]))
+    )
+    assert len(counts) == fewest
+
+
+def test_a_joined_micro_batch_is_limited_by_its_mean_size() -> None:
+    sizes = [30.0, 10.0, 10.0, 10.0, 10.0, 10.0]
+    cut = SizeCut(sizes=[10.0, 20.0, 30.0], micro_batches=[6, 3, 2], limits_by="replay", is_padded=False)
+    parts = SizeSplit(sizes=np.array(sizes), cut=cut).parts(GlobalBatch(0, 0, list(range(6))), 6)
+    assert [part.ids for part in parts] == [[0, 1, 2], [3, 4, 5]]
