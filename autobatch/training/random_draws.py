@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.workload.rng import seed_everything
+from autobatch.workload.rng import seed_everything, seed_torch
 
 Shape: TypeAlias = tuple[int, ...]
 _Generators: TypeAlias = list[torch.Generator]
@@ -95,7 +95,10 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def end(self) -> None:
         """Note after a pass what Python and NumPy drew: passes must draw alike to be comparable."""
         numpy = sys.modules.get("numpy")
-        drawn = "" if numpy is None else repr(numpy.random.get_state()[1:3])
+        drawn: tuple[bytes, int] | None = None
+        if numpy is not None:
+            _, words, position, *_ = numpy.random.get_state()
+            drawn = words.tobytes(), position
         self._ends.add(hash((random.getstate(), drawn)))
         if len(self._ends) > 1:
             self.doubts.add("numbers from Python or NumPy")
@@ -206,6 +209,6 @@ def _shape(name: str, args: tuple[Any, ...]) -> Shape | None:
 def _seed(key: int, place: int, own: _Generators) -> None:
     # The CPU's generator takes 32 bits of a seed.
     seed = hash((key, place)) & 0xFFFFFFFF
-    torch.manual_seed(seed)
+    seed_torch(seed)
     for generator in own:
         generator.manual_seed(seed)

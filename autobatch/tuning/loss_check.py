@@ -14,7 +14,7 @@ from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.rng import preserved_random_state, seed_torch
 
 STEPS = 10
 MICRO_BATCHES = 2
@@ -78,7 +78,7 @@ def _losses(setup: TrainSetup, size: int, *, seed: int) -> list[float]:
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
-        torch.manual_seed(seed)
+        seed_torch(seed)
         losses = [
             train_step(
                 train_state, batches_of(setup, meter, _fetched(setup, size, draw)), size * MICRO_BATCHES

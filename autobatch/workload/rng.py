@@ -85,10 +85,22 @@ def restore_random_state(state: RandomState) -> None:
 def seed_everything(seed: int) -> None:
     """Seed all generators."""
     random.seed(seed)
-    torch.manual_seed(seed)
+    seed_torch(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators of the CPU and of all GPUs.
+
+    In a process that has not used CUDA, `torch.manual_seed` formats and keeps three stack traces in each call
+    (``_lazy_call`` in torch/cuda/__init__.py, and its like for XPU and MTIA), which takes a hundred times as
+    long as the seeding.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
 
 
 def seed_rank(seed: int, rank: int, batches_seen: int = 0) -> None:

@@ -15,6 +15,7 @@ from autobatch.workload.rng import (
     restore_random_state,
     seed_everything,
     seed_generators,
+    seed_torch,
 )
 
 
@@ -40,6 +41,16 @@ def test_all_generators_are_restored_after_an_error() -> None:
         draws()
         raise KeyError
     assert draws() == first
+
+
+def test_torch_is_seeded_as_by_its_own_function_and_no_stack_traces_are_kept() -> None:
+    torch.manual_seed(2**40 + 3)
+    first = torch.rand(5)
+    kept = len(torch.cuda._queued_calls), len(torch.xpu._queued_calls)
+    seed_torch(2**40 + 3)
+    assert torch.equal(torch.rand(5), first)
+    if not torch.cuda.is_available():
+        assert (len(torch.cuda._queued_calls), len(torch.xpu._queued_calls)) == kept
 
 
 def test_one_seed_seeds_all_generators() -> None:
