@@ -90,6 +90,7 @@ def run_page(page: Path, names: dict[str, Any]) -> int:
     return len(blocks)
 
 
+@pytest.mark.program
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", [page for page in COMPLETE if code_of(page)], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_as_it_stands(page: Path) -> None:

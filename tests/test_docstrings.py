@@ -52,6 +52,7 @@ def test_the_modules_of_all_libraries_show_code() -> None:
     assert shown >= {"transformers", "lightning", "accelerate", "custom_loop"}
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(("owner", "code"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
 def test_the_code_of_a_docstring_runs(owner: str, code: str, tmp_path: Path) -> None:
     library = owner.partition(":")[0]

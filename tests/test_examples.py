@@ -119,6 +119,7 @@ OWN = {
 }
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_script_of_a_library_is_planned_and_trained(name: str, tmp_path: Path) -> None:
     library, expected = LIBRARIES[name]
@@ -126,6 +127,7 @@ def test_a_script_of_a_library_is_planned_and_trained(name: str, tmp_path: Path)
     assert re.search(expected, run(tmp_path, str(EXAMPLES / f"{name}.py")), re.DOTALL)
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("name", OWN)
 def test_a_workload_that_is_not_plain_is_trained(name: str, tmp_path: Path) -> None:
     assert re.search(OWN[name], run(tmp_path, str(EXAMPLES / f"{name}.py")), re.DOTALL)

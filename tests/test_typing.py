@@ -99,6 +99,7 @@ def lines_refused_by_pyright(path: Path) -> set[int]:
     return {one["range"]["start"]["line"] + 1 for one in found if one["severity"] == "error"}
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("refused", [lines_refused_by_mypy, lines_refused_by_pyright])
 def test_a_type_checker_accepts_right_calls_and_refuses_wrong_ones(
     refused: Callable[[Path], set[int]], tmp_path: Path

@@ -98,6 +98,7 @@ def test_plan_and_probe_print_only_their_parts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.program
 def test_nothing_fits_is_exit_3(tmp_path: Path, train: Path) -> None:
     ran = autobatch(tmp_path, "fit", "train.py:workload", *FIT[2:4], "--memory-budget", "30B", "--out", "out")
     line = one_line(ran, 3)
@@ -106,6 +107,7 @@ def test_nothing_fits_is_exit_3(tmp_path: Path, train: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -132,6 +134,7 @@ def test_errors_that_are_found_late_are_one_line(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.program
 def test_an_error_in_the_workload_is_one_line_that_names_the_log(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + "\ndef broken():\n    return small(loss=lambda model, batch: 1 / 0)\n")
     line = one_line(autobatch(tmp_path, "fit", "train.py:broken", *FIT[2:], "--out", "out"), 2)
@@ -162,6 +165,7 @@ def started(folder: Path, *words: object, until: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SLOW)]
 )
@@ -195,6 +199,7 @@ def sleeps():
 GOES_ON = "What was measured is remembered, and the same command goes on from there"
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
@@ -467,6 +472,7 @@ async def in_a_loop():
 """
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     "how",
     [

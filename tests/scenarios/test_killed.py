@@ -27,12 +27,14 @@ def run(folder: Path, kills: int, *words: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.program
 def test_thirty_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     result = run(tmp_path, 30)
     assert result["killed"] >= 30
     assert result["finished"] >= 1
 
 
+@pytest.mark.program
 def test_kills_and_other_numbers_of_loader_workers_change_nothing(tmp_path: Path) -> None:
     result = run(tmp_path, 8, "fed")
     assert result["killed"] >= 8

@@ -116,6 +116,7 @@ def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> 
 
 
 @LINUX
+@pytest.mark.program
 def test_a_signal_to_the_whole_group_stops_the_run_with_one_checkpoint(tmp_path: Path) -> None:
     """The resumed run, with other workers, ends with the weights of a run that was never stopped."""
     (tmp_path / "train.py").write_text(SMALL + SLOW)

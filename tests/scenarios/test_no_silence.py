@@ -13,6 +13,8 @@ pytest.importorskip("pty", reason="there are no pseudo-terminals on this system"
 
 from tests.support.pty_screen import Walk, walk
 
+pytestmark = pytest.mark.program
+
 ACTS = (
     "importing torch",
     "opening the workload",

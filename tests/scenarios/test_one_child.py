@@ -17,6 +17,8 @@ from tests.support.commandline import SMALL, autobatch
 from tests.support.probes import Listener
 from tests.support.trials import changed, task_with
 
+pytestmark = pytest.mark.program
+
 LOGGED = """
 import os
 import torch

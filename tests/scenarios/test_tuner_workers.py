@@ -60,6 +60,7 @@ def answer(worker: subprocess.Popen[str]) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.program
 @pytest.mark.distributed
 def test_four_workers_share_a_study_and_one_that_is_killed_does_not_stop_it(tmp_path: Path) -> None:
     victim = start(tmp_path, "victim")
