@@ -180,6 +180,7 @@ class CudaDevice:
         """Cap the allocator at the budget within the block, which starts with an empty cache."""
         # Workspaces of cuBLAS become cached blocks when they are freed, so this comes before the release.
         cuda_settings.free_workspaces()
+        cuda_settings.free_pinned()
         self.release()
         with self._session(), recorded(self._index) as history, self._libraries_counted():
             yield CudaMeter(self._index, history)

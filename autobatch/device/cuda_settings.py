@@ -76,6 +76,13 @@ def free_workspaces() -> None:
         clear()
 
 
+def free_pinned() -> None:
+    """Free the pinned memory of the host that torch keeps for further copies."""
+    clear = getattr(torch._C, "_host_emptyCache", None)
+    if clear is not None:
+        clear()
+
+
 def keeps_workspaces(version: str, environ: Mapping[str, str]) -> bool:
     """Return whether a version of torch keeps the workspaces of cuBLAS between products (until 2.14).
 

@@ -17,12 +17,42 @@ if TYPE_CHECKING:
 
 
 def to_device(batch: Collated, device: torch.device) -> Collated:
-    """Move all tensors to a device: nested tuples, lists and mappings, and objects with a ``to`` method."""
+    """Move all tensors to a device: nested tuples, lists and mappings, and objects with a ``to`` method.
+
+    A GPU copies from pinned memory while the host continues. From ordinary memory, the host may wait for the
+    GPU (CUDA Runtime API, "API synchronization behavior"). So everything that can be pinned is.
+    """
     if device.type == "cpu":
         return batch
     return map_tensors(
-        batch, lambda tensor: tensor.to(device, non_blocking=True), convert=lambda other: other.to(device)
+        batch,
+        lambda tensor: _pinned(tensor, device).to(device, non_blocking=True),
+        convert=lambda other: _object_to_device(other, device),
     )
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to pinned memory if it goes to a GPU, and if the host grants that memory.
+
+    torch uses a pinned block again once the copy from it is done (aten/src/ATen/core/CachingHostAllocator.h).
+    """
+    is_copied = device.type == "cuda" and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    if not is_copied or tensor.is_pinned():
+        return tensor
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        return tensor
+
+
+def _object_to_device(other: Any, device: torch.device) -> Any:
+    """Move an object with a ``to`` method of its own, without waiting if it can do so."""
+    if device.type == "cuda" and callable(getattr(other, "pin_memory", None)):
+        other = other.pin_memory()
+    try:
+        return other.to(device, non_blocking=True)
+    except TypeError:
+        return other.to(device)
 
 
 def map_tensors(

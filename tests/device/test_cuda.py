@@ -81,9 +81,11 @@ def test_a_session_starts_empty_caps_and_restores_the_former_cap(
     monkeypatch.setattr(
         torch._C, "_cuda_clearCublasWorkspaces", lambda: fake.calls.append("clear"), raising=False
     )
+    # Nor with pinned memory of the host that a larger micro-batch needed.
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: fake.calls.append("unpin"), raising=False)
     device = CudaDevice(index=0, memory_budget="6GiB")
     with device.enforced() as meter:
-        assert fake.calls == ["clear", "empty", f"allow {6 * GIB}", "reset"]
+        assert fake.calls == ["clear", "unpin", "empty", f"allow {6 * GIB}", "reset"]
         meter.mark("forward")
         assert meter.phase == "forward"
     assert fake.allowed == former

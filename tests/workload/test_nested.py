@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict, namedtuple
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from autobatch.device.cpu import SilentMeter
 from autobatch.workload.nested import Twice, feed, form_of, map_tensors, tensors_of, to_device
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 Pair = namedtuple("Pair", ["left", "right"])
 
 
@@ -70,6 +72,74 @@ def test_tensors_and_objects_move_to_the_device() -> None:
     assert moved[1].data.device.type == "meta"
     batch = nested()
     assert to_device(batch, CPU) is batch
+
+
+class Copied(torch.Tensor):
+    """A tensor of the host that writes down how it goes to a GPU."""
+
+    log: list[str] = []
+    has_room = True
+
+    def is_pinned(self) -> bool:
+        return False
+
+    def pin_memory(self) -> Any:
+        if not self.has_room:
+            raise RuntimeError("CUDA error: out of memory")
+        self.log.append("pin")
+        return self
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Any:
+        self.log.append(f"{device} {non_blocking}")
+        return self
+
+
+@pytest.mark.parametrize(("has_room", "copies"), [(True, ["pin"]), (False, [])])
+def test_tensors_go_to_a_gpu_from_pinned_memory(monkeypatch, has_room: bool, copies: list[str]) -> None:
+    """From ordinary memory the host would wait until the GPU has finished the micro-batch before."""
+    monkeypatch.setattr(Copied, "has_room", has_room)
+    log: list[str] = []
+    monkeypatch.setattr(Copied, "log", log)
+    to_device({"x": torch.ones(2).as_subclass(Copied)}, CUDA)
+    assert log == [*copies, "cuda:0 True"]
+    log.clear()
+    to_device([torch.ones(2).as_subclass(Copied)], META)
+    assert log == ["meta True"]
+
+
+class Graph:
+    """An object with a method ``to`` of its own, as torch_geometric and transformers have them."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.waits, self.log = waits, []
+
+    def pin_memory(self) -> Graph:
+        self.log.append("pin")
+        return self
+
+    def to(self, device: torch.device, **options: bool) -> Graph:
+        if self.waits and options:
+            raise TypeError("unexpected keyword")
+        self.log.append(f"{device} {options.get('non_blocking', False)}")
+        return self
+
+
+def test_objects_go_to_a_gpu_as_their_methods_allow() -> None:
+    assert to_device(Graph(waits=False), CUDA).log == ["pin", "cuda:0 True"]
+    assert to_device(Graph(waits=True), CUDA).log == ["pin", "cuda:0 False"]
+    assert to_device(Graph(waits=False), META).log == ["meta True"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_host_does_not_wait_for_a_busy_gpu() -> None:
+    batch = [torch.ones(1 << 22), pack_sequence([torch.ones(1 << 22)])]
+    to_device(batch, CUDA)  # allocates the pinned memory
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    moved = to_device(batch, CUDA)
+    assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
+    assert moved[0].sum().item() == moved[1].data.sum().item() == 1 << 22
 
 
 def test_a_value_is_described_by_its_form() -> None:
