@@ -12,8 +12,8 @@ from functools import cached_property
 from autobatch.distributed.batch_sum import BatchSum
 from autobatch.distributed.engine import OutOfMemory
 from autobatch.distributed.group_engine import GroupEngine
+from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepTotals
 
 
 class After(GroupEngine):

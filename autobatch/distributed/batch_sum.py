@@ -17,8 +17,8 @@ from autobatch.distributed.engine import OutOfMemory
 from autobatch.distributed.exchange import Exchange
 from autobatch.distributed.figures import Figures, figures_of, sum_totals
 from autobatch.distributed.messages import Messages
+from autobatch.step.loss_share import StepTotals, divisor_of
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepTotals, divisor_of
 
 
 class BatchSum:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autobatch.step.loss_share import StepTotals
     from autobatch.step.train_state import TrainState
-    from autobatch.step.train_step import StepTotals
     from autobatch.workload.contract import Collated
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autobatch.distributed.engine import OutOfMemory
-from autobatch.step.train_step import StepTotals
+from autobatch.step.loss_share import StepTotals
 
 _PARTS = {torch.float32: 3, torch.float64: 1}
 

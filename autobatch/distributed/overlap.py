@@ -23,8 +23,8 @@ from autobatch.distributed.engine import OutOfMemory
 from autobatch.distributed.figures import Figures, figures_of, read_rows, sum_totals, table_size, write_row
 from autobatch.distributed.group_engine import GroupEngine
 from autobatch.distributed.messages import as_rank_lost
+from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.step.train_step import StepTotals
 from autobatch.workload.contract import Collated, Loss
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 

@@ -27,6 +27,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, Trace, replay
 from autobatch.device.cuda_settings import keeps_workspaces
+from autobatch.footprint.apart import run_apart
 from autobatch.footprint.cuda_policy import missing_parts
 from autobatch.footprint.program import Program, Untraceable, largest
 from autobatch.footprint.selftest import self_test
@@ -208,6 +209,18 @@ def _fit(setting: Setting, first: Trace) -> Program:
 
 
 def _record(setting: Setting, size: int) -> Recording:
+    """Trace a size in a process of its own, from a batch that is read here."""
+    try:
+        batch = setting.batch_of(size)
+        with_batch = replace(setting, batch_of=lambda _: batch)
+        return run_apart(lambda: _recorded(with_batch, size))
+    except AutobatchError:
+        raise
+    except Exception as error:
+        raise Unpredictable(f"cannot predict: {_reason(error)}") from error
+
+
+def _recorded(setting: Setting, size: int) -> Recording:
     try:
         return record(setting, size)
     except InputError:

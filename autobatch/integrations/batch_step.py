@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.step.gradients import LOW_PRECISION, Gradients
+from autobatch.step.loss_share import StepTotals, normalize_loss
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, StepTotals, finish, normalize_loss, run_backward
+from autobatch.step.train_step import StepResult, finish, run_backward
 from autobatch.training.loop import LEAST_LOSS_SCALE
 from autobatch.workload.contract import Loss, kind_of
 from autobatch.workload.nested import form_of

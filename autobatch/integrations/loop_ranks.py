@@ -11,8 +11,8 @@ from autobatch.distributed.launch import check_equal
 from autobatch.distributed.messages import Messages, join_loop
 from autobatch.distributed.shares import shares
 from autobatch.step.gradients import exchange_buffer, norm_of
+from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepTotals
 
 
 class LoopRanks:

@@ -25,6 +25,7 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.profiles import list_profiles, load_profile
 from autobatch.device.simulated import simulated_budget
+from autobatch.footprint.apart import run_apart
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint, footprint, predict
 from autobatch.footprint.remedies import NATIVE_BF16, Spending, find_remedies, in_words
@@ -73,6 +74,11 @@ def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Pat
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
+    # The model is built without memory, and its code may keep what it builds.
+    return run_apart(lambda: _estimates(workload, settings, home))
+
+
+def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Estimates:
     workload = scanned(workload, settings.scan)
     simulated = [settings.device.removeprefix("sim:")] if settings.device.startswith("sim:") else []
     names = settings.profiles or simulated

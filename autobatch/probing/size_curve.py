@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError
 from autobatch.device.allocator.ledger import Allocator
+from autobatch.footprint.apart import run_apart
 from autobatch.footprint.program import Untraceable, last_fitting
 from autobatch.footprint.size_program import TRACED_STEPS, Shape, SizeProgram, fit_size_program
 from autobatch.footprint.size_replay import replay_batches
@@ -37,8 +38,13 @@ class CurvePoint(NamedTuple):
     micro_batch: int
 
 
+def processor_seconds() -> float:
+    """Return the seconds that processors worked for this process and for its children that have ended."""
+    return sum(os.times()[:4])
+
+
 def trace_sizes(
-    setting: Setting, sizes: Sizes, *, clock: Callable[[], float] = time.process_time
+    setting: Setting, sizes: Sizes, *, clock: Callable[[], float] = processor_seconds
 ) -> SizeProgram:
     """Trace a step at shapes that determine its program over micro-batch and size.
 
@@ -84,15 +90,27 @@ def _spread(sizes: Sizes) -> list[int]:
 
 
 def _record(setting: Setting, micro_batch: int, index: int) -> Recording:
-    def batch_of(count: int) -> object:
-        return load_micro_batch(setting.workload, [index] * count)
-
     try:
-        return record(replace(setting, batch_of=batch_of, steps=TRACED_STEPS), micro_batch)
+        batch = load_micro_batch(setting.workload, [index] * micro_batch)
     except AutobatchError:
         raise
     except Exception as error:
-        raise Untraceable(f"the step does not run without values ({type(error).__name__})") from error
+        raise _untraceable(error) from error
+    with_batch = replace(setting, batch_of=lambda _: batch, steps=TRACED_STEPS)
+    return run_apart(lambda: _recorded(with_batch, micro_batch))
+
+
+def _recorded(setting: Setting, micro_batch: int) -> Recording:
+    try:
+        return record(setting, micro_batch)
+    except AutobatchError:
+        raise
+    except Exception as error:
+        raise _untraceable(error) from error
+
+
+def _untraceable(error: Exception) -> Untraceable:
+    return Untraceable(f"the step does not run without values ({type(error).__name__})")
 
 
 def curve_of(

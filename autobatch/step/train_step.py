@@ -17,45 +17,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.step.gradients import LOW_PRECISION, norm_of
+from autobatch.step.gradients import norm_of
+from autobatch.step.loss_share import (
+    StepTotals,
+    at_least_32_bits,
+    check_has_value,
+    invalid_count,
+    normalize_loss,
+)
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import backward_whole_batch
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
-from autobatch.workload.nested import form_of
+from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, user_code
 
 Mark = Callable[[str], None]
 """Called with each phase that begins: ``setup``, ``forward``, ``loss`` (of a batch), ``backward`` or
 ``optimizer``."""
-
-
-@dataclass(kw_only=True)
-class StepTotals:
-    """Sums over the micro-batches of one batch."""
-
-    samples: int
-    """Samples of the batch."""
-    loss: Tensor | float = 0.0
-    """Σ of the backpropagated losses, before any loss scale."""
-    count: Tensor | float | None = None
-    """Σ of the counts of `Loss`; None if the loss is a mean over samples."""
-    least_count: Tensor | float = 0.0
-    """The least of these counts if they are tensors, else 0: numbers are checked at once."""
-    divisor: float = 1.0
-    """D: each total was divided by it."""
-    sizes: list[int] = field(default_factory=list)
-    """Samples of each micro-batch so far."""
-    first_norm: Tensor | None = None
-    """Norm of the gradient after the first micro-batch, before D ÷ N and with any loss scale; None if not
-    requested."""
-    first_count: Tensor | float = 0.0
-    """Count of the first micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,66 +127,6 @@ def accumulate(
     return totals
 
 
-def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int) -> Tensor:
-    """Return the share of a micro-batch in the loss of its batch: ``total ÷ D``, a 0-d tensor.
-
-    Args:
-        train_state: the model and its optimizer.
-        totals: sums over the micro-batches before; the count of this one is added.
-        loss: return value of the workload's loss.
-        size: samples of the micro-batch.
-
-    Raises:
-        InputError: ``loss`` is no loss, or of another kind than that of the micro-batch before, or its count
-            is a number that is not finite or is negative.
-    """
-    if totals.sizes and isinstance(loss, Loss) != (totals.count is not None):
-        raise InputError(
-            "the workload's loss returned a Loss for one micro-batch and a tensor for another: "
-            "return one kind"
-        )
-    if isinstance(loss, Loss):
-        total, count = loss
-        if not isinstance(total, Tensor) or total.dim() != 0:
-            raise InputError(f"the total of a Loss must be a 0-d tensor, found {form_of(total)}")
-        if isinstance(count, Tensor) and count.dim() != 0:
-            raise InputError(f"the count of a Loss must be a number or a 0-d tensor, found {form_of(count)}")
-        if not isinstance(count, Tensor) and not 0 <= count < math.inf:
-            raise _invalid_count(count, "a micro-batch")
-        if totals.count is None:
-            totals.count = 0.0
-            totals.divisor = divisor_of(_items_per_sample(train_state, count, size), totals.samples)
-        _add_count(totals, count)
-        return _at_least_32_bits(total) / totals.divisor
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        if not totals.sizes:
-            low = loss.dtype in LOW_PRECISION
-            totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
-        return _at_least_32_bits(loss) * (size / totals.divisor)
-    raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
-
-
-def divisor_of(items_per_sample: float | None, samples: int) -> float:
-    """Return D for a `Loss`: a power of two near the items of a batch of so many samples; None if unknown."""
-    return _power_of_two((items_per_sample or 1.0) * samples)
-
-
-def _add_count(totals: StepTotals, count: float | Tensor) -> None:
-    if isinstance(count, Tensor):
-        count = count.detach().double()
-        least = totals.least_count
-        totals.least_count = torch.minimum(least, count) if isinstance(least, Tensor) else count
-    assert totals.count is not None
-    totals.count = totals.count + count
-
-
-def _invalid_count(count: float, of: str) -> InputError:
-    return InputError(
-        f"the count of the workload's Loss must be finite and at least 0, found {count:g} for {of}, so "
-        "no step was taken: return the number of items that its total sums over"
-    )
-
-
 def run_backward(train_state: TrainState, totals: StepTotals, share: Tensor, size: int) -> None:
     """Run the backward pass of a share of the loss, within `Gradients.summed_in_float32`."""
     # A loss may return a constant if its micro-batch counts nothing.
@@ -242,7 +165,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
     if least_count < 0 or not 0 <= items < math.inf:
-        raise _invalid_count(*((least_count, "a micro-batch") if least_count < 0 else (items, "the batch")))
+        raise invalid_count(*((least_count, "a micro-batch") if least_count < 0 else (items, "the batch")))
     if items > 0 and not any(has_gradient):
         raise InputError(
             "the workload's loss has no gradient: compute it from the parameters that the optimizer trains, "
@@ -289,11 +212,12 @@ def _accumulate_whole(
         micro_batches,
         totals.samples,
         autocast=lambda: precision_context(train_state.device, train_state.precision),
-        scale=_at_least_32_bits if scaler is None else lambda one: scaler.scale(_at_least_32_bits(one)),
+        scale=at_least_32_bits if scaler is None else lambda one: scaler.scale(at_least_32_bits(one)),
         restore_buffers=lambda: train_state.buffers.restore(keep=True),
         mark=mark,
     )
-    totals.loss = _at_least_32_bits(value)
+    check_has_value(value)
+    totals.loss = at_least_32_bits(value)
     totals.divisor = float(totals.samples)
 
 
@@ -303,24 +227,6 @@ def _measure_first(train_state: TrainState, totals: StepTotals) -> None:
     if gradients:
         totals.first_norm = norm_of(gradients)
         totals.first_count = float(totals.sizes[0]) if totals.count is None else totals.count
-
-
-def _at_least_32_bits(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in LOW_PRECISION else value
-
-
-def _items_per_sample(train_state: TrainState, count: float | Tensor, size: int) -> float:
-    if train_state.items_per_sample is None:
-        # The only wait for the device during accumulation, once per run.
-        found = float(count.detach() if isinstance(count, Tensor) else count) / max(size, 1)
-        if not (found > 0 and math.isfinite(found)):
-            return 1.0
-        train_state.items_per_sample = found
-    return train_state.items_per_sample
-
-
-def _power_of_two(value: float) -> float:
-    return float(2.0 ** round(math.log2(value)))
 
 
 def _read(

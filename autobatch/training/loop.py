@@ -28,8 +28,9 @@ from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OneProcess, OutOfMemory
 from autobatch.step.gradients import Optimizers
+from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, StepTotals, accumulate, finish
+from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.nonfinite import find_nonfinite_sample

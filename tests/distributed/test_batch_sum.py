@@ -12,7 +12,7 @@ from autobatch.core.errors import InputError
 from autobatch.distributed.batch_sum import BatchSum
 from autobatch.distributed.messages import join_loop
 from autobatch.step.gradients import exchange_buffer
-from autobatch.step.train_step import StepTotals
+from autobatch.step.loss_share import StepTotals
 from tests.support.rank_server import RankServer
 from tests.support.training import make_loop, make_workload, points
 

@@ -6,7 +6,7 @@ import torch
 
 from autobatch.core.signals import StopRequest
 from autobatch.distributed.engine import OneProcess, OutOfMemory
-from autobatch.step.train_step import StepTotals
+from autobatch.step.loss_share import StepTotals
 from tests.support.training import make_loop, make_workload
 
 

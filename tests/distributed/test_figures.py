@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autobatch.distributed.engine import OutOfMemory
 from autobatch.distributed.figures import figures_of, read_rows, sum_totals, table_size, write_row
-from autobatch.step.train_step import StepTotals
+from autobatch.step.loss_share import StepTotals
 
 DTYPES = [torch.float32, torch.float64]
 NUMBERS = st.one_of(

@@ -160,23 +160,6 @@ def test_the_norm_is_that_of_the_whole_batch_before_clipping() -> None:
     assert result.grad_norm == pytest.approx(expected, rel=EXACT)
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        (lambda model, batch: model(batch[0]), "0-d tensor or a Loss, found a tensor of shape"),
-        (lambda model, batch: 1.0, "found a float"),
-        (lambda model, batch: Loss(model(batch[0]).sum(1), 3), "total of a Loss"),
-        (lambda model, batch: Loss(model(batch[0]).sum(), batch[1] > 0), "count of a Loss must be a number"),
-        (lambda model, batch: mean_loss(model, batch).detach(), "no gradient"),
-        (lambda model, batch: Loss(model(batch[0]).sum().detach(), 3), "no gradient"),
-    ],
-)
-def test_an_invalid_loss_is_refused(loss, said: str) -> None:
-    workload = make_workload(loss=loss)
-    with pytest.raises(InputError, match=said):
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
-
-
 @pytest.mark.parametrize("count", [math.nan, math.inf, -1.0, -math.inf])
 @pytest.mark.parametrize("kind", [float, torch.as_tensor])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -193,21 +176,6 @@ def test_an_invalid_count_is_named_and_moves_nothing(count: float, kind, precisi
     ):
         train_step(train_state, split(workload, [24]), SAMPLES)
     assert torch.equal(weights(train_state.model), before)
-
-
-def test_an_invalid_number_as_count_is_found_in_its_micro_batch() -> None:
-    """The sum of the counts is valid, and one of them is not."""
-    counts = iter([-5, 30])
-    workload = make_workload(loss=lambda model, batch: Loss(mean_loss(model, batch), next(counts)))
-    with pytest.raises(InputError, match="found -5 for a micro-batch"):
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
-
-
-def test_a_loss_and_a_mean_cannot_be_mixed() -> None:
-    kinds = iter([lambda t: t, lambda t: Loss(t, 12)])
-    workload = make_workload(loss=lambda model, batch: next(kinds)(mean_loss(model, batch)))
-    with pytest.raises(InputError, match="a tensor for another"):
-        train_step(train_state_of(workload), split(workload, [12, 12]), SAMPLES)
 
 
 def test_the_norm_of_the_first_micro_batch_is_that_of_its_own_mean() -> None:

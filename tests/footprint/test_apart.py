@@ -1,0 +1,115 @@
+"""Calls in a copy of the process: results and errors come back, and nothing stays."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import autobatch
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.footprint import apart
+from autobatch.footprint.apart import run_apart
+
+needs_fork = pytest.mark.skipif(not apart.can_run_apart(), reason="this process cannot be copied")
+
+
+@needs_fork
+def test_the_result_comes_back_and_nothing_that_was_changed_stays():
+    kept: list[int] = []
+    other = run_apart(lambda: kept.append(1) or os.getpid())
+    assert other != os.getpid()
+    assert kept == []
+
+
+def test_an_own_error_keeps_its_class_and_message():
+    def fail() -> None:
+        raise InputError("asked 3, found 2")
+
+    with pytest.raises(InputError, match=r"^asked 3, found 2$"):
+        run_apart(fail)
+
+
+def test_a_foreign_error_is_raised_with_its_own_traceback():
+    def of_the_user() -> None:
+        raise LookupError("gone")
+
+    with pytest.raises(LookupError, match="gone") as caught:
+        run_apart(of_the_user)
+    assert caught.traceback[-1].name == "of_the_user"
+
+
+@needs_fork
+def test_a_copy_that_is_killed_or_hangs_is_an_error(monkeypatch):
+    with pytest.raises(AutobatchError, match=r"exit code -9"):
+        run_apart(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(apart, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(AutobatchError, match="gave no answer"):
+        run_apart(signal.pause)
+
+
+def test_without_a_copy_the_function_runs_here(monkeypatch):
+    monkeypatch.setattr(apart, "can_run_apart", lambda: False)
+    assert run_apart(os.getpid) == os.getpid()
+
+
+class KeepsWhatItBuilds(nn.Module):
+    """A model that scales its input by a window of a cache, and by weights that the class keeps."""
+
+    weights: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    @staticmethod
+    @functools.lru_cache
+    def window(width: int) -> torch.Tensor:
+        return torch.hann_window(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weights is None:
+            type(self).weights = torch.linspace(0, 1, 16)
+        return self.linear(x * self.window(16) * self.weights)
+
+
+def workload() -> autobatch.Workload:
+    KeepsWhatItBuilds.window.cache_clear()
+    KeepsWhatItBuilds.weights = None
+    return autobatch.Workload(
+        model=KeepsWhatItBuilds,
+        train_data=TensorDataset(torch.randn(400, 16), torch.zeros(400, dtype=torch.int64)),
+        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
+        learning_rate=0.1,
+    )
+
+
+@needs_fork
+def test_state_that_user_code_keeps_from_its_first_call_has_values(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    one = workload()
+    autobatch.estimate(one, profile=["t4"])
+    found = autobatch.probe(one, device="cpu", memory_budget="24KiB", precision="fp32")
+    assert found.predicted_micro_batch == found.micro_batch < 400
+    assert torch.equal(KeepsWhatItBuilds.window(16), torch.hann_window(16))
+    assert torch.equal(KeepsWhatItBuilds.weights, torch.linspace(0, 1, 16))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_tensor_without_values_is_named_in_a_real_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    monkeypatch.setattr(apart, "can_run_apart", lambda: False)
+    one = workload()
+    try:
+        with pytest.raises(InputError, match=r"FakeTensor.*lru_cache"):
+            autobatch.probe(one, device="cpu", memory_budget="24KiB", precision="fp32")
+    finally:
+        KeepsWhatItBuilds.window.cache_clear()
+        KeepsWhatItBuilds.weights = None
