@@ -158,7 +158,7 @@ def _prepare(
             result = add_tuning(tuner, result)
         if options.tune_lr:
             result = add_learning_rate(tuner, result)
-        result = add_split(process, result, options, context.progress)
+        result = add_split(process, result, options, context.progress, home=context.home)
         sizes = sizes_of(process, result)
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
@@ -213,7 +213,7 @@ def _prepare_resume(
     )
     with open_setup_process(workload, options, context) as process:
         result = uninterrupted(probe_and_plan(process, options, context))
-        result = add_split(process, result, options, progress)
+        result = add_split(process, result, options, progress, home=context.home)
     assert result.plan is not None
     rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
     plan = msgspec.structs.replace(result.plan, **rate)

@@ -32,8 +32,9 @@ from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
 from autobatch.planning import rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
-from autobatch.probing.find_limit import check_size, find_limit, find_limits_by_size
+from autobatch.probing.find_limit import check_size, find_limit
 from autobatch.probing.limits import predicted_memory
+from autobatch.probing.limits_by_size import find_limits_by_size
 from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload
 from autobatch.probing.survive import survive_real_batches
@@ -92,8 +93,10 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
             note_split(process, result, progress)
             return result
         limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
-        limit = survive_real_batches(process, limit, Order(None, options.seed), progress=progress)
-        found = find_limits_by_size(process, limits, limit.probe, progress=progress)
+        limit = survive_real_batches(
+            process, limit, Order(None, options.seed), home=context.home, progress=progress
+        )
+        found = find_limits_by_size(process, limits, limit.probe, home=context.home, progress=progress)
         result = Result(device=device, probe=found, profile=limit.file, command=context.command)
         note_split(process, result, progress)
         return result
@@ -105,7 +108,7 @@ def run_plan(workload: Workload | str | None, options: RankPlanOptions, context:
     with open_setup_process(workload, options, context) as process:
         result = probe_and_plan(process, options, context, world_size=world_size)
         note_split(process, result, context.progress)
-        return add_split(process, result, options, context.progress, is_last=True)
+        return add_split(process, result, options, context.progress, home=context.home, is_last=True)
 
 
 def run_estimate(
@@ -145,7 +148,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         tuner = open_tuner(process, settings, context, options.timeout)
         if settings.trials or not options.tune_lr:
             result = add_tuning(tuner, result)
-        result = add_split(process, result, options, context.progress)
+        result = add_split(process, result, options, context.progress, home=context.home)
         if not options.tune_lr:
             return result
         try:
@@ -186,7 +189,7 @@ def probe_and_plan(
     limits = unpack.probe_limits(options, rank_share(options.target_batch, world_size, 0))
     limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
     order = Order(rank_share(options.target_batch, world_size, 0), options.seed)
-    limit = survive_real_batches(process, limit, order, progress=progress)
+    limit = survive_real_batches(process, limit, order, home=context.home, progress=progress)
     check_data_of_ranks(is_stream=info.epoch_samples is None, ranks=context.ranks)
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": info.samples}))
     plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -9,18 +11,27 @@ from numpy.typing import NDArray
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import PlanOptions
 from autobatch.core.progress import Progress
+from autobatch.core.records import Plan
 from autobatch.probing.child import ChildCrashed, SetupProcess
+from autobatch.probing.kept_answers import KeptAnswers, kept_answers
 from autobatch.probing.plan_split import SplitChoice, SplitSettings, choose_split, read_sizes
 from autobatch.report.result import Result
 
 
 def add_split(
-    process: SetupProcess, result: Result, options: PlanOptions, progress: Progress, *, is_last: bool = False
+    process: SetupProcess,
+    result: Result,
+    options: PlanOptions,
+    progress: Progress,
+    *,
+    home: Path,
+    is_last: bool = False,
 ) -> Result:
     """Put the split into the plan of a result, with a note on the choice.
 
     A choice that fails is no reason to end a run that can split by count. If it is the last stage of a
-    command, an interrupted choice keeps the result.
+    command, an interrupted choice keeps the result. A kept choice of the same plan is taken again, so that
+    runs of one machine cut alike.
 
     Raises:
         InputError: a split by size was asked for, and would change results.
@@ -45,14 +56,7 @@ def add_split(
     settings = SplitSettings(options.split, limit, min(cap, options.target_batch), options.seed)
     progress.doing("choosing how batches are split")
     try:
-        choice = process.call("the choice of the split", choose_split, plan, settings)
-    except InputError:
-        raise
-    except ChildCrashed as crash:
-        process.restart()
-        choice = SplitChoice(None, f"batches are split by count: {crash}")
-    except AutobatchError as error:
-        choice = SplitChoice(None, f"batches are split by count: {error}")
+        choice = _choose(process, plan, settings, kept_answers(process.info, probe, home))
     except KeyboardInterrupt:
         if not is_last:
             raise
@@ -63,6 +67,23 @@ def add_split(
         return result
     plan = msgspec.structs.replace(plan, split="size", size_cut=choice.cut)
     return msgspec.structs.replace(result, plan=plan)
+
+
+def _choose(process: SetupProcess, plan: Plan, settings: SplitSettings, kept: KeptAnswers) -> SplitChoice:
+    """Return the choice, kept or new; a failure chooses the split by count."""
+    question = ("split", settings, plan)
+    known = kept.find(question, SplitChoice)
+    try:
+        choice = process.call("the choice of the split", choose_split, plan, settings, known)
+    except InputError:
+        raise
+    except AutobatchError as error:
+        if isinstance(error, ChildCrashed):
+            process.restart()
+        return SplitChoice(None, f"batches are split by count: {error}")
+    if known is None and choice.is_compared:
+        kept.keep(question, choice)
+    return choice
 
 
 def sizes_of(process: SetupProcess, result: Result) -> NDArray[np.float64] | None:

@@ -14,7 +14,7 @@ import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, LengthLimit, LimitedBy, Probe, UpperBoundBy
+from autobatch.core.records import Attempt, LimitedBy, Probe
 from autobatch.core.units import MiB, format_bytes
 from autobatch.footprint.predict import Footprint
 from autobatch.planning import rank_share
@@ -24,7 +24,6 @@ from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup,
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.failed_sizes import FailedSizes
 from autobatch.probing.limits import ReplayPredictor, first_size, has_ample_room
-from autobatch.probing.real_batches import find_curve
 from autobatch.probing.search import search
 from autobatch.probing.setup import SetupInfo, new_allocator
 from autobatch.probing.spill import SpillGuard
@@ -143,58 +142,6 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
     )
     progress.probed(found)
     return found
-
-
-def find_limits_by_size(
-    process: SetupProcess, limits: ProbeLimits, found: Probe, *, progress: Progress
-) -> Probe:
-    """Add the largest micro-batch of smaller samples, if sizes differ: a curve over size, by replay.
-
-    If the step is no exact program of micro-batch and size, a search runs each quartile of the sizes. A limit
-    on the tokens of a micro-batch follows: size times micro-batch, if that product is flat.
-    """
-    quartiles = process.info.size_quartiles
-    if not quartiles or found.stopped_by is not None:
-        return found
-    cap = min(caps_of(process.info, limits).values())
-    progress.doing("computing the limits of smaller samples")
-    try:
-        curve = questions.ask_or_none(process, "a curve over size", find_curve, found.micro_batch, cap)
-    except KeyboardInterrupt:
-        progress.note("interrupted: left out the micro-batches of smaller samples")
-        return found
-    if curve is not None:
-        *points, (longest, limit) = curve
-        lengths = [_length_limit(size, own, "cap" if own == cap else "replay") for size, own in points]
-        lengths.append(_length_limit(longest, limit, found.upper_bound_by))
-        return msgspec.structs.replace(found, lengths=lengths)
-    *shorter, longest = quartiles
-    lengths = [_length_limit(longest, found.micro_batch, found.upper_bound_by)]
-    for size in reversed(shorter):
-        sizes = FailedSizes(
-            lambda micro_batch, size=size: questions.run_attempt(process, micro_batch, size),  # type: ignore[misc]
-            process,
-        )
-        one = search(
-            sizes,
-            cap=cap,
-            stopped=lambda sizes=sizes: sizes.stopped_by,  # type: ignore[misc]
-            predictor=ReplayPredictor(
-                lambda: new_allocator(process.info), first_size=first_size(process.info.compute_capability)
-            ),
-        )
-        if one.stopped_by is not None:
-            progress.note("interrupted: left out the micro-batches of smaller samples")
-            return found
-        lengths.append(_length_limit(size, one.micro_batch, one.upper_bound_by))
-        progress.note(f"a micro-batch of {one.micro_batch:,} fits for samples up to a size of {size:g}")
-    return msgspec.structs.replace(found, lengths=lengths[::-1])
-
-
-def _length_limit(size: float, micro_batch: int, upper_bound_by: UpperBoundBy | None) -> LengthLimit:
-    return LengthLimit(
-        size=size, micro_batch=micro_batch, upper_bound_by=upper_bound_by, padded_size=size * micro_batch
-    )
 
 
 def caps_of(info: SetupInfo, limits: ProbeLimits) -> dict[LimitedBy, int]:

@@ -54,10 +54,21 @@ class SplitChoice(NamedTuple):
     """None to split by count."""
     note: str | None
     """The choice in words; None if there was none to make."""
+    is_compared: bool = False
+    """True if the splits were compared, which depends on nothing but the question."""
 
 
-def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> SplitChoice:
+def choose_split(
+    session: Session, plan: Plan, settings: SplitSettings, known: SplitChoice | None = None
+) -> SplitChoice:
     """Choose the split of a plan; the setup stays unchanged.
+
+    Args:
+        session: the open setup.
+        plan: the plan.
+        settings: settings of the choice.
+        known: an earlier choice of the same question, which is taken if nothing stands against it; None for
+            none.
 
     Raises:
         InputError: a split by size was asked for, and would change results.
@@ -74,6 +85,8 @@ def choose_split(session: Session, plan: Plan, settings: SplitSettings) -> Split
         return SplitChoice(
             None, f"batches are split by count: {obstacle.reason}" if is_worth_saying else None
         )
+    if known is not None:
+        return known
     # Another precision, and every knob that changes memory, has a limit of its own.
     has_own_limit = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
     if has_own_limit:
@@ -122,12 +135,12 @@ def _compare(
     batches = RunBatches(setup=setup, sizes=sizes, order=order, is_padded=cut.is_padded)
     survived = _surviving(batches, program, cut)
     if survived is None:
-        return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run")
+        return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run", True)
     cut = with_expectations(survived, sizes, plan, settings.seed)
     gain = cut.expected_speedup or _gain_without_cost(cut)
     if settings.split == "auto" and gain < LEAST_GAIN:
-        return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}")
-    return SplitChoice(cut, describe_cut(cut))
+        return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}", True)
+    return SplitChoice(cut, describe_cut(cut), True)
 
 
 def _gain_without_cost(cut: SizeCut) -> float:

@@ -31,6 +31,7 @@ from autobatch.workload.nested import tensors_of
 from autobatch.workload.reference import DEMO, load_workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.sampler_order import epoch_of
+from autobatch.workload.size_split import digest_of
 from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
 from autobatch.workload.user_code import user_code
 
@@ -84,6 +85,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Quartiles of the samples' sizes; empty if all sizes are equal."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
+    sizes_digest: str | None = None
+    """Digest of the sizes of all samples; None if some are unknown."""
     notes: list[str] = []
 
 
@@ -193,6 +196,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
     with preserved_random_state():
         setup.worst_case.check_collate()
         key = _key(setup, device)
+    sizes = None if setup.stream is not None else setup.worst_case.sizes()
     return SetupInfo(
         device=device,
         key=key,
@@ -209,6 +213,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
         largest_sample=setup.worst_case.largest(),
+        sizes_digest=None if sizes is None else digest_of(sizes),
         notes=[
             *device.notes,
             *stream_notes(workload.train_data),

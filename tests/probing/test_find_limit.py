@@ -1,4 +1,4 @@
-"""The probe: caps, errors, cached limits, limits by size, and the memory of other processes."""
+"""The probe: caps, errors, cached limits, and the memory of other processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from torch import nn
 
 import autobatch
-from autobatch import Workload
 from autobatch.api.pipeline import RunContext, run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import RankPlanOptions
@@ -21,11 +19,10 @@ from autobatch.core.records import Probe
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
-from autobatch.probing import questions
-from autobatch.probing.attempt import Outcome, TrainSetup, attempt, attempt_at
+from autobatch.probing.attempt import attempt
 from autobatch.probing.cache import CachedLimit
 from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import ProbeLimits, find_limit, find_limits_by_size
+from autobatch.probing.find_limit import ProbeLimits, find_limit
 from autobatch.probing.limits import traced_peak
 from autobatch.probing.setup import SetupSettings, open_setup
 from tests.support.hardware import CpuAsGpu
@@ -35,7 +32,6 @@ from tests.support.probes import (
     Sequences,
     limit_of,
     mlp,
-    pad,
     probed,
     vectors,
     work,
@@ -147,86 +143,6 @@ def test_the_limit_on_a_gpu_is_saved_with_its_traced_and_its_measured_peak(tmp_p
     saved = msgspec.json.decode(path.read_bytes(), type=CachedLimit)
     assert saved.traced_bytes == traced_peak(here, found.micro_batch)
     assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes
-
-
-# Limits by size.
-
-LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
-
-
-def of_lengths(lengths: list[int]) -> Workload:
-    return work(
-        lambda: nn.Linear(4, 16),
-        train_data=Sequences(lengths, width=4),
-        collate=pad,
-        size_of=lambda sample: sample[0].numel(),
-        loss=lambda model, batch: model(batch[0]).square().mean(),
-        optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate),
-    )
-
-
-def probe_by_size(lengths: list[int], home: Path) -> tuple[TrainSetup, Probe]:
-    options = SetupSettings(device="cpu", memory_budget="100KiB")
-    setup = open_setup(of_lengths(lengths * 30), options)
-    process, limits = ThisProcess(setup), ProbeLimits()
-    found = find_limit(process, limits, home=home, progress=Progress()).probe
-    return setup, find_limits_by_size(process, limits, found, progress=Progress())
-
-
-def test_each_quartile_of_the_sizes_has_its_own_limit(tmp_path: Path) -> None:
-    """The oracle is attempts on samples of those lengths alone."""
-    setup, found = probe_by_size(LENGTHS, tmp_path)
-    assert [limit.size for limit in found.lengths] == [32, 64, 128, 256]
-    sizes = [limit.micro_batch for limit in found.lengths]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == found.micro_batch
-    for limit in found.lengths:
-        assert attempt_at(setup, limit.micro_batch, limit.size).attempt.fits
-        assert not attempt_at(setup, limit.micro_batch + 1, limit.size).attempt.fits
-
-
-def test_a_step_that_is_not_traced_is_searched_at_each_quartile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, traced = probe_by_size(LENGTHS, tmp_path)
-    monkeypatch.setattr("autobatch.probing.find_limit.find_curve", lambda *_: None)
-    _, searched = probe_by_size(LENGTHS, tmp_path)
-    assert [(one.size, one.micro_batch) for one in searched.lengths] == [
-        (one.size, one.micro_batch) for one in traced.lengths
-    ]
-    assert all(one.padded_size == one.size * one.micro_batch for one in searched.lengths)
-
-
-def test_an_interrupt_leaves_out_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("autobatch.probing.find_limit.find_curve", interrupted)
-    _, found = probe_by_size(LENGTHS, tmp_path)
-    assert found.lengths == []
-
-
-def test_samples_of_one_size_have_no_limits_by_size(tmp_path: Path) -> None:
-    setup, found = probe_by_size([16], tmp_path)
-    assert setup.worst_case.size_quartiles() == []
-    assert found.lengths == []
-
-
-def test_an_interrupt_leaves_out_the_limits_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = open_setup(of_lengths(LENGTHS * 30), SetupSettings(device="cpu", memory_budget="100KiB"))
-    process, limits, listener = ThisProcess(made), ProbeLimits(), Listener()
-    found = find_limit(process, limits, home=tmp_path, progress=listener).probe
-    sizes: list[float] = []
-
-    def interrupted(_: object, __: int, size: float) -> Outcome:
-        sizes.append(size)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("autobatch.probing.find_limit.find_curve", lambda *_: None)
-    monkeypatch.setattr(questions, "run_attempt", interrupted)
-    assert find_limits_by_size(process, limits, found, progress=listener) is found
-    assert sizes == [128]
-    assert listener.notes[-1] == "interrupted: left out the micro-batches of smaller samples"
 
 
 # Other processes.
