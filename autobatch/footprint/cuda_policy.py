@@ -1,8 +1,8 @@
 """CUDA's operator policy for CPU tensors, so that a step traced without a GPU allocates what a GPU would.
 
 The two differ in the lists of autocast (CUDA keeps layer norms, softmax and losses in fp32, the CPU does
-not), in fused attention and dropout, and in optimizers that update all parameters at once. The lists are
-those of ATen/autocast_mode.h (torch 2.13). The dispatcher tells which operators have a kernel on either side.
+not), in fused attention, dropout and RMS norm, and in optimizers that update all parameters at once. The
+lists are those of ATen/autocast_mode.h (torch 2.13). The dispatcher tells which side has a kernel.
 Kernels are replaced for the whole process, so the policy is for short use by one thread. A
 ``TorchFunctionMode`` is no alternative: it is off inside ``backward``, where checkpoints recompute.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from autobatch.footprint.attention import attention_kernel
+from autobatch.footprint.rms_norm import rms_norm
 
 aten = torch.ops.aten
 
@@ -86,6 +87,7 @@ def cuda_policy(capability: tuple[int, int]) -> Iterator[None]:
             warnings.simplefilter("ignore", UserWarning)
             _exchange_autocast(library)
             _replace(library, "dropout", _dropout, "AutogradCPU")
+            _replace(library, "rms_norm", rms_norm, "AutogradCPU")
             _replace(library, "scaled_dot_product_attention", attention_kernel(capability), "AutogradCPU")
         yield
     finally:

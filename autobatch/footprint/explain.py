@@ -24,6 +24,7 @@ KINDS = (
     "averaged weights",
     "optimizer state",
     "gradients",
+    "gathered layers",
     "batch",
     "activations",
     "temporaries",

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.onednn_workspace import Workspaces
 from autobatch.device.allocator.trace import Trace, repetition
-from autobatch.device.allocator.tracker import StorageTracker
+from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
 from autobatch.footprint.attention import backward_scratch_bytes
 
 aten = torch.ops.aten
@@ -60,6 +61,16 @@ _UPDATES = frozenset(
     )
 )
 """Operators in place that change values only. Running them on fakes takes half of an optimizer step."""
+GATHERED = "gathered layers"
+"""Kind of the parameters of all ranks that a rank holds while a layer runs."""
+_COLLECTIVES = {
+    "fsdp::all_gather_copy_in": GATHERED,
+    "fsdp::split_with_sizes_copy": GATHERED,
+    "fsdp::chunk_cat": "gradients",
+}
+"""FSDP's own operators, with the kind of what they copy between layers and messages."""
+_WAIT = "_c10d_functional::wait_tensor"
+"""Returns its argument; the fake one has a storage of its own."""
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -67,8 +78,8 @@ class Label(NamedTuple):
     """The purpose and the origin of a block."""
 
     kind: str
-    """``parameters``, ``averaged weights``, ``gradients``, ``optimizer state``, ``batch``, ``activations`` or
-    ``temporaries``."""
+    """``parameters``, ``averaged weights``, ``gathered layers``, ``gradients``, ``optimizer state``,
+    ``batch``, ``activations`` or ``temporaries``."""
     module: str
     """Name of the module whose forward made the block; empty outside of any."""
 
@@ -111,6 +122,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._found_inf: set[int] = set()
         self._workspaces = Workspaces()
         self._repeated: Trace | None = None
+        self._resizes = False
 
     def bookmark(self) -> tuple[int, int]:
         """Return the number of events and of marks so far."""
@@ -160,36 +172,32 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Label the blocks of tensors."""
         for tensor in tensors:
-            block = self.block_of(tensor)
-            if block is not None:
+            for block in self.blocks_of(tensor):
                 self._labels[block] = self._labels[block]._replace(kind=kind)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on fakes; see the class."""
+        if has_wrappers(types):
+            return self._on_wrapper(func, args, kwargs)
         if func in _QUERIES:
             return args[0].fake_device if func is _DEVICE else self._value_of(args[0])
-        if func.name().startswith("aten::_foreach_") and func._schema.name.endswith("_"):
-            # In place over hundreds of tensors: it allocates nothing and takes long.
+        if _is_in_place_foreach(func):
             return None
-        if func in _UPDATES and type(args[0]) is FakeTensor and args[0].layout is torch.strided:
+        if (func in _UPDATES and _is_plain(args[0])) or func.name() == _WAIT:
             self.settle()
             return args[0]
         if self._on_gpu and func is aten.lift_fresh.default:
             # ``torch.tensor(1.0)`` without a device is on the host, with a GPU too.
             return func(*args, **(kwargs or {}))
-        if func in _PRODUCTS:
-            self._first.setdefault(torch._C._current_graph_task_id() >= 0, self.position)
-        elif func is aten.convolution.default:
-            self._has_convolutions = True
-        elif func is _OVERFLOW_CHECK:
-            self._found_inf.add(args[1].untyped_storage()._cdata)
-        elif func in _SELECTIONS:
+        self._observe(func, args, kwargs)
+        if func in _SELECTIONS:
             func, args, kwargs = self._select_all(func, args, kwargs)
         if func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
-            return self._reduced(args[0], args[1])
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+            out: Any = self._reduced(args[0], args[1])
+        else:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _PRODUCTS:
             self._products.append(self.position)
         if func is _RECURRENT:
@@ -198,6 +206,35 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if self._on_gpu and scratch:
             self.transient(scratch)
         return out
+
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Note what an operator tells about the step, before it runs."""
+        if func in _PRODUCTS:
+            self._first.setdefault(torch._C._current_graph_task_id() >= 0, self.position)
+        elif func is aten.convolution.default:
+            self._has_convolutions = True
+        elif func is _OVERFLOW_CHECK:
+            self._found_inf.add(args[1].untyped_storage()._cdata)
+        elif func.name() in _COLLECTIVES:
+            tensors = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+            self.label(_COLLECTIVES[func.name()], tensors)
+
+    def _on_wrapper(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an operator on tensors that wrap others, such as those sharded over ranks."""
+        if _is_in_place_foreach(func):
+            return None
+        if func not in _QUERIES and not self._aside:
+            # Once unseen: the first call also makes fakes of the size of whole tensors, for their shapes.
+            func(*args, **(kwargs or {}))
+        return NotImplemented
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that was resized without an operator: a gathered layer."""
+        self._resizes, before = True, self._resizes
+        try:
+            super().resized(storage)
+        finally:
+            self._resizes = before
 
     def _value_of(self, tensor: Tensor) -> float | int | bool:
         """Return a value for ``.item()`` with which a step succeeds: no overflow, counts of 1."""
@@ -246,7 +283,19 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
     def _label_new(self, block: int) -> None:
         kind = "activations" if self._phase in ("forward", "loss") else "temporaries"
         assert block == len(self._labels)
+        if self._resizes:
+            kind = GATHERED
         self._labels.append(Label(kind, self.modules[-1] if self.modules else ""))
+
+
+def _is_in_place_foreach(func: Any) -> bool:
+    """Check for an operator in place over hundreds of tensors, which allocates nothing and takes long."""
+    name: str = func._schema.name
+    return name.startswith("aten::_foreach_") and name.endswith("_")
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is FakeTensor and value.layout is torch.strided
 
 
 def _on_cpu(dtype: torch.dtype) -> dict[str, Any]:

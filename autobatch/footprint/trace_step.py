@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,25 @@ from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.nested import Twice, tensors_of
 from autobatch.workload.rng import preserved_random_state
+
+
+class Arranged(Protocol):
+    """A train state that is arranged over ranks."""
+
+    def attach(self, train_state: TrainState) -> None:
+        """Change what runs a micro-batch, after the train state was built."""
+
+    def passing(
+        self, micro_batches: Iterable[tuple[Collated, int]], count: int
+    ) -> Iterable[tuple[Collated, int]]:
+        """Return the micro-batches of a step, with what has to happen between them."""
+
+
+class Arrange(Protocol):
+    """The way in which ranks share a model."""
+
+    def __call__(self, model: nn.Module, precision: Precision) -> Arranged:
+        """Arrange a model over ranks, in place, before its train state is built."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +72,8 @@ class Setting:
     """The tuner's choices; see `autobatch.core.knobs`."""
     world: int = 1
     """Ranks that train together."""
+    arrange: Arrange | None = None
+    """Arranges model and gradients over several ranks; None if each rank has a model of its own."""
 
 
 def record(setting: Setting, micro_batch: int, *, recorder: Callable[..., Recorder] = Recorder) -> Recording:
@@ -72,9 +93,10 @@ def record(setting: Setting, micro_batch: int, *, recorder: Callable[..., Record
     with preserved_random_state():
         model = fake_model(setting.model, mode)
         recording = recorder(on_gpu=setting.capability is not None)
-        with mode, policy, recording, _tracked_modules(model, recording):
-            train_state = _build(setting, model, recording)
-            _run_steps(setting, train_state, _Feed(setting, batch, micro_batch, mode, recording))
+        with mode, policy, recording, recording.noticing_resizes(), _tracked_modules(model, recording):
+            train_state, arranged = _build(setting, model, recording)
+            feed = _Feed(setting, batch, micro_batch, mode, recording, arranged)
+            _run_steps(setting, train_state, feed)
         return recording.recording()
 
 
@@ -158,9 +180,14 @@ def _tracked_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
-def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> TrainState:
+def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> tuple[TrainState, Arranged | None]:
     """Build the train state on a fake model, with labels for its tensors."""
     recorder.mark("setup")
+    arranged = None
+    if setting.arrange is not None:
+        # Ranks build their parts only, so the whole model is never on a device.
+        with recorder.uncounted():
+            arranged = setting.arrange(model, setting.precision)
     recorder.count_as("parameters", [*model.parameters(), *model.buffers()])
     model.train()
     train_state = build_train_state(
@@ -181,7 +208,9 @@ def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> TrainState
     if setting.capability is not None:
         for optimizer in train_state.optimizers:
             prefer_foreach(optimizer)
-    return train_state
+    if arranged is not None:
+        arranged.attach(train_state)
+    return train_state, arranged
 
 
 @dataclass(frozen=True)
@@ -193,13 +222,15 @@ class _Feed:
     micro_batch: int
     mode: FakeTensorMode
     recorder: Recorder
+    arranged: Arranged | None = None
 
     def micro_batches(self, count: int) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches of a step, each with its number of samples."""
         if isinstance(self.setting.workload.loss, WholeBatchLoss):
             return Twice([(self.batch, self.micro_batch)] * count, self._place)
         # A generator expression holds nothing that it has yielded.
-        return ((self._place(self.batch), self.micro_batch) for _ in range(count))
+        placed = ((self._place(self.batch), self.micro_batch) for _ in range(count))
+        return placed if self.arranged is None else self.arranged.passing(placed, count)
 
     def _place(self, batch: Collated) -> Collated:
         fake = self._fake(batch)

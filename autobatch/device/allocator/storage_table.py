@@ -114,6 +114,23 @@ class StorageTable:
             if storage is not None and storage.nbytes() != watch.size:
                 self._resize(watch, storage.nbytes())
 
+    def check_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count the new size of a counted storage that was resized, and leave other storages out.
+
+        Raises:
+            torch.OutOfMemoryError: It no longer fits.
+        """
+        watch = self._live.get(storage._cdata)
+        if watch is not None and watch.size != storage.nbytes():
+            self._resize(watch, storage.nbytes())
+
+    def blocks_of(self, tensor: Tensor) -> Iterator[int]:
+        """Yield the numbers of the blocks that a tensor holds; several for one that wraps others."""
+        for storage in storages_of(tensor):
+            watch = self._live.get(storage._cdata)
+            if watch is not None and watch.block != EMPTY:
+                yield watch.block
+
     def watch_of(self, tensor: Tensor) -> Watch | None:
         """Return the entry of a tensor's storage; None if it is not counted."""
         try:
@@ -228,7 +245,9 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     flatten = None if type(tensor) is Tensor else getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for name in flatten()[0]:
-            yield from storages_of(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a part of a DTensor is its mesh
+                yield from storages_of(part)
         return
     try:
         storage = tensor.untyped_storage()

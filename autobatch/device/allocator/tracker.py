@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryStats
 from autobatch.device.allocator.output_size import output_bytes
-from autobatch.device.allocator.storage_table import EMPTY, StorageTable
+from autobatch.device.allocator.storage_table import StorageTable
 from autobatch.device.allocator.trace import Trace
 
 
@@ -111,10 +111,36 @@ class StorageTracker(TorchDispatchMode):
         """Return the events so far; None if they are not recorded."""
         return Trace(tuple(self._book.events), tuple(self._marks)) if self._record else None
 
-    def block_of(self, tensor: Tensor) -> int | None:
-        """Return the number of a tensor's block; None if it is not counted."""
-        watch = self._book.watch_of(tensor)
-        return None if watch is None or watch.block == EMPTY else watch.block
+    def blocks_of(self, tensor: Tensor) -> Iterator[int]:
+        """Yield the numbers of the blocks that a tensor holds; none if it is not counted."""
+        yield from self._book.blocks_of(tensor)
+
+    @contextmanager
+    def noticing_resizes(self) -> Iterator[None]:
+        """Count a storage at once when Python code resizes it within the block.
+
+        FSDP takes and frees the parameters that it gathers in this way, which no operator shows.
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            self.resized(storage)
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that was resized without an operator.
+
+        Raises:
+            torch.OutOfMemoryError: It no longer fits.
+        """
+        if not self._aside:
+            self._book.check_storage(storage)
 
     @property
     def position(self) -> int:
@@ -140,6 +166,8 @@ class StorageTracker(TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         if self._aside:
             return func(*args, **kwargs)
+        if has_wrappers(types):
+            return NotImplemented
         self._book.settle()
         kind = self._kinds.get(func)
         if kind is None:
@@ -195,6 +223,14 @@ class StorageTracker(TorchDispatchMode):
             and out.layout is torch.strided
             and self._book.defer(args[0], out)
         )
+
+
+def has_wrappers(types: Any) -> bool:
+    """Check for a tensor that wraps others and runs its operators on them, such as one sharded over ranks.
+
+    A mode that then returns NotImplemented sees these operators, with what they allocate on the way.
+    """
+    return any(getattr(one, "__tensor_flatten__", None) is not None for one in types)
 
 
 def _kind_of(func: Any) -> _Kind:

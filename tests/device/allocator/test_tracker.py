@@ -155,9 +155,9 @@ def test_empty_tensors_take_no_number():
         empty = torch.empty(0)
         x = torch.ones(2)
         assert meter.trace().events == ((0, 8),)
-        assert (meter.block_of(x), meter.block_of(empty)) == (0, None)
+        assert (list(meter.blocks_of(x)), list(meter.blocks_of(empty))) == ([0], [])
         empty.resize_(3)
-        assert meter.block_of(empty) == 1
+        assert list(meter.blocks_of(empty)) == [1]
 
 
 def test_several_outputs_that_do_not_all_fit_leave_nothing():
