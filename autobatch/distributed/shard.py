@@ -98,12 +98,13 @@ class ShardedModel:
     ) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a step, and reduce gradients after each of them or after the last."""
         root: Any = self._root
-        for number, micro_batch in enumerate(micro_batches, 1):
+        fetched = iter(micro_batches)
+        for number in range(1, count + 1):
             is_last = number == count
             root.set_is_last_backward(is_last)
             root.set_requires_gradient_sync(is_last or self._sync == "each")
-            yield micro_batch
-            del micro_batch
+            # Not bound to a name, which would hold it until the next one is fetched.
+            yield next(fetched)
 
 
 class _LossModule(nn.Module):
