@@ -62,6 +62,8 @@ class CudaDevice:
         self._index = index
         self._expandable = False
         """True if its sessions switch the allocator to expandable segments."""
+        self._held_bytes: int | None = None
+        """What the process held when the session began; None outside of sessions."""
         self._properties = torch.cuda.get_device_properties(index)
         self._uuid = str(getattr(self._properties, "uuid", "")) or None
         before = read_nvml(self._uuid)
@@ -71,6 +73,9 @@ class CudaDevice:
         self._loaded_bytes: int | None = None
         """Taken by the kernels and libraries that the first session loaded; None before it."""
         free_bytes, source, self._notes = self._read_free(after)
+        options = cuda_settings.unmodelled_options(os.environ)
+        if options:
+            self._notes.append(f"{', '.join(options)} of the allocator: predictions come from peaks alone")
         held_bytes = torch.cuda.memory_reserved(index)
         self._available_bytes = min(free_bytes + held_bytes, self._properties.total_memory)
         self._budget_bytes, self._budget_source = resolve_budget(
@@ -108,7 +113,10 @@ class CudaDevice:
     def allocator_config(self) -> AllocatorConfig:
         """Settings of torch's allocator in a session, in which a step that needed a retry does not fit."""
         expandable = self._expandable or cuda_settings.asks_for_expandable(os.environ)
-        return AllocatorConfig(expandable_segments=expandable, retries=False)
+        held_bytes = self._held_bytes
+        if held_bytes is None:
+            held_bytes = torch.cuda.memory_allocated(self._index)
+        return AllocatorConfig(expandable_segments=expandable, held_bytes=held_bytes, retries=False)
 
     @property
     def is_traceable(self) -> bool:
@@ -182,8 +190,14 @@ class CudaDevice:
         cuda_settings.free_workspaces()
         cuda_settings.free_pinned()
         self.release()
-        with self._session(), recorded(self._index) as history, self._libraries_counted():
+        is_modelled = not cuda_settings.unmodelled_options(os.environ)
+        with (
+            self._session(),
+            recorded(self._index, is_modelled=is_modelled) as history,
+            self._libraries_counted(),
+        ):
             yield CudaMeter(self._index, history)
+        cuda_settings.free_workspaces()
 
     @contextlib.contextmanager
     def training(self) -> Iterator[CudaMeter]:
@@ -231,6 +245,8 @@ class CudaDevice:
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "_held_bytes", self._held_bytes)
+            self._held_bytes = torch.cuda.memory_allocated(self._index)
             total_bytes = self._properties.total_memory
             stack.enter_context(
                 cuda_settings.capped(self._index, limit_bytes=self._budget_bytes, total_bytes=total_bytes)

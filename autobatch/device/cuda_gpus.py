@@ -71,9 +71,7 @@ def read_nvml(uuid: str | None) -> nvml.NvmlGpu | nvml.NvmlAbsent:
     """Read a GPU from NVML by torch's UUID, which lacks the prefix that tells a MIG slice from a GPU."""
     if uuid is None:
         return nvml.NvmlAbsent(reason="torch does not report the UUID of the GPU")
-    gpu = nvml.read_gpu(f"MIG-{uuid}")
-    if isinstance(gpu, nvml.NvmlAbsent):
-        gpu = nvml.read_gpu(f"GPU-{uuid}")
+    gpu = nvml.read_gpu(f"MIG-{uuid}", f"GPU-{uuid}")
     if isinstance(gpu, nvml.NvmlGpu) and gpu.mig_mode:
         return nvml.NvmlAbsent(reason="the GPU is split by MIG, and its figures are not those of the slice")
     return gpu

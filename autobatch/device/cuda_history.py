@@ -42,9 +42,15 @@ class History:
 
 
 @contextmanager
-def recorded(index: int) -> Iterator[History]:
-    """Record the allocator's events on a GPU within the block."""
-    recording = _record("all")
+def recorded(index: int, *, is_modelled: bool = True) -> Iterator[History]:
+    """Record the allocator's events on a GPU within the block.
+
+    Args:
+        index: The GPU.
+        is_modelled: False if the allocator has options with which no replay is right. Nothing is recorded
+            then, nor during a recording of the user's, which another would end.
+    """
+    recording = is_modelled and not _is_recording() and _record("all")
     try:
         yield History(index, recording=recording)
     finally:
@@ -72,6 +78,11 @@ def trace_of(entries: Iterable[Mapping[str, Any]]) -> Trace:
 
 def _is_private(entry: Mapping[str, Any]) -> bool:
     return tuple(entry.get("pool_id") or (0, 0)) != (0, 0)
+
+
+def _is_recording() -> bool:
+    asked = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return asked is not None and bool(asked())
 
 
 def _record(enabled: Literal["all"] | None) -> bool:

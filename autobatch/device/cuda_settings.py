@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,17 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+
+_UNMODELLED = (
+    "max_split_size_mb",
+    "roundup_power2_divisions",
+    "roundup_bypass_threshold_mb",
+    "garbage_collection_threshold",
+    "large_segment_size_mb",
+    "max_non_split_rounding_mb",
+)
+"""Options that change where the allocator puts blocks (c10/core/AllocatorConfig.h, torch 2.13)."""
 
 
 @contextlib.contextmanager
@@ -92,10 +104,20 @@ def keeps_workspaces(version: str, environ: Mapping[str, str]) -> bool:
     return (major, minor) < (2, 15) or environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
 
 
-def asks_for_expandable(environ: Mapping[str, str]) -> bool:
-    """Return whether the environment asks for expandable segments; the old variable takes precedence."""
+def allocator_options(environ: Mapping[str, str]) -> str:
+    """Return the options of the allocator in the environment, where the old variable takes precedence."""
     text = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF") or ""
-    return "expandable_segments:true" in text.replace(" ", "").lower()
+    return text.replace(" ", "").lower()
+
+
+def asks_for_expandable(environ: Mapping[str, str]) -> bool:
+    """Return whether the environment asks for expandable segments."""
+    return "expandable_segments:true" in allocator_options(environ)
+
+
+def unmodelled_options(environ: Mapping[str, str]) -> list[str]:
+    """Return the options in the environment with which `autobatch.device.allocator` is another allocator."""
+    return re.findall(rf"\b({'|'.join(_UNMODELLED)})(?=:)", allocator_options(environ))
 
 
 def why_not_expandable() -> str | None:

@@ -74,9 +74,16 @@ def read_gpus() -> NvmlReading | NvmlAbsent:
     return _ask(_read_gpus)
 
 
-def read_gpu(uuid: str) -> NvmlGpu | NvmlAbsent:
-    """Read one GPU, or one MIG slice, by its UUID with prefix (``GPU-…``, ``MIG-…``)."""
-    return _ask(lambda nvml: _gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+def read_gpu(*uuids: str) -> NvmlGpu | NvmlAbsent:
+    """Read a GPU, or a MIG slice, by its UUID with prefix (``GPU-…``, ``MIG-…``): the first that exists."""
+
+    def read(nvml: Any) -> NvmlGpu:
+        for uuid in uuids[:-1]:
+            with contextlib.suppress(Exception):
+                return _gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        return _gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuids[-1]))
+
+    return _ask(read)
 
 
 def read_holders(uuid: str) -> list[MemoryHolder] | NvmlAbsent:

@@ -45,6 +45,8 @@ class _Pattern(NamedTuple):
 
 
 _PATTERNS = (
+    # Pinned memory of the host, in the thread that pins what loader workers made. No context is lost.
+    _Pattern(Verdict.HOST, r"(?s)\bin pin memory thread\b.*\bCUDA error: out of memory\b"),
     # Driver level: cudaMalloc failed outside the caching allocator. AcceleratorError on recent torch.
     _Pattern(Verdict.FATAL, r"\b(?:CUDA|HIP)(?: driver)? error: out of memory(?![ \t]*\w)"),
     _Pattern(
@@ -97,6 +99,10 @@ _DEAD_CONTEXT = re.compile(
 )
 
 
+# Expandable segments of torch 2.15: every smaller size fails alike. The usual error only mentions the case.
+_NO_ADDRESSES = re.compile(r"\bThis is virtual-address-space \(VSZ\) exhaustion\b")
+
+
 # CUDACachingAllocator.cpp, torch 2.13; older releases print the same sizes.
 _SIZE = r"(?P<size>[0-9.]+) (?P<unit>bytes|[KMGT]iB)"
 _REQUESTED = re.compile(rf"Tried to allocate {_SIZE}")
@@ -129,9 +135,7 @@ def classify(error: BaseException) -> Verdict:
 def loses_context(error: BaseException) -> bool:
     """Return whether the GPU's context is unusable after an error, even one from another process."""
     text = _text(error)
-    return bool(_DEAD_CONTEXT.search(text)) or any(
-        pattern.search(text) for verdict, pattern in _COMPILED if verdict is Verdict.FATAL
-    )
+    return bool(_DEAD_CONTEXT.search(text)) or _first_match(text) is Verdict.FATAL
 
 
 def is_oom(error: BaseException) -> bool:
@@ -205,7 +209,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _classify_one(error: BaseException) -> Verdict:
     if isinstance(error, torch.OutOfMemoryError):
-        return Verdict.DEVICE
+        return Verdict.NONE if _NO_ADDRESSES.search(_text(error)) else Verdict.DEVICE
     if isinstance(error, MemoryError):
         return Verdict.HOST
     if isinstance(error, OSError):
@@ -213,7 +217,10 @@ def _classify_one(error: BaseException) -> Verdict:
         return Verdict.HOST if commit_limit or error.errno == errno.ENOMEM else Verdict.NONE
     if not _is_foreign(error):
         return Verdict.NONE
-    text = _text(error)
+    return _first_match(_text(error))
+
+
+def _first_match(text: str) -> Verdict:
     return next((verdict for verdict, pattern in _COMPILED if pattern.search(text)), Verdict.NONE)
 
 

@@ -14,9 +14,11 @@ from torch import nn
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
 from autobatch.core.records import DeviceRecord, Precision, Record
+from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
+from autobatch.device.cuda_settings import allocator_options
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
 from autobatch.planning import rank_share
@@ -220,6 +222,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
             *setup.worst_case.notes,
             *whole_batch_notes(workload, setup.whole_batch),
             *gradient_sum_notes(setup.model),
+            *placement_notes(setup.model),
         ],
     )
 
@@ -243,6 +246,18 @@ def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
     return [
         "the loss sees all samples of an optimizer step, assumed to be two micro-batches here: a larger "
         "batch takes more memory. Give --target-batch to plan, tune, fit or estimate"
+    ]
+
+
+def placement_notes(model: nn.Module) -> list[str]:
+    """Return a note if the model was built on a GPU, where attempts hold a copy beside it."""
+    parameters = [one for one in model.parameters() if one.device.type not in ("cpu", "meta")]
+    if not parameters:
+        return []
+    held = format_bytes(sum(one.numel() * one.element_size() for one in parameters))
+    return [
+        f"the model was built on {parameters[0].device}, where each attempt holds a copy of its {held} "
+        "beside it, so that fewer samples fit: build it on the CPU, and it is moved once"
     ]
 
 
@@ -284,7 +299,7 @@ def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
         "ema": None if setup.ema is None else "on",
         **device_key(setup),
         "budget_bytes": device.budget_bytes,
-        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
+        "allocator": allocator_options(os.environ) or None,
         "world_size": setup.world,
     }
 

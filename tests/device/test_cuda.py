@@ -10,6 +10,7 @@ import torch
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import MemoryHolder
 from autobatch.device import cuda, nvml
+from autobatch.device.allocator.ledger import BudgetExceeded
 from autobatch.device.base import Device
 from autobatch.device.cuda import CudaDevice
 from autobatch.device.cuda_gpus import visible_gpus
@@ -260,6 +261,36 @@ def test_training_has_the_budget_of_the_probe_where_that_much_is_free(
         assert device.budget_bytes != training.budget_bytes or change == 0
     literal = CudaDevice(index=0, memory_budget="24GiB")
     assert literal.budgeted(24 * GIB).budget_bytes == 24 * GIB
+
+
+def test_memory_that_the_process_holds_already_is_part_of_every_replay(fake: FakeCuda) -> None:
+    """A model of the user's that lies on the GPU is neither freed nor moved by a step."""
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    assert device.new_allocator().reserved_bytes == 0
+    fake.held = 2 * GIB
+    for one in (device, device.expandable()):
+        allocator = one.new_allocator()
+        assert allocator.allocated_bytes == 2 * GIB <= allocator.reserved_bytes
+        with pytest.raises(BudgetExceeded):
+            allocator.malloc(4 * GIB + 1)
+    with device.enforced():
+        # What a session takes is not held by others.
+        fake.held = 3 * GIB
+        assert device.new_allocator().allocated_bytes == 2 * GIB
+    assert device.new_allocator().allocated_bytes == 3 * GIB
+
+
+def test_options_of_the_allocator_that_are_not_modelled_are_noted_and_nothing_is_recorded(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: fake.calls.append("record"))
+    for value, is_recorded in (("max_split_size_mb:64", False), ("expandable_segments:True", True)):
+        fake.calls.clear()
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+        device = CudaDevice(index=0, memory_budget="6GiB")
+        with device.enforced():
+            assert ("record" in fake.calls) is is_recorded
+        assert bool([note for note in device.describe().notes if "max_split_size_mb" in note]) != is_recorded
 
 
 def test_a_missing_gpu_is_refused(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,3 +69,20 @@ def test_private_pools_give_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         entries = [entry("alloc", 1, 8) | {"pool_id": pool}]
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _, e=entries: {"device_traces": [e]})
         assert (History(0, recording=True).trace() is not None) is traced
+
+
+@pytest.mark.parametrize(("is_modelled", "is_recording"), [(False, False), (True, True), (True, False)])
+def test_nothing_is_recorded_that_no_replay_knows_or_that_the_user_records(
+    monkeypatch: pytest.MonkeyPatch, is_modelled: bool, is_recording: bool
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda *, enabled, **_: calls.append(enabled)
+    )
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: is_recording, raising=False)
+    entries = {"device_traces": [[entry("alloc", 1, 8)]]}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _: entries)
+    is_recorded = is_modelled and not is_recording
+    with recorded(0, is_modelled=is_modelled) as history:
+        assert (history.trace() is not None) is is_recorded
+    assert calls == (["all", None] if is_recorded else [])

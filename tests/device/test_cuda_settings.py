@@ -13,6 +13,7 @@ from autobatch.device.cuda_settings import (
     keeps_workspaces,
     memory_fraction,
     reason_not_expandable,
+    unmodelled_options,
 )
 from tests.support.fake_cuda import FakeCuda
 
@@ -66,6 +67,21 @@ def test_a_torch_without_the_setting_changes_nothing(monkeypatch: pytest.MonkeyP
 )
 def test_the_old_variable_takes_precedence(environ: dict[str, str], asks: bool) -> None:
     assert asks_for_expandable(environ) is asks
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        ("expandable_segments:True,pinned_use_cuda_host_register:True", []),
+        ("max_split_size_mb : 64, Roundup_Power2_Divisions:[256:1,>:4]", 2),
+        ("garbage_collection_threshold:0.8,large_segment_size_mb:40,max_non_split_rounding_mb:2", 3),
+    ],
+)
+def test_options_that_make_it_another_allocator_are_named(text: str, names: list[str] | int) -> None:
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        found = unmodelled_options({variable: text})
+        assert found == names if isinstance(names, list) else len(set(found)) == names
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,13 @@ def test_gpu_by_uuid(driver: Path) -> None:
     assert (kind, absent["reason"]) == ("NvmlAbsent", "no GPU with that UUID")
 
 
+def test_the_first_uuid_that_exists_is_read_at_one_opening_of_the_driver(driver: Path) -> None:
+    kind, gpu = read(driver, "", f"read_gpu('MIG-none', {BETA!r})")
+    assert (kind, gpu["uuid"]) == ("NvmlGpu", BETA)
+    kind, absent = read(driver, "", "read_gpu('MIG-none', 'GPU-none')")
+    assert (kind, absent["reason"]) == ("NvmlAbsent", "no GPU with that UUID")
+
+
 def test_mig_slice_by_uuid(driver: Path) -> None:
     _, reading = read(driver, "mig")
     assert reading["gpus"][1]["mig_mode"] is True

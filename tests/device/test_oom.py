@@ -64,6 +64,21 @@ BY_TYPE = [
     (Verdict.DEVICE, torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 MiB.")),
     (Verdict.DEVICE, torch.OutOfMemoryError("XPU out of memory. Tried to allocate 20.00 MiB.")),
     (Verdict.DEVICE, torch.OutOfMemoryError("any text")),
+    (
+        Verdict.DEVICE,
+        torch.OutOfMemoryError(
+            f"{CUDA_TEXT} expandable_segments is enabled. If instead the process is running out of virtual "
+            "address space (VSZ), expandable segments may be over-reserving VA"
+        ),
+    ),
+    # Addresses, not memory: a smaller micro-batch fails alike.
+    (
+        Verdict.NONE,
+        torch.OutOfMemoryError(
+            "Tried to reserve 9 bytes of virtual address space. This is virtual-address-space (VSZ) "
+            "exhaustion from expandable segments, not physical GPU OOM."
+        ),
+    ),
     (Verdict.DEVICE, torch.OutOfMemoryError()),
     (Verdict.HOST, MemoryError()),
     (Verdict.HOST, OSError(errno.ENOMEM, "Cannot allocate memory")),
@@ -85,6 +100,11 @@ BY_TEXT = [
     (Verdict.FATAL, NCCL + "Failed to CUDA calloc async 24 bytes"),
     (Verdict.FATAL, NCCL + "Cuda failure 2 'out of memory'"),
     (Verdict.FATAL, NCCL + "Cuda failure 'out of memory'"),
+    (
+        Verdict.HOST,
+        "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback (most recent call "
+        "last):\ntorch.AcceleratorError: CUDA error: out of memory\n",
+    ),
     (Verdict.DEVICE, CUDA_TEXT),
     (Verdict.DEVICE, WORKER + "torch.OutOfMemoryError: " + CUDA_TEXT),
     (Verdict.DEVICE, "HIP out of memory. Tried to allocate 20.00 MiB"),

@@ -23,6 +23,7 @@ from autobatch.probing.setup import (
     find_workload,
     new_allocator,
     open_setup,
+    placement_notes,
     precision_of,
     with_knobs,
 )
@@ -201,3 +202,11 @@ def test_a_loss_over_a_batch_of_unknown_size_is_noted() -> None:
     assert "assumed to be two micro-batches" in describe_setup(unknown).notes[-1]
     assert not any("assumed to be two micro-batches" in note for note in describe_setup(known).notes)
     assert describe_setup(known).key["whole_batch"] == 9
+
+
+def test_a_model_that_was_built_on_a_gpu_is_noted() -> None:
+    model = nn.Linear(1024, 256, bias=False)
+    assert placement_notes(model) == placement_notes(model.to("meta")) == []
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 1), numel=lambda: 1 << 20, element_size=lambda: 4)
+    (note,) = placement_notes(SimpleNamespace(parameters=lambda: iter([on_gpu])))
+    assert "built on cuda:1, where each attempt holds a copy of its 4.00 MiB" in note

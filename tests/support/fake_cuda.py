@@ -38,6 +38,7 @@ class FakeCuda:
         self.total = 24 * GiB
         self.allowed = self.total
         self.integrated = 0
+        self.held = 0
         self.capability = (8, 9)
         self.figures = {
             "allocated_bytes.all.current": 1,
@@ -70,6 +71,9 @@ class FakeCuda:
     def synchronize(self, index: int) -> None:
         self.initialized = True
 
+    def memory_allocated(self, index: int) -> int:
+        return self.held
+
     def memory_reserved(self, index: int) -> int:
         return self.figures["reserved_bytes.all.current"]
 
@@ -95,4 +99,10 @@ class FakeCuda:
 
 
 def answer_nvml(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], NvmlGpu | NvmlAbsent]) -> None:
-    monkeypatch.setattr(nvml, "read_gpu", read)
+    """Let NVML answer for each UUID, of which the first that exists counts."""
+
+    def first(*uuids: str) -> NvmlGpu | NvmlAbsent:
+        found = [read(uuid) for uuid in uuids]
+        return next((one for one in found if isinstance(one, NvmlGpu)), found[-1])
+
+    monkeypatch.setattr(nvml, "read_gpu", first)

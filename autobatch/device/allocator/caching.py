@@ -41,6 +41,8 @@ class AllocatorConfig:
     """Smallest request with a segment of its own size: ``kMinLargeAlloc``."""
     segment_round_bytes: int = 2 * MiB
     """Granularity of such segments: ``kRoundLarge``."""
+    held_bytes: int = 0
+    """What the process holds already, as one block that nothing frees."""
     retries: bool = True
     """Release cached segments and try again before an error, as CUDA does. False if a step that needed that
     does not count as fitting."""
@@ -83,6 +85,11 @@ class CachingAllocator:
         self._small = Pool(page_bytes=config.small_segment_bytes, keeps_tail_bytes=0)
         self._large = Pool(page_bytes=config.large_segment_bytes, keeps_tail_bytes=tail)
         self._next_address = 0
+        if config.held_bytes:
+            # Even if that is more than the limit, which only new segments are held against.
+            self.limit = None
+            self.malloc(config.held_bytes)
+            self.limit = limit
 
     def malloc(self, size: int) -> Block | None:
         """Take ``size`` bytes; None for 0 bytes, like CUDA.

@@ -270,3 +270,15 @@ def test_without_retries_a_full_cache_is_an_error():
             with pytest.raises(BudgetExceeded):
                 allocator.malloc(24 * MiB)
             assert (allocator.retries, allocator.reserved_bytes) == (0, 20 * MiB)
+
+
+def test_memory_that_is_held_already_stays_and_counts() -> None:
+    allocator = CachingAllocator(40 * MiB, AllocatorConfig(held_bytes=30 * MiB))
+    allocator.release()
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (30 * MiB, 30 * MiB)
+    assert allocator.malloc(10 * MiB) is not None
+    with pytest.raises(BudgetExceeded):
+        allocator.malloc(1)
+    over = CachingAllocator(20 * MiB, AllocatorConfig(held_bytes=30 * MiB))
+    with pytest.raises(BudgetExceeded):
+        over.malloc(1)
