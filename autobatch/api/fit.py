@@ -36,6 +36,7 @@ from autobatch.api.pipeline import (
     probe_and_plan,
     refuse_split,
     uninterrupted,
+    write_memory_viz,
 )
 from autobatch.api.split import add_split, sizes_of
 from autobatch.core.files import write_atomic
@@ -44,6 +45,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import commit, versions
+from autobatch.device.nvml import driver_version
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.probing.child import SetupProcess, ThisProcess
@@ -68,6 +70,7 @@ from autobatch.tuning.context import usable_cores
 from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.sampler_order import epoch_of
+from autobatch.workload.shared_model import shared_model_notes
 from autobatch.workload.streams import ENDLESS, StreamView, count_samples
 
 
@@ -86,6 +89,8 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
     with ExitStack() as held:
         prepare = _prepare_resume if options.resume else _prepare
         ready = prepare(workload, options, settings, context, held)
+        for line in shared_model_notes(ready.setup.workload, ready.setup.model):
+            context.progress.note(line)
         training, model = train_plan(
             ready.setup,
             ready.plan,
@@ -158,6 +163,7 @@ def _prepare(
             result = add_tuning(tuner, result)
         if options.tune_lr:
             result = add_learning_rate(tuner, result)
+        write_memory_viz(process, result, options, context.progress)
         result = add_split(process, result, options, context.progress, home=context.home)
         sizes = sizes_of(process, result)
     assert result.plan is not None
@@ -298,6 +304,7 @@ def _surroundings() -> dict[str, str]:
         "cores": str(usable_cores()),
         "threads of torch": str(torch.get_num_threads()),
         "CUDA of torch": torch.version.cuda,
+        "NVIDIA driver": driver_version(),
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -22,7 +22,15 @@ from autobatch.api import unpack
 from autobatch.api.over_ranks import check_data_of_ranks
 from autobatch.api.split import add_split
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.options import EstimateOptions, PlanOptions, ProbeOptions, RankPlanOptions, TuneOptions
+from autobatch.core.files import write_output
+from autobatch.core.options import (
+    EstimateOptions,
+    PlanOptions,
+    ProbeOptions,
+    RankPlanOptions,
+    SearchOptions,
+    TuneOptions,
+)
 from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
 from autobatch.device.profiles import data_home
@@ -37,6 +45,7 @@ from autobatch.probing.limits import predicted_memory
 from autobatch.probing.limits_by_size import find_limits_by_size
 from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload
+from autobatch.probing.step_snapshot import step_snapshot
 from autobatch.probing.survive import survive_real_batches
 from autobatch.report.result import Estimates, Result
 from autobatch.training.compare_modes import Finding
@@ -90,6 +99,7 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
         if options.micro_batch is not None:
             found = check_size(process, options.micro_batch, progress=progress)
             result = Result(device=device, probe=found, command=context.command)
+            write_memory_viz(process, result, options, progress)
             note_split(process, result, progress)
             return result
         limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
@@ -98,6 +108,7 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
         )
         found = find_limits_by_size(process, limits, limit.probe, home=context.home, progress=progress)
         result = Result(device=device, probe=found, profile=limit.file, command=context.command)
+        write_memory_viz(process, result, options, progress)
         note_split(process, result, progress)
         return result
 
@@ -107,6 +118,7 @@ def run_plan(workload: Workload | str | None, options: RankPlanOptions, context:
     world_size = unpack.world_size_of(options, context.environ)
     with open_setup_process(workload, options, context) as process:
         result = probe_and_plan(process, options, context, world_size=world_size)
+        write_memory_viz(process, result, options, context.progress)
         note_split(process, result, context.progress)
         return add_split(process, result, options, context.progress, home=context.home, is_last=True)
 
@@ -126,14 +138,10 @@ def run_estimate(
     if options.report is None:
         return found
     # Only here: matplotlib takes half a second to import.
-    from autobatch.report.estimate_page import write_estimate_page
+    from autobatch.report.estimate_page import estimate_page
 
-    try:
-        path = write_estimate_page(Path(options.report), found, made.name)
-    except OSError as error:
-        raise InputError(
-            f"--report {options.report} cannot be written: {error.strerror or error}. Give another file"
-        ) from error
+    page = estimate_page(found, made.name)
+    path = write_output(Path(options.report), page.encode(), "--report")
     return msgspec.structs.replace(found, notes=[*found.notes, f"the page is {path}"])
 
 
@@ -148,6 +156,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         tuner = open_tuner(process, settings, context, options.timeout)
         if settings.trials or not options.tune_lr:
             result = add_tuning(tuner, result)
+        write_memory_viz(process, result, options, context.progress)
         result = add_split(process, result, options, context.progress, home=context.home)
         if not options.tune_lr:
             return result
@@ -209,6 +218,28 @@ def probe_and_plan(
         predicted=predicted,
         memory_curve=curve,
     )
+
+
+def write_memory_viz(
+    process: SetupProcess, result: Result, options: SearchOptions, progress: Progress
+) -> None:
+    """Write the memory of a few steps of the result to ``--memory-viz``, if it was asked for.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    probe, plan = result.probe, result.plan
+    if options.memory_viz is None or probe is None or probe.micro_batch < 1:
+        return
+    progress.doing("recording the memory of a few steps")
+    content = step_snapshot(
+        process, probe.micro_batch if plan is None else plan.micro_batch, {} if plan is None else plan.knobs
+    )
+    if content is None:
+        progress.note("--memory-viz: nothing was written, because the steps gave no record of their memory")
+        return
+    path = write_output(Path(options.memory_viz), content, "--memory-viz")
+    progress.note(f"the memory of a few steps is in {path}: open it at pytorch.org/memory_viz")
 
 
 def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_last: bool = True) -> None:

@@ -153,3 +153,17 @@ def sync_directory(directory: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def write_output(path: Path, content: bytes, option: str) -> Path:
+    """Write a file that an option asked for, atomically.
+
+    Raises:
+        InputError: it cannot be written; the message names the option.
+    """
+    try:
+        return write_atomic(path, content)
+    except OSError as error:
+        raise InputError(
+            f"{option} {path} cannot be written: {error.strerror or error}. Give another file"
+        ) from error

@@ -32,6 +32,7 @@ class SearchKeywords(CommonKeywords, total=False):
     time_limit: float | None
     max_grad_norm: float | None
     ema: float | None
+    memory_viz: StrPath | None
 
 
 class ProbeKeywords(SearchKeywords, total=False):
@@ -100,6 +101,7 @@ class EstimateKeywords(CommonKeywords, total=False):
     profile: str | Sequence[str]
     all: bool
     report: StrPath | None
+    memory_viz: StrPath | None
     micro_batch: int | None
     max_micro_batch: int | None
     target_batch: int | None

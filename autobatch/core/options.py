@@ -86,6 +86,14 @@ class SearchOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "DECAY",
         ),
     ] = None
+    memory_viz: Annotated[
+        str | None,
+        OptionHelp(
+            "Also run a few steps of the result, and write their memory for pytorch.org/memory_viz.",
+            "output",
+            "FILE",
+        ),
+    ] = None
 
 
 class ProbeOptions(SearchOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -320,6 +328,14 @@ class EstimateOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     report: Annotated[
         str | None,
         OptionHelp("Also write a page with the table and the memory.", "output", "FILE", common=True),
+    ] = None
+    memory_viz: Annotated[
+        str | None,
+        OptionHelp(
+            "Also write the memory of steps on the first GPU for pytorch.org/memory_viz.",
+            "output",
+            "FILE",
+        ),
     ] = None
     micro_batch: Annotated[
         AtLeastOne | None,

@@ -86,6 +86,12 @@ def read_gpu(*uuids: str) -> NvmlGpu | NvmlAbsent:
     return _ask(read)
 
 
+def driver_version() -> str | None:
+    """Return the version of the driver; None without NVML."""
+    found = read_gpus()
+    return None if isinstance(found, NvmlAbsent) else found.driver_version
+
+
 def read_holders(uuid: str) -> list[MemoryHolder] | NvmlAbsent:
     """List the processes that hold memory of a GPU, including this one, largest first.
 

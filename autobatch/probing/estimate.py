@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError
+from autobatch.core.files import write_output
 from autobatch.core.records import Estimate, Plan, Precision, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
@@ -27,6 +28,7 @@ from autobatch.device.profiles import list_profiles, load_profile
 from autobatch.device.simulated import simulated_budget
 from autobatch.footprint.apart import run_apart
 from autobatch.footprint.explain import explain
+from autobatch.footprint.memory_viz import dump
 from autobatch.footprint.predict import Footprint, footprint, predict
 from autobatch.footprint.remedies import NATIVE_BF16, Spending, find_remedies, in_words
 from autobatch.footprint.trace_step import Setting
@@ -59,6 +61,8 @@ class EstimateSettings:
     """None for no plan."""
     scan: int | None = None
     """Samples of a stream to plan from; None for the default."""
+    memory_viz: Path | None = None
+    """File for the memory of steps on the first GPU; None for no file."""
 
 
 def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Path) -> Estimates:
@@ -94,6 +98,9 @@ def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Es
     estimates = [_estimate(tracer, gpu, settings, off[gpu.name]) for gpu in gpus]
     if not names:
         estimates.sort(key=_need)
+    if settings.memory_viz is not None:
+        first = next(gpu for gpu in gpus if gpu.name == estimates[0].profile)
+        _write_snapshot(settings.memory_viz, tracer, first, estimates[0])
     if len(gpus) == 1:
         remedies = _remedies(tracer, gpus[0], estimates[0], settings)
         estimates = [msgspec.structs.replace(estimates[0], remedies=remedies)]
@@ -223,6 +230,13 @@ def _estimate(
         modules=where.by_module,
         phase=where.phase,
     )
+
+
+def _write_snapshot(path: Path, tracer: _Tracer, gpu: HardwareProfile, one: Estimate) -> None:
+    """Write the memory of the steps at the predicted micro-batch, or at 1 if none fits."""
+    step = tracer.trace(gpu.compute_capability, one.precision)
+    trace = step.program.at(max(1, one.micro_batch))
+    write_output(path, dump(trace, CachingAllocator(), step.labels), "--memory-viz")
 
 
 def _remedies(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from autobatch.core.files import write_atomic
 from autobatch.core.records import Estimate
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.drawing import Table
@@ -39,15 +37,6 @@ def estimate_page(found: Estimates, title: str) -> str:
         ),
     )
     return page_of(f"{title}: which GPU", body)
-
-
-def write_estimate_page(path: Path, found: Estimates, title: str) -> Path:
-    """Write the page atomically, and return its path.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    return write_atomic(path, estimate_page(found, title).encode())
 
 
 def _gpus(found: Estimates) -> Table:

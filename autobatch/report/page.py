@@ -1,21 +1,20 @@
-"""The report page: one self-contained HTML file, without scripts, network access or other files.
+"""The report page: one self-contained HTML file, without network access or other files.
 
 To add a section, write a function that turns a `RunRecord` into `Markup`, and list it in `sections`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
 from autobatch.core.files import write_atomic
-from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord
+from autobatch.core.records import DeviceRecord, LrTuning, RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Mark, Picture, Table
-from autobatch.report.charts.memory import held_bytes, memory_curve_figure, memory_figure
+from autobatch.report.charts.memory import memory_curve_figure, memory_figure
 from autobatch.report.charts.sizes import lengths_figure, padding_figure
 from autobatch.report.charts.split import plan_figure
 from autobatch.report.charts.trials import (
@@ -25,14 +24,14 @@ from autobatch.report.charts.trials import (
     rates_figure,
     trials_figure,
 )
-from autobatch.report.html import Child, Markup, element, facts, figure, join, legend, prose, table, unbroken
+from autobatch.report.html import Child, Markup, element, facts, figure, join, legend, prose, table
+from autobatch.report.repeat import notes, repeat
 from autobatch.report.sentences import (
     budget_in_words,
     count,
     decimal,
     fits_in_words,
     headline,
-    is_probed_configuration,
     knobs_in_words,
     metric_in_words,
     padding_in_words,
@@ -45,6 +44,7 @@ from autobatch.report.sentences import (
     tuning_in_words,
 )
 from autobatch.report.theme import style_sheet
+from autobatch.report.tiles import tiles
 
 
 class Section(NamedTuple):
@@ -63,17 +63,13 @@ def sections(data: RunRecord) -> list[Section]:
         Section("plan", "Plan", _plan(data)),
         Section("tuning", "Tuning", _tuning(data)),
         Section("training", "Training", _training(data)),
-        Section("repeat", "Repeat this run", _repeat(data)),
+        Section("repeat", "Repeat this run", repeat(data)),
     ]
     return [section for section in candidates if section.body]
 
 
 def _pictures(*pictures: Picture | None) -> list[Markup]:
     return [figure(picture) for picture in pictures if picture is not None]
-
-
-def _notes(lines: list[str]) -> Markup | None:
-    return element("ul", [element("li", prose(line)) for line in lines], class_="notes") if lines else None
 
 
 def _device(device: DeviceRecord) -> Markup:
@@ -92,7 +88,7 @@ def _device(device: DeviceRecord) -> Markup:
                 ("Other processes", format_bytes(device.other_processes_bytes)),
             ]
         ),
-        _notes(device.notes),
+        notes(device.notes),
         table(held) if holders else None,
     )
 
@@ -181,7 +177,7 @@ def _rates(found: LrTuning | None) -> list[Markup]:
         *_pictures(rates_figure(found)),
         *([table(pairs_table(found))] if found.pairs else []),
         facts([("Learning-rate study", found.study)]),
-        *filter(None, [_notes(found.notes)]),
+        *filter(None, [notes(found.notes)]),
     ]
 
 
@@ -208,86 +204,7 @@ def _training(data: RunRecord) -> Markup:
         ("Resumed from", training.resumed_from),
         ("Checkpoint", training.checkpoint),
     ]
-    notes = filter(None, [_notes(training.notes)])
-    return join(element("p", training_in_words(training)), pictures, facts(pairs), *notes)
-
-
-def _repeat(data: RunRecord) -> Markup:
-    return join(
-        _command(data.command) if data.command else None,
-        facts([*sorted(data.versions.items()), *sorted(data.surroundings.items())])
-        if data.versions
-        else None,
-        _options(data.options),
-        _notes(data.notes),
-    )
-
-
-def _options(options: Mapping[str, object]) -> Markup | None:
-    """Show every option of a run, collapsed."""
-    if not options:
-        return None
-    rows = [[name, "" if value is None else str(value)] for name, value in sorted(options.items())]
-    shown = table(Table(caption="Every option of this run", head=["Option", "Value"], rows=rows))
-    return element("details", element("summary", "Every option of this run"), shown)
-
-
-def _command(text: str) -> Markup:
-    """Show a command that breaks lines only between its words: a ``--`` alone at a line end misleads."""
-    words = [join(" " if at else "", unbroken(word)) for at, word in enumerate(text.split(" "))]
-    return element("pre", element("code", words))
-
-
-def tiles(data: RunRecord) -> Markup:
-    """Build the few figures that matter most, as tiles below the headline."""
-    made = [
-        element("div", element("dt", name), element("dd", value, element("small", below) if below else None))
-        for name, value, below in _tiles(data)
-    ]
-    return element("dl", made, class_="tiles")
-
-
-def _tiles(data: RunRecord) -> Iterator[tuple[str, str, str]]:
-    if data.plan is not None:
-        steps = plural(data.plan.accumulation_steps, "accumulation step")
-        yield "Target batch", count(data.plan.effective_batch), f"exactly, in {steps}"
-        yield "Micro-batch", count(data.plan.micro_batch), _limit_words(data.probe, data.plan)
-    elif data.probe is not None:
-        yield (
-            "Micro-batch",
-            count(data.probe.micro_batch),
-            f"limited by {data.probe.limited_by.replace('_', ' ')}",
-        )
-    yield _memory_tile(data)
-    if data.training is not None and data.training.samples_per_s is not None:
-        yield "Throughput", decimal(data.training.samples_per_s), "samples/s"
-    elif data.tuning is not None and data.tuning.trials:
-        yield "Throughput", decimal(data.tuning.best_samples_per_s), "samples/s, measured while tuning"
-
-
-def _limit_words(probe: Probe | None, plan: Plan) -> str:
-    """Return the limit of the plan's configuration; the limit of another one says nothing about it."""
-    if probe is None or not is_probed_configuration(probe, plan):
-        return ", ".join(filter(None, (plan.precision, knobs_in_words(plan.knobs))))
-    known = "up to {} fit" if probe.stopped_by is None else "{} are known to fit"
-    return f"{known.format(count(probe.micro_batch))}, {plan.precision}"
-
-
-def _memory_tile(data: RunRecord) -> tuple[str, str, str]:
-    """Return the peak of the training, else that of the probe, which may be of another configuration."""
-    budget = format_bytes(data.device.budget_bytes)
-    training = data.training
-    if training is not None:
-        peak = training.peak_reserved_bytes or training.peak_allocated_bytes
-        if peak is not None:
-            return "Peak memory", format_bytes(peak), f"of {budget}, while training"
-    ran = [one for one in (data.probe.attempts if data.probe else []) if one.fits and held_bytes(one)]
-    if not ran:
-        return "Budget", budget, data.device.name
-    largest = max(ran, key=lambda one: held_bytes(one) or 0)
-    precision = data.probe.precision if data.probe else None
-    what = ", ".join(filter(None, (f"{count(largest.micro_batch)} samples", precision)))
-    return "Peak in the probe", format_bytes(held_bytes(largest)), f"of {budget}, {what}"
+    return join(element("p", training_in_words(training)), pictures, facts(pairs), notes(training.notes))
 
 
 def write_report(path: Path, data: RunRecord) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,30 @@ def test_an_estimate_of_all_gpus_ignores_the_profiles_and_writes_its_page(tmp_pa
     wrong = msgspec.structs.replace(options, report=str(tmp_path / "file" / "x.html"))
     with pytest.raises(InputError, match=r"--report .* cannot be written"):
         run_estimate(None, wrong, {"AUTOBATCH_HOME": str(tmp_path)})
+
+
+def test_an_estimate_writes_the_memory_of_its_first_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "memory.pickle"
+    options = options_from(EstimateOptions, {"profile": "t4", "memory_viz": str(path), "micro_batch": 16})
+    found = run_estimate(None, options, {"AUTOBATCH_HOME": str(tmp_path)})
+    events = pickle.loads(path.read_bytes())["device_traces"][0]
+    reserved = sum(one["size"] for one in events if one["action"] == "segment_alloc")
+    # The estimate counts workspaces of libraries besides the tensors.
+    assert 0 < reserved <= found.estimates[0].peak_reserved_bytes
+    wrong = msgspec.structs.replace(options, memory_viz=str(path / "x"))
+    with pytest.raises(InputError, match=r"--memory-viz .* cannot be written"):
+        run_estimate(None, wrong, {"AUTOBATCH_HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
+def test_the_memory_of_the_steps_of_a_plan_is_written(tmp_path: Path, device: str) -> None:
+    path = tmp_path / "memory.pickle"
+    listener = Listener()
+    options = plan_options(device=device, memory_budget="24MiB", memory_viz=str(path), max_micro_batch=20)
+    result = run_plan(make_workload(), options, context_in(tmp_path, progress=listener))
+    assert result.plan is not None
+    events = pickle.loads(path.read_bytes())["device_traces"][0]
+    kinds = {one["category"] for one in events if one["action"] == "alloc"}
+    # The steps ran as they were traced, so their blocks have their purposes.
+    assert kinds >= {"parameters", "batch", "gradients", "activations"}
+    assert any("pytorch.org/memory_viz" in line for line in listener.notes)

@@ -36,6 +36,10 @@ def test_two_gpus_with_all_figures(driver: Path) -> None:
     assert (second["uuid"], second["total_bytes"], second["mig_mode"]) == (BETA, 80 * GiB, False)
 
 
+def test_the_version_of_the_driver(driver: Path) -> None:
+    assert read(driver, "", "driver_version()") == ("str", "580.65.06")
+
+
 def test_gpu_by_uuid(driver: Path) -> None:
     kind, gpu = read(driver, "", f"read_gpu({BETA!r})")
     assert (kind, gpu["uuid"], gpu["free_bytes"]) == ("NvmlGpu", BETA, 80 * GiB - GiB // 2)

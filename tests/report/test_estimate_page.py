@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from autobatch.core.units import GiB
-from autobatch.report.estimate_page import estimate_page, write_estimate_page
+from autobatch.report.estimate_page import estimate_page
 from autobatch.report.result import Estimates
 from tests.support.sample_run import an_estimate
 
@@ -25,8 +23,3 @@ def test_every_gpu_has_a_row_with_its_step_and_what_is_left_over() -> None:
         assert wanted in page, wanted
     assert "<script" not in page
     assert page.count("<details>") == 2
-
-
-def test_the_page_is_written(tmp_path: Path) -> None:
-    path = write_estimate_page(tmp_path / "gpus.html", FOUND, "digits")
-    assert path.read_text(encoding="utf-8") == estimate_page(FOUND, "digits")

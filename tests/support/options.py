@@ -24,6 +24,7 @@ CHANGED: dict[str, Any] = {
     "max_grad_norm": 0.5,
     "max_micro_batch": 3,
     "memory_budget": "123MiB",
+    "memory_viz": "memory.pickle",
     "micro_batch": 2,
     "on_failed_save": "continue",
     "on_nonfinite": "skip",
