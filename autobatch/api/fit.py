@@ -46,6 +46,7 @@ from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import commit, versions
 from autobatch.device.nvml import driver_version
+from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.probing.child import SetupProcess, ThisProcess
@@ -71,7 +72,7 @@ from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.shared_model import shared_model_notes
-from autobatch.workload.streams import ENDLESS, StreamView, count_samples
+from autobatch.workload.streams import ENDLESS, count_samples
 
 
 def run_fit(workload: Workload | str | None, options: FitOptions, context: RunContext) -> Result:
@@ -140,7 +141,7 @@ def _prepare(
     """Probe, plan and tune in one process, then open the setup for the training."""
     check_storage_option(options)
     with open_setup_process(workload, options, context) as process:
-        samples = _epoch_samples(process, settings, context.progress)
+        samples = _epoch_samples(process, settings, context)
         sampler = build_sampler(samples, settings)
         name = process.info.name
         out = claim_of_ranks(
@@ -164,13 +165,13 @@ def _prepare(
         if options.tune_lr:
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)
-        result = add_split(process, result, options, context.progress, home=context.home)
+        result = add_split(process, result, options, context.progress, home=context.home, ranks=context.ranks)
         sizes = sizes_of(process, result)
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
     setup = process.setup if isinstance(process, ThisProcess) else _open_setup(workload, options, context)
     setup = _budgeted(setup, process.info.key)
-    sampler = _sampler_of(setup, settings, samples)
+    sampler = _sampler_of(setup, settings, samples, context)
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
     return _Ready(result, result.plan, setup, sampler, out, process.info.key)
@@ -186,7 +187,7 @@ def _prepare_resume(
     """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
     progress, ranks = context.progress, context.ranks
     setup = _open_setup(workload, options, context)
-    sampler = _sampler_of(setup, settings, None)
+    sampler = _sampler_of(setup, settings, None, context)
     name = setup.workload.name
     out = claim_of_ranks(lambda: folder_of(options.out, name, resume=True), ranks, context.entered, held)
     stored = load_of_ranks(out, ranks)
@@ -219,7 +220,7 @@ def _prepare_resume(
     )
     with open_setup_process(workload, options, context) as process:
         result = uninterrupted(probe_and_plan(process, options, context))
-        result = add_split(process, result, options, progress, home=context.home)
+        result = add_split(process, result, options, progress, home=context.home, ranks=ranks)
     assert result.plan is not None
     rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
     plan = msgspec.structs.replace(result.plan, **rate)
@@ -243,22 +244,28 @@ def _budgeted(setup: TrainSetup, key: Mapping[str, KeyValue]) -> TrainSetup:
     return setup if budget_bytes is None else replace(setup, device=setup.device.budgeted(int(budget_bytes)))
 
 
-def _epoch_samples(process: SetupProcess, settings: LoopSettings, progress: Progress) -> int:
+def _epoch_samples(process: SetupProcess, settings: LoopSettings, context: RunContext) -> int:
     """Return the samples of an epoch. A stream is counted only if the run depends on its end."""
     if process.info.epoch_samples is not None:
         return process.info.epoch_samples
     if not depends_on_end(settings):
         return ENDLESS
-    progress.doing("counting the samples of the stream to its end, which --steps does not need")
-    return process.call("counting the samples", count_stream)
+    context.progress.doing("counting the samples of the stream to its end, which --steps does not need")
+    return context.ranks.once(lambda: process.call("counting the samples", count_stream))
 
 
-def _sampler_of(setup: TrainSetup, settings: LoopSettings, samples: int | None) -> GlobalBatchSampler:
+def _sampler_of(
+    setup: TrainSetup, settings: LoopSettings, samples: int | None, context: RunContext
+) -> GlobalBatchSampler:
     """Return the batches of the run; ``samples`` of an epoch of a stream are None if not counted yet."""
     if setup.stream is not None:
+        stream, ranks = setup.stream, context.ranks
         if samples is None:
-            samples = count_samples(setup.stream) if depends_on_end(settings) else ENDLESS
-        return build_sampler(samples, settings, view=StreamView(setup.stream))
+            samples = ranks.once(lambda: count_samples(stream)) if depends_on_end(settings) else ENDLESS
+        note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
+        if note is not None:
+            context.progress.note(note)
+        return build_sampler(samples, settings, view=open_stream(stream, ranks))
     samples, order = epoch_of(setup.workload, settings.seed)
     return build_sampler(samples, settings, order)
 

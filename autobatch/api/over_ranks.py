@@ -20,7 +20,7 @@ from autobatch.distributed.ranks import Ranks, open_ranks
 from autobatch.training.checkpoint import Loaded, list_checkpoints
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
-from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
+from autobatch.workload.contract import WholeBatchLoss, Workload
 
 SHARED_SECONDS = 30.0
 """Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""
@@ -61,9 +61,7 @@ def options_of_rank(options: _Options, ranks: Ranks) -> _Options:
         if name not in OWN_OPTIONS
     }
     check_equal(ranks.gather({**common, **versions()}))
-    if options.split == "size":
-        raise InputError(f"--split size needs one process, and {ranks.world} ranks train: use --split count")
-    return msgspec.structs.replace(options, device=device, split="count")
+    return msgspec.structs.replace(options, device=device)
 
 
 def check_count(options: FitOptions, ranks: Ranks) -> None:
@@ -110,24 +108,6 @@ def check_loss_of_ranks(workload: Workload, ranks: Ranks) -> None:
         raise InputError(
             f"a WholeBatchLoss sees all samples of a batch, and each of {ranks.world} ranks has a part of "
             "them: train in one process"
-        )
-    if ranks.world > 1 and is_stream(workload.train_data):
-        raise InputError(
-            f"the data are a stream, whose samples {ranks.world} ranks cannot find by their place: train in "
-            "one process, or give data with an index"
-        )
-
-
-def check_data_of_ranks(*, is_stream: bool, ranks: Ranks) -> None:
-    """Check that ranks can share the data.
-
-    Raises:
-        InputError: they are a stream.
-    """
-    if ranks.world > 1 and is_stream:
-        raise InputError(
-            f"the training data are a stream, and {ranks.world} ranks would each read all of it: give data "
-            "with an index, or train in one process"
         )
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api import unpack
-from autobatch.api.over_ranks import check_data_of_ranks
 from autobatch.api.split import add_split
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.files import write_output
@@ -199,8 +198,9 @@ def probe_and_plan(
     limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
     order = Order(rank_share(options.target_batch, world_size, 0), options.seed)
     limit = survive_real_batches(process, limit, order, home=context.home, progress=progress)
-    check_data_of_ranks(is_stream=info.epoch_samples is None, ranks=context.ranks)
-    check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": info.samples}))
+    # Of a stream, this is what the plan looked at, and rank 0 reads it for all.
+    samples = None if info.epoch_samples is None else info.samples
+    check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
     plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)
     plan = plan_over_ranks(context.ranks, plan, limit.probe.micro_batch, info.device)
     progress.planned(plan)

@@ -12,6 +12,8 @@ from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import PlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
+from autobatch.distributed.joint_split import agree_on_cut
+from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.child import ChildCrashed, SetupProcess
 from autobatch.probing.kept_answers import KeptAnswers, kept_answers
 from autobatch.probing.plan_split import SplitChoice, SplitSettings, choose_split, read_sizes
@@ -25,9 +27,10 @@ def add_split(
     progress: Progress,
     *,
     home: Path,
+    ranks: Ranks | None = None,
     is_last: bool = False,
 ) -> Result:
-    """Put the split into the plan of a result, with a note on the choice.
+    """Put the split into the plan of a result, with a note on the choice; all ranks call it.
 
     A choice that fails is no reason to end a run that can split by count. If it is the last stage of a
     command, an interrupted choice keeps the result. A kept choice of the same plan is taken again, so that
@@ -43,29 +46,29 @@ def add_split(
         if options.split == "size":
             raise InputError("--split size needs the sizes of all samples, and the data are a stream")
         return result
-    if plan.world_size > 1:
-        if options.split == "size":
-            raise InputError(
-                f"--split size is for one rank, found {plan.world_size}: use --split count, so that all "
-                "ranks run as many micro-batches"
-            )
+    ranks = ranks or Alone()
+    if plan.world_size > 1 and not _may_cut_jointly(plan, options, ranks):
         return result
+    # What one rank takes of a batch is about what it takes of a joint cut.
+    share = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
     cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
     # A split by size is checked against the batches of the run on its own.
     limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
-    settings = SplitSettings(options.split, limit, min(cap, options.target_batch), options.seed)
+    settings = SplitSettings(options.split, limit, min(cap, share), options.seed)
+    of_rank = msgspec.structs.replace(plan, target_batch=share)
     progress.doing("choosing how batches are split")
     try:
-        choice = _choose(process, plan, settings, kept_answers(process.info, probe, home))
+        choice = _choose(process, of_rank, settings, kept_answers(process.info, probe, home))
     except KeyboardInterrupt:
         if not is_last:
             raise
         choice = SplitChoice(None, "batches are split by count: the choice was interrupted")
     if choice.note is not None:
         progress.note(choice.note)
-    if choice.cut is None:
+    cut = agree_on_cut(ranks, choice.cut)
+    if cut is None:
         return result
-    plan = msgspec.structs.replace(plan, split="size", size_cut=choice.cut)
+    plan = msgspec.structs.replace(plan, split="size", size_cut=cut)
     return msgspec.structs.replace(result, plan=plan)
 
 
@@ -84,6 +87,22 @@ def _choose(process: SetupProcess, plan: Plan, settings: SplitSettings, kept: Ke
     if known is None and choice.is_compared:
         kept.keep(question, choice)
     return choice
+
+
+def _may_cut_jointly(plan: Plan, options: PlanOptions, ranks: Ranks) -> bool:
+    """Return whether the ranks of a plan may cut batches by size together.
+
+    Raises:
+        InputError: a split by size was asked for, and another loop will run the plan.
+    """
+    if ranks.world == 1 and options.split == "size":
+        raise InputError(
+            f"--split size over {plan.world_size} ranks is for autobatch fit: use --split count to plan for "
+            "another loop"
+        )
+    # For each size, the least limit of all ranks holds: too low for some of unlike GPUs.
+    is_alike = len({one.kind for one in plan.ranks}) == 1
+    return ranks.world > 1 and (is_alike or options.split == "size")
 
 
 def sizes_of(process: SetupProcess, result: Result) -> NDArray[np.float64] | None:

@@ -54,6 +54,18 @@ class Messages:
             dist.all_gather(found, padded, group=self._side)
         return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        """See `autobatch.distributed.ranks.Ranks.broadcast_bytes`."""
+        with as_rank_lost("receive the data of rank 0"):
+            size = torch.tensor([len(content)])
+            dist.broadcast(size, 0, group=self._side)
+            if not int(size):
+                return b""
+            sent = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.rank == 0 else None
+            found = torch.empty(int(size), dtype=torch.uint8) if sent is None else sent
+            dist.broadcast(found, 0, group=self._side)
+        return content if self.rank == 0 else found.numpy().tobytes()
+
     def agree(self, flag: bool) -> bool:
         """See `autobatch.distributed.ranks.Ranks.agree`."""
         vote = torch.tensor([int(flag)])

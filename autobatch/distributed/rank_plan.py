@@ -8,9 +8,11 @@ import msgspec
 
 from autobatch.core.records import DeviceRecord, Plan, RankPlan
 from autobatch.distributed.engine import Engine, OneProcess
+from autobatch.distributed.joint_split import JointSizeSplit
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.shares import Place, RankSplit, kinds_of, least_of_each_kind, shares
 from autobatch.planning import micro_batches
+from autobatch.workload.size_split import SizeSplit
 from autobatch.workload.split import Split
 
 if TYPE_CHECKING:
@@ -59,7 +61,9 @@ def plan_over_ranks(ranks: Ranks, plan: Plan, limit: int, device: DeviceRecord) 
 
 
 def limit_of_rank(ranks: Ranks, plan: Plan) -> int:
-    """Return the largest micro-batch of this rank in a plan."""
+    """Return the largest micro-batch of this rank in a plan, of samples of any size."""
+    if plan.size_cut is not None:
+        return max(plan.size_cut.micro_batches)
     return plan.ranks[ranks.rank].limit if plan.ranks else plan.micro_batch
 
 
@@ -72,6 +76,8 @@ def split_of_rank(ranks: Ranks, plan: Plan, split: Split) -> Split:
     """Return the split of this rank, which splits its share as ``split`` would a whole batch."""
     if ranks.world == 1:
         return split
+    if isinstance(split, SizeSplit):
+        return JointSizeSplit(split, ranks.rank, [split.largest] * ranks.world)
     return RankSplit(split, ranks.rank, [one.limit for one in plan.ranks])
 
 

@@ -61,6 +61,9 @@ class Ranks(Protocol):
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return the bytes of every rank, in order of the ranks; all of them call it."""
 
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        """Return the bytes of rank 0 on every rank; all of them call it, the others with anything."""
+
     def once(self, act: Callable[[], T]) -> T:
         """Run a function on rank 0 alone, and return its answer on every rank; all of them call it.
 
@@ -109,6 +112,10 @@ class Alone:
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """See `Ranks.gather_bytes`."""
         return [content]
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        """See `Ranks.broadcast_bytes`."""
+        return content
 
     def once(self, act: Callable[[], T]) -> T:
         """See `Ranks.once`."""

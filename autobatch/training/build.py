@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -137,11 +137,12 @@ def open_loop(
     Raises:
         InputError: a part of the workload is invalid, or raised on the first validation samples.
     """
+    ranks, scanned = ranks or Alone(), setup
+    setup = on_stream(setup, sampler)
     loading = setup.workload.loading
     feed_options = _feed_options(plan, options, loading, seeded_before, note)
     if isinstance(sampler, StreamSampler):
         sampler.view.read_with(**_stream_workers(feed_options, loading))
-    ranks = ranks or Alone()
     split = split_of_rank(ranks, plan, split_of(setup, plan))
     gpu = gpu_of(setup.device, plan.knobs, loading)
     with (
@@ -156,20 +157,25 @@ def open_loop(
             plan,
             split,
             loop.train_state,
-            spare=lambda: _spare_of(setup),
+            spare=lambda: _spare_of(scanned),
             grad_sync=options.grad_sync,
             note=note,
         )
         loop.engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
         if ranks.rank:
             seed_rank(options.seed, ranks.rank)
-        if isinstance(split, SizeSplit):
-            loop.micro_batch = split.largest
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
         if setup.device.allocator_config is not None:
             # A probe starts with an empty cache, and so does the first step.
             setup.device.release()
         yield loop
+
+
+def on_stream(setup: TrainSetup, sampler: GlobalBatchSampler) -> TrainSetup:
+    """Return a setup whose data are the whole stream, if the run reads one, and not its first samples."""
+    if not isinstance(sampler, StreamSampler):
+        return setup
+    return replace(setup, workload=replace(setup.workload, train_data=sampler.view))
 
 
 def _spare_of(setup: TrainSetup) -> tuple[Collated, int]:

@@ -17,7 +17,7 @@ from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import device_key, with_knobs
-from autobatch.training.build import LoopSettings, open_loop
+from autobatch.training.build import LoopSettings, on_stream, open_loop
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
@@ -78,7 +78,6 @@ def train_plan(
     told, tell = _kept_notes(progress)
     progress.doing("checking that the loss can be split into micro-batches")
     watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
-    setup = _on_stream(setup, sampler)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
     progress.doing("preparing the training")
@@ -129,13 +128,6 @@ def _restore(loop: Loop, resume: Resume, sampler: GlobalBatchSampler, progress: 
         progress.note(sampler.view.load_state_dict(resume.checkpoint.state["stream"]))
 
 
-def _on_stream(setup: TrainSetup, sampler: GlobalBatchSampler) -> TrainSetup:
-    """Return a setup whose data are the whole stream, if the run reads one, and not its first samples."""
-    if not isinstance(sampler, StreamSampler):
-        return setup
-    return replace(setup, workload=replace(setup.workload, train_data=sampler.view))
-
-
 def _check_split(
     setup: TrainSetup,
     plan: Plan,
@@ -164,4 +156,4 @@ def _check_split(
         tell(line)
     if split_check == "off" or ranks.rank:
         return None
-    return SplitWatch(_on_stream(setup, sampler), check=split_check, note=tell, before=found)
+    return SplitWatch(on_stream(setup, sampler), check=split_check, note=tell, before=found)

@@ -82,7 +82,7 @@ class SplitWatch:
         """
         records = loop.run()
         left = loop.sampler.total - loop.batches_seen
-        for number, batch in enumerate(islice(loop.sampler.batches(loop.batches_seen), WATCHED_BATCHES)):
+        for number, batch in enumerate(islice(loop.sampler.preview(loop.batches_seen), WATCHED_BATCHES)):
             if self._is_done:
                 break
             # By the second batch the weights have changed, and the time of a step is known.

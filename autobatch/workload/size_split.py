@@ -71,7 +71,7 @@ class SizeSplit:
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """See `autobatch.workload.split.Split`."""
         size = size_of_part(self.sizes[part.ids], is_padded=self.cut.is_padded)
-        limit = self._limits(np.array([size]), self.largest)[0]
+        limit = self.limits(np.array([size]), self.largest)[0]
         return min(micro_batch, math.ceil(len(part.ids) * self.largest / (2 * int(limit))))
 
     def of_longest(self, micro_batch: int) -> int:
@@ -96,15 +96,15 @@ class SizeSplit:
         """Cut a list of places, sorted by size with the largest first, into micro-batches."""
         sorted_sizes = sizes[order]
         if not self.cut.is_padded:
-            counts = fewest_joined(sorted_sizes, partial(self._limits, micro_batch=micro_batch))
+            counts = fewest_joined(sorted_sizes, partial(self.limits, micro_batch=micro_batch))
         elif self.cut.cost is None:
             counts = micro_batches(len(order), self.of_longest(micro_batch))
         else:
-            counts = cheapest_cut(sorted_sizes, self._limits(sorted_sizes, micro_batch), self.cut.cost)
+            counts = cheapest_cut(sorted_sizes, self.limits(sorted_sizes, micro_batch), self.cut.cost)
         ends = np.cumsum(counts).tolist()
         return [order[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
-    def _limits(self, sizes: Sizes, micro_batch: int) -> NDArray[np.int64]:
+    def limits(self, sizes: Sizes, micro_batch: int) -> NDArray[np.int64]:
         """Return the largest micro-batch of samples up to each size."""
         knots = np.asarray(self.cut.sizes)
         at = np.minimum(np.searchsorted(knots, sizes), len(knots) - 1)
@@ -112,20 +112,23 @@ class SizeSplit:
         return np.maximum(1, limits * micro_batch // self.largest)
 
 
-def cheapest_cut(sizes: Sizes, limits: Sequence[int] | NDArray[np.int64], cost: MicroBatchCost) -> list[int]:
+def cheapest_cut(
+    sizes: Sizes, limits: Sequence[int] | NDArray[np.int64], cost: MicroBatchCost, *, ranks: int = 1
+) -> list[int]:
     """Cut a sorted list into contiguous micro-batches of least total cost.
 
     Args:
         sizes: sizes of the samples, the largest first.
         limits: the largest micro-batch that may begin with each sample.
         cost: cost of a micro-batch.
+        ranks: ranks that share each micro-batch, and wait for the one with most of its samples.
 
     Returns:
         The samples of each micro-batch, in order. Among equal costs, the smaller micro-batch comes first.
     """
     count = len(sizes)
     each = seconds_each(cost, sizes)
-    counts = np.arange(1, count + 1, dtype=np.float64)
+    counts = np.ceil(np.arange(1, count + 1, dtype=np.float64) / ranks)
     best = np.zeros(count + 1)
     taken = np.zeros(count, dtype=np.int64)
     for start in range(count - 1, -1, -1):

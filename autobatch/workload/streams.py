@@ -130,6 +130,9 @@ class StreamView:
             self._position += 1
         return self._held[position]
 
+    def load(self, first: int, stop: int) -> None:
+        """Prepare the samples of a batch, which are read one by one when they are asked for."""
+
     def keep_from(self, position: int) -> None:
         """Drop the samples before a place."""
         for old in [one for one in self._held if one < position]:
@@ -211,6 +214,12 @@ class StreamSampler(GlobalBatchSampler):
 
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on. The view forgets those before."""
+        for batch in self.preview(start):
+            self.view.load(batch.ids[0], batch.ids[-1] + 1)
+            yield batch
+
+    def preview(self, start: int = 0) -> Iterator[GlobalBatch]:
+        """See `GlobalBatchSampler.preview`. The view forgets the batches before."""
         for index in range(start, self.total):
             first = self._position(index)
             self.view.keep_from(first)

@@ -11,7 +11,6 @@ import pytest
 
 from autobatch.api.over_ranks import (
     check_count,
-    check_data_of_ranks,
     check_loss_of_ranks,
     claim_of_ranks,
     continued,
@@ -48,11 +47,9 @@ def test_one_process_keeps_its_options() -> None:
     check_count(a_fit(ranks=1), Alone())
     check_count(a_fit(ranks=2), Two())
     check_loss_of_ranks(make_workload(loss=INFO_NCE), Alone())
-    check_data_of_ranks(is_stream=True, ranks=Alone())
 
 
-def test_ranks_split_by_count_without_trials() -> None:
-    assert options_of_rank(OPTIONS, Two()).split == "count"
+def test_ranks_train_without_trials() -> None:
     assert refuse_tuning(OPTIONS, Two()).trials == 0
 
 
@@ -70,11 +67,9 @@ CONTRASTIVE = make_workload(loss=INFO_NCE)
         (lambda: check_count(a_fit(ranks=3), Two()), "--ranks is 3, and torchrun started 2: leave out"),
         (lambda: options_of_rank(OPTIONS, Two(**{"--seed": 1})), "--seed: rank 1 has 1, and rank 0 has 0"),
         (lambda: options_of_rank(OPTIONS, Two(torch="2.0")), "differ in torch: rank 1 has 2.0"),
-        (lambda: options_of_rank(a_fit(split="size"), Two()), "--split size needs one process"),
         (lambda: refuse_tuning(a_fit(trials=3), Two()), "run autobatch tune in one process"),
         (lambda: refuse_tuning(a_fit(tune_lr=True), Two()), "--tune-lr need one process"),
         (lambda: check_loss_of_ranks(CONTRASTIVE, Two()), "a WholeBatchLoss sees all samples"),
-        (lambda: check_data_of_ranks(is_stream=True, ranks=Two()), "the training data are a stream"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(refuse: Any, message: str) -> None:

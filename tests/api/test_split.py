@@ -43,6 +43,13 @@ def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(tmp_path: Path) -> N
     assert any("padded ÷ real" in line for line in notes)
 
 
+def test_a_plan_for_ranks_of_another_loop_is_by_count(tmp_path: Path) -> None:
+    found, _ = plan(tmp_path, ragged_workload(), world_size=2)
+    assert (found.plan.split, found.plan.size_cut) == ("count", None)
+    with pytest.raises(InputError, match="--split size over 2 ranks is for autobatch fit"):
+        plan(tmp_path, ragged_workload(), world_size=2, split="size")
+
+
 def test_a_plan_by_count_stays_as_it_was(tmp_path: Path) -> None:
     found, notes = plan(tmp_path, ragged_workload(), split="count")
     assert (found.plan.split, found.plan.size_cut) == ("count", None)

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.run_folder import CHECKPOINTS, METRICS
+from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.training import Rows, apart, fingerprint, make_workload, mean_loss, points, weights
 
@@ -64,7 +65,7 @@ def random() -> autobatch.Workload:
     )
 
 
-WORKLOADS = {"plain": plain, "random": random}
+WORKLOADS = {"plain": plain, "random": random, "ragged": lambda: ragged_workload(name="ragged")}
 
 
 def fit(name: str, out: str, options: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
@@ -171,3 +172,23 @@ def test_large_gradients_are_summed_by_ddp(server: RankServer, tmp_path: Path) -
     _, expected, _ = fit("plain", str(tmp_path / "alone"), options)
     assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
     assert len({one[0] for one in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "sync"), [(2, "after"), pytest.param(3, "overlap", marks=pytest.mark.slow)], ids=str
+)
+def test_ranks_cut_a_batch_by_size_together(
+    server: RankServer, tmp_path: Path, world: int, sync: str
+) -> None:
+    options = {"steps": 4, "max_micro_batch": 5, "target_batch": 20, "split_check": "off"}
+    _, expected, _ = fit("ragged", str(tmp_path / "alone"), {**options, "split": "count", "trials": 0})
+    by_size = {**options, "split": "size", "checkpoint_every": 2, "keep_last": 9, "grad_sync": sync}
+    out = tmp_path / "run"
+    found = server.values(fit, "ragged", str(out), by_size, world=world)
+    assert found[0][2]["plan"]["split"] == "size"
+    assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
+    assert len({one[0] for one in found}) == 1
+    keep_only(out, 2)
+    resumed = server.values(fit, "ragged", str(out), {**by_size, "resume": True}, world=world)
+    assert [one[0] for one in resumed] == [one[0] for one in found]
+    assert resumed[0][2]["plan"]["split"] == "size"

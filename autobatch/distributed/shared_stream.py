@@ -1,0 +1,85 @@
+"""A stream that rank 0 reads for all ranks, so that they train on the samples of one process.
+
+Each batch is sent whole. A batch that runs again in other shares, or is split by size, needs no further
+message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autobatch.distributed.ranks import Ranks
+from autobatch.workload.streams import StreamView
+
+
+class SharedStream(StreamView):
+    """A stream as data with an index that only moves forward, on every rank.
+
+    Args:
+        stream: the user's data; read on rank 0 alone.
+        ranks: the ranks.
+    """
+
+    def __init__(self, stream: Any, ranks: Ranks) -> None:
+        super().__init__(stream)
+        self._ranks = ranks
+
+    def load(self, first: int, stop: int) -> None:
+        """Send the samples of a batch from rank 0 to all; all ranks call it."""
+        own = b""
+        if self._ranks.rank == 0:
+            own = pack([self[position] for position in range(first, stop)])
+        content = self._ranks.broadcast_bytes(own)
+        if self._ranks.rank:
+            self._held = dict(zip(range(first, stop), pickle.loads(content), strict=True))
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """See `StreamView.load_state_dict`."""
+        return "rank 0 reads the stream" if self._ranks.rank else super().load_state_dict(state)
+
+
+def open_stream(stream: Any, ranks: Ranks) -> StreamView:
+    """Return a stream as data with an index, which all ranks of a run read together."""
+    return StreamView(stream) if ranks.world == 1 else SharedStream(stream, ranks)
+
+
+def split_note(first_sample: Any, ranks: Ranks) -> str | None:
+    """Return a remark if the stream of each rank begins with another sample; all ranks call it."""
+    if ranks.world == 1:
+        return None
+    found = ranks.gather(hashlib.sha256(pack(first_sample)).hexdigest())
+    if len(set(found)) == 1:
+        return None
+    return (
+        "the stream begins with another sample on each rank. Rank 0 reads it for all ranks, so it must not "
+        "be split by rank, or only the part of rank 0 is trained"
+    )
+
+
+def pack(samples: Any) -> bytes:
+    """Return samples as bytes that `pickle.loads` reads."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(samples)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that writes the elements of a tensor alone, and not the memory that it is a part of."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
+            return NotImplemented
+        flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor_of, (flat.numpy().tobytes(), obj.dtype, tuple(obj.shape))
+
+
+def _tensor_of(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)

@@ -1,0 +1,126 @@
+"""Streams over ranks: the samples of one process, whoever reads them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import autobatch
+from autobatch.distributed.ranks import Alone
+from autobatch.distributed.shared_stream import open_stream, pack, split_note
+from autobatch.workload.streams import StreamView
+from tests.support.rank_server import RankServer
+from tests.support.training import apart, fingerprint, make_workload, points, weights
+
+COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "1GiB", "max_micro_batch": 2}
+
+
+class Stream(IterableDataset[Any]):
+    """Points in an order that is drawn anew for every pass."""
+
+    def __init__(self, *, is_split: bool = False) -> None:
+        self.is_split = is_split
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        data = points(23)
+        for place in torch.randperm(23).tolist():
+            if not self.is_split or place % 2 == int(os.environ.get("RANK", "0")):
+                yield data[place]
+
+
+class InOrder(Stream):
+    """Points in their order."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        data = points(23)
+        return (data[place] for place in range(23))
+
+
+def fit(stream: str, out: str, options: dict[str, Any]) -> tuple[str, list[float], list[str]]:
+    """Train on a stream; return the fingerprint and the values of the weights, and the notes."""
+    torch.set_num_threads(1)
+    data = {"in order": InOrder(), "split": Stream(is_split=True), "drawn": Stream()}[stream]
+    notes: list[str] = []
+
+    class Noting(autobatch.Progress):
+        def note(self, line: str) -> None:
+            notes.append(line)
+
+    workload = make_workload(train_data=data, name="stream")
+    result = autobatch.fit(workload, out=out, progress=Noting(), **{**COMMON, **options})
+    assert result.model is not None
+    return fingerprint(result.model), weights(result.model).tolist(), notes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [
+        ({"steps": 4}, 2),
+        pytest.param({"epochs": 2, "last_batch": "flush"}, 3, marks=pytest.mark.slow),
+        pytest.param({"steps": 4, "grad_sync": "overlap"}, 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_train_on_the_stream_of_one_process(
+    server: RankServer, tmp_path: Path, options: dict[str, Any], world: int
+) -> None:
+    _, expected, _ = fit("in order", str(tmp_path / "alone"), {**options, "trials": 0, "grad_sync": "auto"})
+    found = server.values(fit, "in order", str(tmp_path / "run"), options, world=world)
+    assert len({one[0] for one in found}) == 1
+    assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
+    assert not any("split by rank" in line for line in found[0][2])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_resumes_in_the_stream_on_another_number_of_ranks(server: RankServer, tmp_path: Path) -> None:
+    _, expected, _ = fit("in order", str(tmp_path / "alone"), {"steps": 6, "trials": 0})
+    out = str(tmp_path / "run")
+    server.values(fit, "in order", out, {"steps": 2}, world=3)
+    server.values(fit, "in order", out, {"steps": 4, "resume": True}, world=2)
+    _, found, _ = fit("in order", out, {"steps": 6, "resume": True, "trials": 0})
+    assert apart(torch.tensor(found), torch.tensor(expected)) < 1e-12
+
+
+@pytest.mark.distributed
+def test_a_stream_that_is_split_by_rank_is_named(server: RankServer, tmp_path: Path) -> None:
+    found = server.values(fit, "split", str(tmp_path / "run"), {"steps": 2})
+    assert len({one[0] for one in found}) == 1
+    assert any("it must not be split by rank" in line for line in found[0][2])
+
+
+def test_one_process_reads_its_own_stream() -> None:
+    assert type(open_stream([], Alone())) is StreamView
+    assert split_note(0, Alone()) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(2, 3),
+        torch.randn(4, 5).T[1:],
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+    ],
+    ids=str,
+)
+def test_a_tensor_is_sent_whole_and_without_the_memory_around_it(tensor: Tensor) -> None:
+    sent = pack([{"x": tensor, "y": "text"}])
+    (found,) = pickle.loads(sent)
+    assert found["y"] == "text"
+    assert found["x"].dtype == tensor.dtype
+    assert torch.equal(found["x"], tensor)
+    found["x"].zero_()  # may be written to
+    row = torch.zeros(1000, 1000)[3]
+    assert len(pack(row)) < 2 * row.nbytes
