@@ -40,12 +40,12 @@ from autobatch.planning import rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.find_limit import check_size, find_limit
-from autobatch.probing.limits import predicted_memory
 from autobatch.probing.limits_by_size import find_limits_by_size
 from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload
 from autobatch.probing.step_snapshot import step_snapshot
 from autobatch.probing.survive import survive_real_batches
+from autobatch.probing.traced_setup import predicted_memory
 from autobatch.report.result import Estimates, Result
 from autobatch.training.compare_modes import Finding
 from autobatch.training.preflight import examine

@@ -82,7 +82,10 @@ def _is_private(entry: Mapping[str, Any]) -> bool:
 
 def _is_recording() -> bool:
     asked = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return asked is not None and bool(asked())
+    try:
+        return asked is not None and bool(asked())
+    except RuntimeError:
+        return False
 
 
 def _record(enabled: Literal["all"] | None) -> bool:

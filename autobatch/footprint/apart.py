@@ -97,6 +97,8 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
     torch.set_num_threads(1)
     answer: tuple[Kind, object]
     try:
+        # A CUDA build of torch refuses autograd in a fork if it ran before it, even without a GPU.
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
         answer = "result", function()
     except AutobatchError as error:
         answer = "error", error

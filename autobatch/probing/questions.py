@@ -14,7 +14,7 @@ from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.remedies import in_words
-from autobatch.probing import limits
+from autobatch.probing import traced_setup
 from autobatch.probing.attempt import Outcome, attempt_at
 from autobatch.probing.child import ChildCrashed, Session, SetupProcess
 
@@ -139,16 +139,16 @@ def _run_attempt(session: Session, micro_batch: int, max_size: float | None) -> 
 
 
 def _trace(session: Session) -> Footprint | None:
-    step = limits.trace_footprint(session.setup)
+    step = traced_setup.trace_footprint(session.setup)
     return None if step is None else session.keep(step)
 
 
 def _trace_other_order(session: Session) -> Program | None:
-    return limits.other_order(session.setup)
+    return traced_setup.other_order(session.setup)
 
 
 def _traced_peak(session: Session, micro_batch: int) -> int | None:
-    return limits.traced_peak(session.setup, micro_batch)
+    return traced_setup.traced_peak(session.setup, micro_batch)
 
 
 def _others_bytes(session: Session) -> int | None:
@@ -156,4 +156,4 @@ def _others_bytes(session: Session) -> int | None:
 
 
 def _remedies(session: Session) -> list[Remedy]:
-    return limits.remedies_of(session.setup, session.find(Footprint))
+    return traced_setup.remedies_of(session.setup, session.find(Footprint))

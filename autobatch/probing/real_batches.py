@@ -22,9 +22,9 @@ from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import BatchReplay, replay_batches
 from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
 from autobatch.probing.child import Session
-from autobatch.probing.limits import setting_of
 from autobatch.probing.size_curve import CurvePoint, curve_of, trace_sizes
 from autobatch.probing.size_hazards import is_padded
+from autobatch.probing.traced_setup import setting_of
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import WholeBatchLoss

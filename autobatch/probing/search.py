@@ -116,7 +116,7 @@ def search(
         stopped_by = stopped() if bracket.low else None
         if bracket.high == 1 or stopped_by:
             break
-        guess = predictor.largest(bracket.within) if bracket.failures < REFUTED else None
+        guess = _guess(bracket, predictor)
         predicted = guess if predicted is None else predicted
         size = _below(bracket, guess) or _next_size(bracket, guess, predictor.next_calibration_size(cap))
         try:
@@ -131,9 +131,19 @@ def search(
         bound = _upper_bound(bracket, predictor)
         if bound == "replay" and len(attempts) > 1 and not attempts[-2].fits:
             # The size was chosen with care after a refusal. Reserved memory is not monotone, so more may fit.
-            more = predictor.largest(bracket.within) if bracket.failures < REFUTED else None
-            bound = None if (more or 0) > bracket.low else bound
+            bound = None if (_guess(bracket, predictor) or 0) > bracket.low else bound
     return Found(bracket.low, bound, predicted, attempts, stopped_by)
+
+
+def _guess(bracket: _Bracket, predictor: ReplayPredictor) -> int | None:
+    """Predict the largest size; None if it is unknown, or if failures have refuted the prediction."""
+    if bracket.failures >= REFUTED:
+        return None
+    guess = predictor.largest(bracket.within)
+    if guess is None or bracket.high is None or bracket.within == bracket.cap:
+        return guess
+    # What predicts twice as much as has failed knows nothing of the sizes between.
+    return guess if (predictor.largest(bracket.cap) or 0) < 2 * bracket.high else None
 
 
 def _upper_bound(bracket: _Bracket, predictor: ReplayPredictor) -> UpperBoundBy | None:

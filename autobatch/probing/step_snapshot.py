@@ -10,9 +10,9 @@ from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.footprint.memory_viz import dump
 from autobatch.probing.attempt import attempt
 from autobatch.probing.child import Session, SetupProcess
-from autobatch.probing.limits import trace_footprint
 from autobatch.probing.questions import ask_or_none
 from autobatch.probing.setup import with_knobs
+from autobatch.probing.traced_setup import trace_footprint
 
 
 def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, Value]) -> bytes | None:

@@ -31,9 +31,10 @@ from autobatch.footprint.program import Untraceable, largest
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import Outcome, TrainSetup, attempt
 from autobatch.probing.child import Session
-from autobatch.probing.limits import ReplayPredictor, first_size, trace_footprint
+from autobatch.probing.limits import ReplayPredictor, first_size
 from autobatch.probing.search import search
 from autobatch.probing.setup import with_knobs
+from autobatch.probing.traced_setup import trace_footprint
 from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, infeasible, key_of
 from autobatch.tuning.context import describe_context
 from autobatch.tuning.loss_check import LossCheck

@@ -19,6 +19,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for name in vars(FakeCuda):
         if not name.startswith("_"):
             monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    # A CUDA build of torch has these, and asks the driver.
+    for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
+        monkeypatch.setattr(torch._C, name, lambda: None, raising=False)
     monkeypatch.setattr(nvml, "read_holders", lambda uuid: [])
     answer_nvml(
         monkeypatch,

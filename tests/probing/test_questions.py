@@ -18,9 +18,10 @@ from autobatch.device.allocator.trace import replay
 from autobatch.probing import questions
 from autobatch.probing.attempt import attempt, attempt_at
 from autobatch.probing.child import ChildCrashed, ThisProcess
-from autobatch.probing.limits import ReplayPredictor, traced_peak
+from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import search
 from autobatch.probing.setup import new_allocator
+from autobatch.probing.traced_setup import traced_peak
 from tests.support.hardware import CpuAsGpu
 from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
 

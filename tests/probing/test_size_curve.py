@@ -11,8 +11,8 @@ import pytest
 
 from autobatch.footprint.program import Untraceable, last_fitting
 from autobatch.probing.attempt import attempt_at
-from autobatch.probing.limits import setting_of
 from autobatch.probing.size_curve import curve_of, trace_sizes
+from autobatch.probing.traced_setup import setting_of
 from tests.support.ragged import Sequences, ragged_workload, simulated_setup, wide_model
 from tests.support.training import make_setup
 

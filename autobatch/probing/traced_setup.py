@@ -1,0 +1,142 @@
+"""Traces of the setup that is probed: its footprint, its peaks, and what would let more fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autobatch.core.errors import AutobatchError
+from autobatch.core.knobs import COMPILE
+from autobatch.core.records import MemoryCurve, PredictedPoint, Remedy
+from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator.trace import replay
+from autobatch.device.profiles import data_home, match_profile
+from autobatch.footprint.explain import memory_curve, predicted_points
+from autobatch.footprint.predict import Footprint, footprint, with_workspaces
+from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.remedies import Spending, find_remedies
+from autobatch.footprint.trace_step import Setting
+from autobatch.probing.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, TrainSetup
+from autobatch.probing.setup import SetupInfo, describe_setup, new_allocator
+from autobatch.workload.rng import preserved_random_state
+
+MOST_TRACED = 1000
+"""Parameter tensors above which no step is traced: a trace takes 10 ms for each, and a run less than 1 ms."""
+
+
+def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> Footprint | None:
+    """Trace an attempt on tensors without memory. Return None on a GPU, or if it cannot be traced.
+
+    On a GPU the first runs show more, because its libraries take workspaces that no trace sees.
+
+    Args:
+        setup: the model and the data.
+        steps: micro-batches of each step.
+    """
+    if not setup.device.is_traceable or _takes_long(setup):
+        return None
+    try:
+        # Augmented data draw random numbers while they are read.
+        with preserved_random_state():
+            return footprint(replace(setting_of(setup), steps=steps))
+    except AutobatchError:
+        return None
+
+
+def _takes_long(setup: TrainSetup) -> bool:
+    """Return whether runs show the memory of a step sooner than a trace does."""
+    return sum(1 for _ in setup.model.parameters()) > MOST_TRACED
+
+
+def other_order(setup: TrainSetup) -> Program | None:
+    """Trace an attempt in the other order. Return None if it cannot be traced."""
+    step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
+    return None if step is None else step.program
+
+
+def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
+    """Predict the peak reserved bytes of a micro-batch on a GPU from a trace alone, to compare with a run.
+
+    Returns:
+        None on other devices.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
+    """
+    capability = setup.device.compute_capability
+    if capability is None or _takes_long(setup):
+        return None
+    device = setup.device.describe()
+    gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
+    with preserved_random_state():
+        program = with_workspaces(footprint(setting_of(setup)), None if gpu is None else gpu.workspaces)
+    unlimited = new_allocator(describe_setup(setup), capped=False)
+    return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
+
+
+def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
+    """Return the changes that let a larger micro-batch fit.
+
+    Args:
+        setup: the model and the data that were probed.
+        step: its footprint; None to trace it now.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
+    """
+    info = describe_setup(setup)
+
+    def allocator(expandable: bool) -> Allocator | None:
+        if expandable and info.allocator is None:
+            return None
+        return new_allocator(info, expandable=expandable)
+
+    spending = Spending(
+        allocator=allocator,
+        unlimited=lambda expandable: new_allocator(info, capped=False, expandable=expandable),
+        cap=info.samples,
+        expandable=info.allocator is not None and info.allocator.expandable_segments,
+    )
+    setting = setting_of(setup)
+    with preserved_random_state():
+        return find_remedies(setting, step or footprint(setting), spending)
+
+
+def predicted_memory(
+    step: Footprint | None, info: SetupInfo, micro_batch: int
+) -> tuple[list[PredictedPoint], MemoryCurve | None]:
+    """Predict the peaks around a micro-batch, and the memory over a step at it, by category.
+
+    Returns:
+        No points and None if the step was not traced.
+    """
+    if step is None:
+        return [], None
+
+    def unlimited() -> Allocator:
+        return new_allocator(info, capped=False)
+
+    try:
+        curve = memory_curve(step, micro_batch, unlimited())
+    except Untraceable:
+        return [], None
+    return predicted_points(step, micro_batch, unlimited, info.samples), curve
+
+
+def setting_of(setup: TrainSetup) -> Setting:
+    """Return what a trace of an attempt runs, with the operators of the GPU if the device is one."""
+    return Setting(
+        workload=setup.workload,
+        model=setup.model,
+        batch_of=setup.worst_case.batch,
+        precision=setup.precision,
+        capability=setup.device.compute_capability,
+        steps=ATTEMPT_STEPS,
+        samples=setup.whole_batch,
+        max_grad_norm=setup.max_grad_norm,
+        ema=setup.ema,
+        world=setup.world,
+        # A compiled model is traced as its module.
+        knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
+    )
