@@ -22,7 +22,6 @@ from autobatch.api.over_ranks import (
     continued,
     load_of_ranks,
     options_of_rank,
-    refuse_tuning,
 )
 from autobatch.api.pipeline import (
     CHECKING_SPLIT,
@@ -84,7 +83,7 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
     """
     ranks = context.ranks
     check_count(options, ranks)
-    options = continued(refuse_tuning(options_of_rank(options, ranks), ranks), ranks)
+    options = continued(options_of_rank(options, ranks), ranks)
     ranks.limit_wait(options.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)
     with ExitStack() as held:

@@ -82,22 +82,6 @@ def check_count(options: FitOptions, ranks: Ranks) -> None:
     )
 
 
-def refuse_tuning(options: FitOptions, ranks: Ranks) -> FitOptions:
-    """Return the options of a run over ranks without trials.
-
-    Raises:
-        InputError: trials were asked for.
-    """
-    if ranks.world == 1:
-        return options
-    if options.trials or options.tune_lr:
-        raise InputError(
-            f"--trials and --tune-lr need one process, and {ranks.world} ranks train: run autobatch tune in "
-            "one process first, or use --trials 0"
-        )
-    return msgspec.structs.replace(options, trials=0)
-
-
 def check_loss_of_ranks(workload: Workload, ranks: Ranks) -> None:
     """Check that ranks can sum the loss of a workload.
 

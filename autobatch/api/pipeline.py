@@ -304,6 +304,7 @@ def open_tuner(
         settings=settings,
         home=context.home,
         progress=context.progress,
+        ranks=context.ranks,
         expired=context.expiry(timeout),
         clock=context.clock,
     )

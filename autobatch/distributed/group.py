@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from autobatch.device.select import device_of_rank, gpu_uuid
 from autobatch.distributed.arrivals import Arrivals
 from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
 from autobatch.distributed.bell import Store as BellStore
+from autobatch.distributed.deadline import STOP_S, SignalDeadline
 from autobatch.distributed.launch import Launch, check_gpus, write_error_file
 from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, as_rank_lost
 
@@ -53,6 +55,7 @@ class Group(Messages):
         self._launch = launch
         self._out: Path | None = None
         self._arrivals = Arrivals(launch.rank, launch.world, launch.restart)
+        self._deadline = SignalDeadline()
         with as_rank_lost("meet the other ranks"):
             hosts_store = launch.rank == 0 and not launch.has_agent_store
             store = self._prefixed(self._connect(is_master=hosts_store))
@@ -122,6 +125,7 @@ class Group(Messages):
         self._arrivals.arrive()
         try:
             yield
+            self.answered += 1
         finally:
             self._arrivals.leave()
 
@@ -158,6 +162,7 @@ class Group(Messages):
         """Leave the ranks after all of them have ended well."""
         self.agree(False)
         self._bell.close()
+        self._deadline.close()
         if self._owns_group:
             dist.destroy_process_group()
 
@@ -175,10 +180,17 @@ class Group(Messages):
 
     def _look(self, store: BellStore) -> None:
         """Tell the other ranks where this one is, and end all of them if one never comes."""
-        line = self._arrivals.look(store)
+        line, code = self._arrivals.look(store), 1
+        asked = self._deadline.passed(self.answered)
+        if asked is not None:
+            code = 130 if asked == signal.SIGINT else 143
+            line = (
+                f"stopped by {signal.Signals(asked).name} without a checkpoint of this step, because no step "
+                f"ended within {STOP_S:g} s; earlier checkpoints are intact"
+            )
         if line is not None:
-            self.fail(line, 1)
-            os._exit(1)
+            self.fail(line, code)
+            os._exit(code)
 
     def _leave(self, verdict: Verdict | None) -> NoReturn:
         """End the process at once, from the thread of the bell, whatever the main thread waits for."""

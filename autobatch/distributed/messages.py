@@ -30,6 +30,9 @@ class Messages:
         side: the gloo group; None for the default group, which is gloo's then.
     """
 
+    answered = 0
+    """Messages that all ranks have answered, and steps that they have summed."""
+
     def __init__(self, rank: int, world: int, side: dist.ProcessGroup | None) -> None:
         self.rank = rank
         self.world = world
@@ -52,6 +55,7 @@ class Messages:
             ]
             found = [torch.zeros_like(padded) for _ in range(self.world)]
             dist.all_gather(found, padded, group=self._side)
+        self.answered += 1
         return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def broadcast_bytes(self, content: bytes) -> bytes:
@@ -71,6 +75,7 @@ class Messages:
         vote = torch.tensor([int(flag)])
         with as_rank_lost("vote"):
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side)
+        self.answered += 1
         return bool(vote)
 
     def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:

@@ -16,7 +16,6 @@ from autobatch.core.knobs import (
     COMPILE,
     PRECISION,
     SPLIT,
-    Configuration,
     SearchAxis,
     applicable,
     defaults,
@@ -24,13 +23,17 @@ from autobatch.core.knobs import (
 )
 from autobatch.core.progress import Progress
 from autobatch.core.records import LrTuning, Plan, Tuning
+from autobatch.distributed.launch import check_equal
+from autobatch.distributed.rank_plan import limit_of_rank, plan_over_ranks, share_of_rank
+from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.planning import micro_batches
-from autobatch.probing.child import ChildCrashed, SetupProcess
-from autobatch.tuning.configuration import RUNS, Measurement, infeasible
+from autobatch.probing.child import SetupProcess
+from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
 from autobatch.tuning.find_learning_rate import find_learning_rate
 from autobatch.tuning.lr_trial import LrTrialSpec, ShortRuns
-from autobatch.tuning.trial import TrialSpec, confirm_trial, look_at_workload, measure_trial
+from autobatch.tuning.trial import TrialSpec, look_at_workload
+from autobatch.tuning.trials import OwnTrials, SharedTrials, Trials
 
 TRIAL_SECONDS = 0.5
 """Approximate time that a trial measures for."""
@@ -71,12 +74,12 @@ class TuneSettings:
     asked: Mapping[str, Any] = field(default_factory=dict)
     """Options that change the figures of a study, by name."""
 
-    def trial_spec(self, plan: Plan, limit: int) -> TrialSpec:
-        """Return the settings of the trials of a plan under a limit on the micro-batch."""
+    def trial_spec(self, samples: int, limit: int) -> TrialSpec:
+        """Return the settings of trials of so many samples a step, under a limit on the micro-batch."""
         return TrialSpec(
             limit=limit,
             cap=self.cap,
-            samples=sum(plan.micro_batches),
+            samples=samples,
             planned_steps=self.planned_steps,
             seconds=TRIAL_SECONDS,
             is_precision_open=self.is_precision_open,
@@ -109,6 +112,8 @@ class PlanTuner:
     """Receives every trial and the choices."""
     expired: Callable[[], bool] = lambda: False
     """Asked before every trial whether the time is over."""
+    ranks: Ranks = field(default_factory=Alone)
+    """The processes that tune together: all of them make the same calls, and rank 0 decides."""
     clock: Callable[[], float] = time.monotonic
 
     def tune(self, plan: Plan, limit: int) -> tuple[Plan, Tuning]:
@@ -119,17 +124,30 @@ class PlanTuner:
             limit: the largest micro-batch that fits with every knob at its default.
 
         Raises:
-            InputError: the storage is not usable, or the study was made for something else.
+            InputError: the storage is not usable, the study was made for something else, or the ranks differ
+                in what can be tuned.
             AutobatchError: the workload does not run with every knob at its default.
         """
-        settings = self.settings
-        task = settings.trial_spec(plan, limit)
+        settings, ranks = self.settings, self.ranks
+        limit = limit_of_rank(ranks, plan) if plan.ranks else limit
+        task = settings.trial_spec(max(1, share_of_rank(ranks, plan, sum(self._shares(plan)))), limit)
         self.progress.doing("looking for what can be tuned")
         context = self.process.call("looking at the workload", look_at_workload, task)
         axes, notes = applicable(context, None if settings.knobs is None else parse_knobs(settings.knobs))
         self._note(notes)
-        trials = _Trials(self.process, replace(task, defaults=defaults(axes)))
-        found = find_fastest(
+        own = OwnTrials(self.process, replace(task, defaults=defaults(axes)))
+        if ranks.world == 1:
+            found = self._find_fastest(own, axes)
+            chosen = with_choice(plan, found, axes)
+        else:
+            found, chosen = self._tune_together(SharedTrials(own, ranks, self._shares(plan)), plan, axes)
+        self._note(found.tuning.notes)
+        self.progress.tuned(found.tuning)
+        return self._planned(plan, chosen), found.tuning
+
+    def _find_fastest(self, trials: Trials, axes: Sequence[SearchAxis]) -> TuningResult:
+        settings = self.settings
+        return find_fastest(
             trials.measure,
             axes,
             budget=Budget(settings.trials, self.expired, settings.run_samples),
@@ -139,9 +157,29 @@ class PlanTuner:
             progress=self.progress,
             clock=self.clock,
         )
-        self._note(found.tuning.notes)
-        self.progress.tuned(found.tuning)
-        return self._planned(plan, with_choice(plan, found, axes)), found.tuning
+
+    def _shares(self, plan: Plan) -> list[int]:
+        """Return the samples of a batch that each rank takes."""
+        return [one.samples for one in plan.ranks] or [sum(plan.micro_batches)]
+
+    def _tune_together(
+        self, trials: SharedTrials, plan: Plan, axes: Sequence[SearchAxis]
+    ) -> tuple[TuningResult, Plan]:
+        """Search on rank 0, with trials on all ranks; every rank plans what fits on it."""
+        ranks = self.ranks
+        check_equal(ranks.gather({f"the knob {axis.name}": list(axis.choices) for axis in axes}))
+        if ranks.rank == 0:
+            found = self._find_fastest(trials, axes)
+            trials.end([msgspec.to_builtins(found.tuning), found.winner])
+        else:
+            tuning, winner = trials.follow()
+            winner = None if winner is None else Measurement(*winner)
+            found = TuningResult(msgspec.convert(tuning, Tuning), winner)
+        chosen = with_choice(plan, found, axes)
+        if chosen == plan:
+            return found, plan
+        own = trials.micro_batch(found.tuning.best) or limit_of_rank(ranks, plan)
+        return found, plan_over_ranks(ranks, chosen, own, self.process.info.device)
 
     def tune_learning_rate(self, plan: Plan) -> tuple[Plan, LrTuning]:
         """Try learning rates in short runs of a plan, and put a better one into the plan.
@@ -153,9 +191,17 @@ class PlanTuner:
             InputError: the storage is not usable, or the study was made for something else.
             AutobatchError: the workload does not train at its own learning rate.
         """
+        # A short run trains whole batches in one process, so that one rank is enough.
+        plain = self.ranks.once(lambda: msgspec.to_builtins(self._find_learning_rate(plan)))
+        found = msgspec.convert(plain, LrTuning)
+        self._note(found.notes)
+        chosen = with_learning_rate(plan, found, declared=self.process.info.learning_rate)
+        return self._planned(plan, chosen), found
+
+    def _find_learning_rate(self, plan: Plan) -> LrTuning:
         settings = self.settings
         task = settings.lr_trial_spec(plan)
-        found = find_learning_rate(
+        return find_learning_rate(
             ShortRuns(self.process, task),
             task,
             budget=Budget(settings.lr_trials, self.expired),
@@ -164,9 +210,6 @@ class PlanTuner:
             progress=self.progress,
             clock=self.clock,
         )
-        self._note(found.notes)
-        chosen = with_learning_rate(plan, found, declared=self.process.info.learning_rate)
-        return self._planned(plan, chosen), found
 
     def locate(self, axes: Sequence[SearchAxis]) -> StudyLocation:
         """Locate the study of configurations, which compiling and loader workers make another one."""
@@ -256,29 +299,3 @@ def with_learning_rate(plan: Plan, found: LrTuning, *, declared: float) -> Plan:
         learning_rate_factor=found.best / declared,
         learning_rate_source=f"tuned in {found.trials} runs of {found.steps} optimizer steps at this batch",
     )
-
-
-@dataclass(frozen=True)
-class _Trials:
-    """Trials in the process that holds the setup. A configuration that crashes a child is infeasible."""
-
-    process: SetupProcess
-    task: TrialSpec
-
-    def measure(self, values: Configuration) -> Measurement:
-        """Run a trial."""
-        try:
-            return self.process.call("a trial", measure_trial, self.task, dict(values))
-        except ChildCrashed as crash:
-            failure = str(crash)
-        self.process.restart()
-        return infeasible(RUNS, failure)
-
-    def confirm_fits(self, values: Configuration) -> str | None:
-        """Run a configuration within the enforced budget. Return why it does not fit, None if it fits."""
-        try:
-            return self.process.call("the check of the best trial", confirm_trial, self.task, dict(values))
-        except ChildCrashed as crash:
-            failure = str(crash)
-        self.process.restart()
-        return failure

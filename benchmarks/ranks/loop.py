@@ -1,8 +1,8 @@
-"""Time of a step over two ranks ÷ that of a DDP loop written by hand with ``no_sync``.
+"""Time of a step over two ranks, and of accelerate and Fabric, ÷ that of a DDP loop by hand with ``no_sync``.
 
     python -m benchmarks.ranks.loop            # prints a table and writes benchmarks/results
 
-Two ranks on the CPU with gloo, four micro-batches of 32 samples each. The three loops run in turns within one
+Two ranks on the CPU with gloo, four micro-batches of 32 samples each. The loops run in turns within one
 process per rank, so that they see the same machine. Wall and CPU time are medians over the rounds; on a busy
 machine only the CPU time says something.
 """
@@ -65,16 +65,54 @@ def by_hand(model: nn.Module, data: Rows, rank: int) -> Iterator[None]:
     """Train one step after the other, as the documentation of DDP shows it."""
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    own = list(range(rank * SAMPLES // WORLD, (rank + 1) * SAMPLES // WORLD))
     while True:
         optimizer.zero_grad()
-        for number in range(ACCUMULATION):
-            ids = own[number * MICRO_BATCH : (number + 1) * MICRO_BATCH]
-            batch = torch.utils.data.default_collate([data[index] for index in ids])
+        for number, batch in enumerate(micro_batches(data, rank)):
             with nullcontext() if number == ACCUMULATION - 1 else ddp.no_sync():
                 (loss(ddp, batch) / ACCUMULATION).backward()
         optimizer.step()
         yield
+
+
+def with_accelerate(model: nn.Module, data: Rows, rank: int) -> Iterator[None]:
+    """Train as the documentation of accelerate shows it."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    while True:
+        for batch in micro_batches(data, rank):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        yield
+
+
+def with_fabric(model: nn.Module, data: Rows, rank: int) -> Iterator[None]:
+    """Train as the documentation of Lightning Fabric shows it."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp")
+    fabric.launch()
+    found = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    model, optimizer = found
+    while True:
+        for number, batch in enumerate(micro_batches(data, rank)):
+            with fabric.no_backward_sync(model, enabled=number < ACCUMULATION - 1):
+                fabric.backward(loss(model, batch) / ACCUMULATION)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def micro_batches(data: Rows, rank: int) -> Iterator[Any]:
+    """Yield the collated micro-batches of a step of a rank."""
+    own = range(rank * SAMPLES // WORLD, (rank + 1) * SAMPLES // WORLD)
+    for number in range(ACCUMULATION):
+        ids = own[number * MICRO_BATCH : (number + 1) * MICRO_BATCH]
+        yield torch.utils.data.default_collate([data[index] for index in ids])
 
 
 def measure(name: str) -> dict[str, list[tuple[float, float]]]:
@@ -90,6 +128,8 @@ def measure(name: str) -> dict[str, list[tuple[float, float]]]:
         optimizer=lambda params, _: torch.optim.SGD(params, lr=0.01),
     )
     loops: dict[str, Iterator[Any]] = {"by hand": by_hand(build(), data, group.rank)}
+    for other, start in (("accelerate", with_accelerate), ("Fabric", with_fabric)):
+        loops[other] = start(build(), data, group.rank)
     for sync in ("after", "overlap"):
         steps = (ROUNDS + 1) * STEPS
         loop = ranked_loop(
@@ -116,7 +156,7 @@ def main() -> None:
             rounds = server.values(measure, name, world=WORLD, seconds=200)[0]
             hand = [statistics.median(kind) for kind in zip(*rounds["by hand"], strict=True)]
             results[name] = {"by hand, ms of CPU a step": round(1000 * hand[1] / STEPS, 2)}
-            for sync in ("after", "overlap"):
+            for sync in ("after", "overlap", "accelerate", "Fabric"):
                 wall, cpu = (statistics.median(kind) for kind in zip(*rounds[sync], strict=True))
                 results[name][sync] = {"wall": round(wall / hand[0], 3), "cpu": round(cpu / hand[1], 3)}
     RESULT.write_text(json.dumps(results, indent=1) + "\n")

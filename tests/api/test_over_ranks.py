@@ -15,7 +15,6 @@ from autobatch.api.over_ranks import (
     claim_of_ranks,
     continued,
     options_of_rank,
-    refuse_tuning,
 )
 from autobatch.core.errors import InputError
 from autobatch.core.options import FitOptions
@@ -42,15 +41,10 @@ OPTIONS = FitOptions(target_batch=8)
 
 def test_one_process_keeps_its_options() -> None:
     assert options_of_rank(OPTIONS, Alone()) is OPTIONS
-    assert refuse_tuning(OPTIONS, Alone()) is OPTIONS
     assert continued(OPTIONS, Alone()) is OPTIONS
     check_count(a_fit(ranks=1), Alone())
     check_count(a_fit(ranks=2), Two())
     check_loss_of_ranks(make_workload(loss=INFO_NCE), Alone())
-
-
-def test_ranks_train_without_trials() -> None:
-    assert refuse_tuning(OPTIONS, Two()).trials == 0
 
 
 def a_fit(**changes: Any) -> FitOptions:
@@ -67,8 +61,6 @@ CONTRASTIVE = make_workload(loss=INFO_NCE)
         (lambda: check_count(a_fit(ranks=3), Two()), "--ranks is 3, and torchrun started 2: leave out"),
         (lambda: options_of_rank(OPTIONS, Two(**{"--seed": 1})), "--seed: rank 1 has 1, and rank 0 has 0"),
         (lambda: options_of_rank(OPTIONS, Two(torch="2.0")), "differ in torch: rank 1 has 2.0"),
-        (lambda: refuse_tuning(a_fit(trials=3), Two()), "run autobatch tune in one process"),
-        (lambda: refuse_tuning(a_fit(tune_lr=True), Two()), "--tune-lr need one process"),
         (lambda: check_loss_of_ranks(CONTRASTIVE, Two()), "a WholeBatchLoss sees all samples"),
     ],
 )

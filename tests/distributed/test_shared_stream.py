@@ -20,7 +20,13 @@ from autobatch.workload.streams import StreamView
 from tests.support.rank_server import RankServer
 from tests.support.training import apart, fingerprint, make_workload, points, weights
 
-COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "1GiB", "max_micro_batch": 2}
+COMMON: dict[str, Any] = {
+    "trials": 0,
+    "target_batch": 7,
+    "device": "cpu",
+    "memory_budget": "1GiB",
+    "max_micro_batch": 2,
+}
 
 
 class Stream(IterableDataset[Any]):

@@ -40,7 +40,20 @@ def workload():
         optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate),
     )
 """
-FIT = ("fit", "work.py", "--out", "run", "--target-batch", "14", "--memory-budget", "1GiB", "--ranks", "2")
+FIT = (
+    "fit",
+    "work.py",
+    "--out",
+    "run",
+    "--target-batch",
+    "14",
+    "--memory-budget",
+    "1GiB",
+    "--ranks",
+    "2",
+    "--trials",
+    "0",
+)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.support.rank_server import RankServer
 from tests.support.training import Rows, apart, fingerprint, make_workload, mean_loss, points, weights
 
 pytestmark = pytest.mark.distributed
-COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "1GiB", "seed": 3}
+COMMON: dict[str, Any] = {"target_batch": 7, "device": "cpu", "memory_budget": "1GiB", "seed": 3, "trials": 0}
 STEPS = 6
 RANDOM = {"target_batch": 16, "max_micro_batch": 4}
 """No rank has a micro-batch of one sample, which BatchNorm cannot train on."""
@@ -192,3 +192,30 @@ def test_ranks_cut_a_batch_by_size_together(
     resumed = server.values(fit, "ragged", str(out), {**by_size, "resume": True}, world=world)
     assert [one[0] for one in resumed] == [one[0] for one in found]
     assert resumed[0][2]["plan"]["split"] == "size"
+
+
+def test_ranks_tune_together(server: RankServer, tmp_path: Path) -> None:
+    options = {
+        "steps": 2,
+        "target_batch": 16,
+        "max_micro_batch": 4,
+        "trials": 2,
+        "knobs": "optimizer,micro_batch_shift",
+    }
+    found = server.values(fit, "plain", str(tmp_path / "run"), options)
+    assert found[0][0] == found[1][0]
+    tuning, plan = found[0][2]["tuning"], found[0][2]["plan"]
+    assert tuning["trials"] == 2
+    assert found[1][2]["tuning"]["history"] == tuning["history"]
+    assert found[1][2]["plan"]["knobs"] == plan["knobs"]
+    assert found[1][2]["plan"]["ranks"] == plan["ranks"]
+
+
+@pytest.mark.slow
+def test_rank_0_tunes_the_learning_rate_for_all(server: RankServer, tmp_path: Path) -> None:
+    options = {"steps": 2, "target_batch": 16, "max_micro_batch": 4, "trials": 0, "tune_lr": True}
+    options |= {"lr_trials": 2, "lr_steps": 4}
+    found = server.values(fit, "plain", str(tmp_path / "run"), options)
+    assert found[0][0] == found[1][0]
+    assert len({one[2]["plan"]["learning_rate"] for one in found}) == 1
+    assert found[1][2]["tuning"]["learning_rate"]["trials"] == 2

@@ -34,7 +34,7 @@ def workload():
         optimizer=lambda params, rate: torch.optim.AdamW(params, lr=rate),
     )
 """
-COMMON = ("--target-batch", "14", "--memory-budget", "1GiB", "--max-micro-batch", "4")
+COMMON = ("--trials", "0", "--target-batch", "14", "--memory-budget", "1GiB", "--max-micro-batch", "4")
 FIT = (*COMMON, "--steps", "8", "--json")
 
 

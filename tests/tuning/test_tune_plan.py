@@ -1,4 +1,4 @@
-"""The choice of a tuner in a plan, its studies' names, and trials that crash their process."""
+"""The choice of a tuner in a plan, and its studies' names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
 from autobatch.core.records import LrTuning, Tuning
 from autobatch.planning import make_plan
-from autobatch.probing.child import ChildProcess, ThisProcess
-from autobatch.probing.setup import SetupSettings
-from autobatch.tuning.configuration import RUNS, Measurement
+from autobatch.probing.child import ThisProcess
+from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import StudyLocation, TuningResult
-from autobatch.tuning.trial import look_at_workload
-from autobatch.tuning.tune_plan import PlanTuner, TuneSettings, _Trials, with_choice, with_learning_rate
-from tests.support.commandline import SMALL
-from tests.support.trials import task_with, trial_setup
+from autobatch.tuning.tune_plan import PlanTuner, TuneSettings, with_choice, with_learning_rate
+from tests.support.trials import trial_setup
 
 AXES = [SearchAxis("micro_batch_shift", (0, 1)), SearchAxis("precision", ("fp32", "bf16"))]
 
@@ -106,31 +103,3 @@ def test_a_study_is_kept_in_the_data_directory_or_else_in_memory_with_a_note(tmp
     (tmp_path / "file").touch()
     assert located(tmp_path / "file", progress).storage is None
     assert "is kept in memory" in progress.notes[0]
-
-
-CRASHES = """
-import ctypes
-def crashing(model, batch):
-    if torch.is_autocast_enabled("cpu"):
-        ctypes.string_at(0)
-    return loss(model, batch)
-def workload():
-    return small(loss=crashing)
-"""
-
-
-def test_a_trial_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(f"{SMALL}\n{CRASHES}\n")
-    values: dict[str, Any] = {"micro_batch_shift": 0, "precision": "fp32"}
-    task = task_with(limit=8, cap=32, samples=32, planned_steps=10, defaults=values)
-    with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
-        assert child.call("a look", look_at_workload, task).optimizers == ("default", "foreach", "fused")
-        trials = _Trials(child, task)
-        assert trials.measure(values).feasible
-        refused = trials.measure({**values, "precision": "bf16"})
-        assert refused.constraints == {RUNS: 1.0}
-        assert "(SIGSEGV)" in (refused.failure or "")
-        assert "\n" not in (refused.failure or "")
-        assert trials.measure(values).feasible
-        assert trials.confirm_fits(values) is None

@@ -1,0 +1,118 @@
+"""Mistakes in the sums over ranks, which the comparison with whole batches finds; and one rank alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autobatch.distributed import batch_sum, overlap
+from autobatch.distributed.figures import sum_totals
+from autobatch.distributed.group import Group
+from autobatch.distributed.launch import Launch
+from autobatch.step.gradients import exchange_buffer
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.custom_loops import mean_over_tokens
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group, ranked_loop
+from tests.support.training import TOKENS, apart, make_loop, make_workload, reference, weights
+
+pytestmark = pytest.mark.distributed
+LIMITS = [4, 2]
+
+
+def forget_counts() -> None:
+    """Let every rank divide by its own count."""
+
+    def own_count(totals: Any, rows: Any) -> None:
+        count = totals.count
+        sum_totals(totals, rows)
+        totals.count = count
+
+    batch_sum.sum_totals = own_count
+
+
+def forget_world() -> None:
+    """Leave DDP's mean over the ranks as it is."""
+    forward = overlap._LossModule.forward
+
+    def unweighted(self: Any, batch: Any) -> Any:
+        self.weight = min(self.weight, 1.0)
+        return forward(self, batch)
+
+    overlap._LossModule.forward = unweighted  # type: ignore[method-assign]
+
+
+MISTAKES = {
+    "none": ("after", None),
+    "none on DDP": ("overlap", None),
+    "a mean of means": ("after", None),
+    "a count of its own": ("after", forget_counts),
+    "a mean over the ranks": ("overlap", forget_world),
+}
+
+
+def train(mistake: str) -> Tensor:
+    sync, make = MISTAKES[mistake]
+    if make is not None:
+        make()
+    changes = {"loss": mean_over_tokens} if mistake == "a mean of means" else {}
+    group = open_group()
+    workload = make_workload(**{**TOKENS, **changes})
+    loop = ranked_loop(group, workload, LIMITS, target_batch=10, steps=2, sync=sync)
+    list(loop.run())
+    group.close()
+    return weights(loop.train_state.model)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_fails_the_comparison(server: RankServer, mistake: str) -> None:
+    workload = make_workload(**TOKENS)
+    sampler = GlobalBatchSampler(samples=24, target_batch=10, seed=0, steps=2)
+    expected, _ = reference(workload, [one.ids for one in sampler.batches()], mean_over_tokens)
+    found = server.values(train, mistake)
+    distance = max(apart(one, expected) for one in found)
+    assert distance < 1e-12 if mistake.startswith("none") else distance > 1e-6
+
+
+def train_alone(sync: str) -> tuple[Tensor, list[float | None], Tensor, list[float | None]]:
+    """Train in one process, with an engine of several ranks and without one."""
+    torch.set_num_threads(1)
+    environ = os.environ
+    group = Group(
+        Launch(
+            rank=0,
+            world=1,
+            local_rank=0,
+            local_world=1,
+            address=environ["MASTER_ADDR"],
+            port=int(environ["MASTER_PORT"]),
+            has_agent_store=True,
+            run_id="alone",
+            restart=0,
+            host="here",
+            error_file=None,
+        )
+    )
+    workload = make_workload(**TOKENS)
+    loop = ranked_loop(group, workload, [4], target_batch=10, steps=4, sync="after", max_grad_norm=0.3)
+    if sync == "after":
+        state = loop.train_state
+        state.exchange = exchange_buffer(state.parameters, state.device, world=1)
+    else:
+        loop = ranked_loop(group, workload, [4], target_batch=10, steps=4, sync=sync, max_grad_norm=0.3)
+    losses = [record.loss for record in loop.run()]
+    group.close()
+    plain = make_loop(workload, micro_batch=4, target_batch=10, steps=4, max_grad_norm=0.3)
+    expected = [record.loss for record in plain.run()]
+    return weights(loop.train_state.model), losses, weights(plain.train_state.model), expected
+
+
+@pytest.mark.parametrize("sync", ["after", "overlap"])
+def test_an_engine_of_one_rank_changes_no_bit(server: RankServer, sync: str) -> None:
+    ((found, losses, plain, expected),) = server.values(train_alone, sync, world=1)
+    assert torch.equal(found, plain)
+    assert losses == expected
