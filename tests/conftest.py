@@ -39,6 +39,16 @@ def quick_collection() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write only the titles of pictures, because drawing takes most of the time of a short run."""
+
+    def titled(slug: str, name: str, title: str, *_: object, **__: object) -> str:
+        return f"<svg><title>{title}</title></svg>"
+
+    monkeypatch.setattr("autobatch.report.charts.drawing._one", titled)
+
+
 @pytest.fixture(scope="session", name="server")
 def opened_server() -> Iterator[RankServer]:
     """Start one warm server of ranks for all tests of this process, if any of them asks for it."""

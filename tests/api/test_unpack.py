@@ -22,10 +22,10 @@ READ_BY_STAGES = {
     "probe": {"micro_batch"},
     "plan": {"split"},
     "tune": {"split", "timeout", "tune_lr"},
-    "fit": {"split", "timeout", "tune_lr", "resume", "out", "split_check", "collective_timeout"},
+    "fit": {"split", "timeout", "tune_lr", "resume", "out", "split_check", "collective_timeout", "ranks"},
     "estimate": {"all", "report"},
 }
-"""Options that decide which stages run, and with which folder, time and check."""
+"""Options that decide which stages run, in how many processes, and with which folder, time and check."""
 ALL = [(command, field) for command, kind in COMMANDS.items() for field in kind.__struct_fields__]
 
 
