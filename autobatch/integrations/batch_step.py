@@ -104,9 +104,9 @@ class Batch(Generic[CollatedT]):
         gradients = self._train_state.gradients
         if not self._totals.sizes:
             gradients.clear()
-        scaled = normalize_loss(self._train_state, self._totals, loss, self._open)
+        share = normalize_loss(self._train_state, self._totals, loss, self._open)
         with gradients.summed_in_float32():
-            run_backward(self._train_state, self._totals, scaled, self._open)
+            run_backward(self._train_state, self._totals, share, self._open)
         self._open = None
 
     def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:

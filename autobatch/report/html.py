@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
+from typing import NamedTuple
 
 from autobatch.report.charts.drawing import Mark, Picture, Table
 
@@ -120,3 +121,22 @@ def facts(pairs: Iterable[tuple[str, Child]]) -> Markup:
         if value not in (None, "")
     ]
     return element("dl", rows, class_="facts")
+
+
+class BarPart(NamedTuple):
+    """A part of a `bar`."""
+
+    name: str
+    """Its name with its value, for the legend."""
+    role: str
+    """Its colour."""
+    size: float
+
+
+def bar(label: str, parts: Sequence[BarPart]) -> Markup:
+    """Build one bar of several parts, with a legend; parts without a size are left out."""
+    shown = [part for part in parts if part.size]
+    blocks = [element("span", style=f"--mark:var(--{one.role});flex:{one.size} 1 0") for one in shown]
+    whole = f"{label}: {', '.join(one.name for one in shown)}"
+    marks = [Mark(role=one.role, label=one.name, shape="block") for one in shown]
+    return join(element("div", blocks, class_="bar", role="img", aria_label=whole), legend(marks))

@@ -13,7 +13,7 @@ from autobatch.core.files import write_atomic
 from autobatch.core.records import DeviceRecord, LrTuning, RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
-from autobatch.report.charts.drawing import Mark, Picture, Table
+from autobatch.report.charts.drawing import Picture, Table
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure
 from autobatch.report.charts.sizes import lengths_figure, padding_figure
 from autobatch.report.charts.split import plan_figure
@@ -24,7 +24,18 @@ from autobatch.report.charts.trials import (
     rates_figure,
     trials_figure,
 )
-from autobatch.report.html import Child, Markup, element, facts, figure, join, legend, prose, table
+from autobatch.report.html import (
+    BarPart,
+    Child,
+    Markup,
+    bar,
+    element,
+    facts,
+    figure,
+    join,
+    prose,
+    table,
+)
 from autobatch.report.repeat import notes, repeat
 from autobatch.report.sentences import (
     budget_in_words,
@@ -45,6 +56,17 @@ from autobatch.report.sentences import (
 )
 from autobatch.report.theme import style_sheet
 from autobatch.report.tiles import tiles
+
+PHASES = {
+    "forward": "series-1",
+    "backward": "series-2",
+    "data": "series-3",
+    "step": "series-5",
+    "checkpoint": "series-6",
+    "validation": "series-7",
+    "other": "series-4",
+}
+"""Colours of the phases of a training."""
 
 
 class Section(NamedTuple):
@@ -98,17 +120,25 @@ def _bar(device: DeviceRecord) -> Markup:
     others = device.other_processes_bytes or 0
     rest = max(device.total_bytes - device.budget_bytes - others, 0)
     parts = [("budget", "accent", device.budget_bytes), ("other processes", "series-3", others)]
-    parts = [part for part in [*parts, ("remaining", "rule", rest)] if part[2]]
-    names = [f"{name} {format_bytes(size)}" for name, _, size in parts]
-    blocks = [element("span", style=f"--mark:var(--{role});flex:{size} 1 0") for _, role, size in parts]
-    marks = [
-        Mark(role=role, label=name, shape="block") for (_, role, _), name in zip(parts, names, strict=True)
-    ]
-    label = f"Device memory: {', '.join(names)}"
-    return join(
-        element("div", blocks, class_="bar", role="img", aria_label=label),
-        legend(marks),
+    return bar(
+        "Device memory",
+        [
+            BarPart(f"{name} {format_bytes(size)}", role, size)
+            for name, role, size in [*parts, ("remaining", "rule", rest)]
+        ],
     )
+
+
+def _times(phase_seconds: dict[str, float]) -> Markup | None:
+    """Draw where the time of the training went."""
+    whole = sum(phase_seconds.values())
+    if not whole:
+        return None
+    parts = [
+        BarPart(f"{name} {100 * seconds / whole:.0f} %", PHASES.get(name, "rule"), round(seconds / whole, 4))
+        for name, seconds in phase_seconds.items()
+    ]
+    return join(element("h3", "Where the time went"), bar("Time of the training", parts))
 
 
 def _memory(data: RunRecord) -> Markup:
@@ -204,7 +234,9 @@ def _training(data: RunRecord) -> Markup:
         ("Resumed from", training.resumed_from),
         ("Checkpoint", training.checkpoint),
     ]
-    return join(element("p", training_in_words(training)), pictures, facts(pairs), notes(training.notes))
+    times = _times(training.phase_seconds)
+    words = element("p", training_in_words(training))
+    return join(words, pictures, times, facts(pairs), notes(training.notes))
 
 
 def write_report(path: Path, data: RunRecord) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +43,16 @@ class StepTotals:
     """Count of the first micro-batch."""
 
 
-def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int) -> Tensor:
-    """Return the share of a micro-batch in the loss of its batch: ``total ÷ D``, a 0-d tensor.
+class Share(NamedTuple):
+    """The share of a micro-batch in the loss of its batch: ``loss`` × ``weight``."""
+
+    loss: Tensor
+    """A 0-d tensor of 32 bits or more."""
+    weight: float
+
+
+def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | Loss, size: int) -> Share:
+    """Return the share of a micro-batch in the loss of its batch: ``total ÷ D``.
 
     Args:
         train_state: the model and its optimizer.
@@ -73,13 +82,13 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
             totals.count = 0.0
             totals.divisor = divisor_of(_items_per_sample(train_state, count, size), totals.samples)
         _add_count(totals, count)
-        return at_least_32_bits(total) / totals.divisor
+        return Share(at_least_32_bits(total), 1 / totals.divisor)
     if isinstance(loss, Tensor) and loss.dim() == 0:
         check_has_value(loss)
         if not totals.sizes:
             low = loss.dtype in LOW_PRECISION
             totals.divisor = _power_of_two(totals.samples) if low else float(totals.samples)
-        return at_least_32_bits(loss) * (size / totals.divisor)
+        return Share(at_least_32_bits(loss), size / totals.divisor)
     raise InputError(f"the workload's loss must return a 0-d tensor or a Loss, found {form_of(loss)}")
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import (
+    Share,
     StepTotals,
     at_least_32_bits,
     check_has_value,
@@ -127,12 +128,20 @@ def accumulate(
     return totals
 
 
-def run_backward(train_state: TrainState, totals: StepTotals, share: Tensor, size: int) -> None:
-    """Run the backward pass of a share of the loss, within `Gradients.summed_in_float32`."""
+def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size: int) -> None:
+    """Run the backward pass of a share of the loss, within `Gradients.summed_in_float32`.
+
+    It begins with the weight of the share, where torch would begin with 1: the same gradient as that of the
+    product, without the product and its own backward pass.
+    """
+    loss, weight = share
     # A loss may return a constant if its micro-batch counts nothing.
-    if share.requires_grad:
-        (share if train_state.scaler is None else train_state.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
-    totals.loss = totals.loss + share.detach()
+    if loss.requires_grad:
+        scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
+        scaled.backward(torch.full_like(scaled, weight))  # type: ignore[no-untyped-call]
+    loss = loss.detach()
+    # A sum of its own: a constant loss may be one tensor for all micro-batches.
+    totals.loss = loss * weight if isinstance(totals.loss, float) else totals.loss.add(loss, alpha=weight)
     totals.sizes.append(size)
 
 

@@ -23,6 +23,7 @@ from autobatch.training.batchnorm import batch_norms
 from autobatch.training.evaluation import sanity_check_validation
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
+from autobatch.training.phase_times import phase_times
 from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import AHEAD
@@ -243,6 +244,7 @@ def _build_loop(
         on_nonfinite=options.on_nonfinite,
         warmup_samples=options.warmup_samples,
         rescaled_norms=batch_norms(train_state.model) if options.bn_momentum == "auto" else [],
+        times=phase_times(train_state.device),
     )
 
 

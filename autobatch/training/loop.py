@@ -12,84 +12,35 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.core.errors import InputError, NonFiniteError, RestartSmallerError
+from autobatch.core.errors import NonFiniteError, RestartSmallerError
 from autobatch.core.records import StepRecord
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OneProcess, OutOfMemory
-from autobatch.step.gradients import Optimizers
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
+from autobatch.training.fetched import Fetched
+from autobatch.training.learning_rates import check_learning_rates, scaled_learning_rate, warmup_factor
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.nonfinite import find_nonfinite_sample
 from autobatch.training.oom_errors import error_before_step, error_in_step
-from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.data import load_micro_batch
+from autobatch.training.phase_times import OTHER, PhaseTimes
+from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.feed import Feed
 from autobatch.workload.nested import feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
 from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 from autobatch.workload.user_code import user_code
-
-Result = TypeVar("Result")
-
-
-def warmup_factor(samples_seen: int, warmup_samples: int | None) -> float:
-    """Return the warm-up factor of the learning rate for the batch that ends after ``samples_seen``."""
-    return 1.0 if warmup_samples is None else min(1.0, samples_seen / warmup_samples)
-
-
-def scaled_learning_rate(optimizers: Optimizers, factor: float) -> AbstractContextManager[None]:
-    """Multiply all learning rates by ``factor`` within the block; schedules never see it."""
-    return nullcontext() if factor == 1.0 else _scaled(optimizers, factor)
-
-
-@contextmanager
-def _scaled(optimizers: Optimizers, factor: float) -> Iterator[None]:
-    originals = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    try:
-        for group, rate in originals:
-            group["lr"] = rate * factor
-        yield
-    finally:
-        for group, rate in originals:
-            group["lr"] = rate
-
-
-def check_learning_rates(optimizers: Optimizers, step: int) -> float:
-    """Return the learning rate of the first parameter group, 0 if it has none.
-
-    Raises:
-        NonFiniteError: a learning rate of step ``step`` is not finite.
-        InputError: a learning rate is negative.
-    """
-    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    away = [one for one in rates if isinstance(one, Tensor) and one.device.type != "cpu"]
-    # One transfer for all rates that are on the device.
-    values = iter(torch.stack([one.double() for one in away]).tolist() if away else [])
-    found = [next(values) if any(one is other for other in away) else one for one in rates]
-    for number, rate in enumerate(found, 1):
-        if rate is not None and not 0 <= rate < math.inf:
-            raise (InputError if math.isfinite(rate) else NonFiniteError)(
-                f"the learning rate of step {step} is {float(rate):g} (parameter group {number} of "
-                f"{len(found)}), so the step was not taken: it must be finite and at least 0; check "
-                "Workload(schedule=…) and Workload(optimizer=…)"
-            )
-    return float(found[0] or 0.0)
-
 
 MAX_REPLAYS = 2
 """Times that a batch runs again in smaller micro-batches; after more, the cause lies elsewhere."""
@@ -134,6 +85,8 @@ class Loop:
     feed: Feed | None = None
     """Makes the micro-batches; if ``None``, the loop does, from its own random generators."""
     clock: Callable[[], float] = time.perf_counter
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    """Seconds of the phases of the steps."""
     _random_state: RandomState | None = field(default=None, init=False, repr=False)
     """At the start of the last batch; None before the first."""
     is_intact: bool = True
@@ -162,6 +115,7 @@ class Loop:
             batch = next(batches, None)
             if batch is None:
                 return
+            self.times.begin(start)
             factor = warmup_factor(self.sampler.seen(batch.index + 1), self.warmup_samples)
             with scaled_learning_rate(self.train_state.optimizers, factor):
                 learning_rate = check_learning_rates(self.train_state.optimizers, batch.index + 1)
@@ -172,6 +126,7 @@ class Loop:
             is_due = done < MEMORY_READING_INTERVAL or done % MEMORY_READING_INTERVAL == 0
             if stats is None or is_due or oom_message:
                 stats = self.meter.stats()
+            self.times.end()
             seconds = self.clock() - start
             yield StepRecord(
                 step=self.batches_seen,
@@ -255,14 +210,22 @@ class Loop:
             parts: the micro-batches.
             may_be_suspect: whether errors that only may be about memory count as such.
         """
-        fetched = _Fetched(self._fetch(batch, parts))
-        unless_oom = partial(self._unless_oom, batch, parts, fetched, may_be_suspect)
-        totals = unless_oom(lambda: self._accumulate(batch, parts, fetched))
-        if isinstance(totals, OutOfMemory):
+        fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
+        fetched = Fetched(self.workload, parts, fed, self.times)
+        outcome: StepTotals | OutOfMemory
+        # Each call ends before an error is looked at, so that nothing holds the tensors of the failed step.
+        try:
+            outcome = self._accumulate(batch, parts, fetched)
+        except Exception as error:
+            outcome = self._out_of_memory(error, batch, parts, fetched, may_be_suspect)
+        if isinstance(outcome, OutOfMemory):
             self.train_state.gradients.clear()
-        return unless_oom(lambda: self._combine_and_step(totals))
+        try:
+            return self._combine_and_step(outcome)
+        except Exception as error:
+            return self._out_of_memory(error, batch, parts, fetched, may_be_suspect)
 
-    def _accumulate(self, batch: GlobalBatch, parts: list[MicroBatchIds], fetched: _Fetched) -> StepTotals:
+    def _accumulate(self, batch: GlobalBatch, parts: list[MicroBatchIds], fetched: Fetched) -> StepTotals:
         """Run the micro-batches forward and backward."""
         twice = isinstance(self.train_state.loss, WholeBatchLoss)
         placed = feed(fetched, self.train_state.device, self.meter, twice=twice)
@@ -270,7 +233,7 @@ class Loop:
             self.train_state,
             self.engine.passing(self.train_state, placed, len(parts)),
             len(batch.ids),
-            self.meter.mark,
+            self._mark if self.times.is_timing else self.meter.mark,
             measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
         )
 
@@ -279,37 +242,43 @@ class Loop:
         totals = self.engine.combine(self.train_state, outcome)
         if isinstance(totals, OutOfMemory):
             return totals
-        result = finish(self.train_state, totals, mark=self.meter.mark)
+        is_timing = self.times.is_timing
+        result = finish(self.train_state, totals, mark=self._mark if is_timing else self.meter.mark)
         self.train_state.stepping = False
+        if is_timing:
+            self.times.lap(OTHER)
         return result
 
-    def _unless_oom(
+    def _mark(self, phase: str) -> None:
+        """Begin a phase of a step that is timed."""
+        self.meter.mark(phase)
+        self.times.lap(phase)
+
+    def _out_of_memory(
         self,
+        error: Exception,
         batch: GlobalBatch,
         parts: list[MicroBatchIds],
-        fetched: _Fetched,
+        fetched: Fetched,
         may_be_suspect: bool,
-        act: Callable[[], Result],
-    ) -> Result | OutOfMemory:
-        """Run a part of a step, or return the out-of-memory error that ended it before the optimizer step."""
-        try:
-            return act()
-        except Exception as error:
-            verdict = classify(error)
-            is_step = self.train_state.stepping
-            if verdict is Verdict.NONE:
-                raise
-            if verdict is Verdict.SUSPECT and (is_step or not may_be_suspect):
-                raise
-            failed = parts[max(0, fetched.count - 1)] if parts else None
-            size = 1 if failed is None else len(failed.ids)
-            smaller = 1 if failed is None else self.split.halved(failed, self.micro_batch)
-            if not is_step:
-                is_fatal = verdict is Verdict.FATAL
-                has_room = is_fragmented(error) and not is_fatal
-                return OutOfMemory(first_line(error), is_fatal, has_room, size=size, smaller=smaller)
-            self.micro_batch = smaller
-            raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
+    ) -> OutOfMemory:
+        """Return an out-of-memory error that came before the optimizer step, and raise any other error."""
+        verdict = classify(error)
+        is_step = self.train_state.stepping
+        if verdict is Verdict.NONE:
+            raise error
+        if verdict is Verdict.SUSPECT and (is_step or not may_be_suspect):
+            raise error
+        self.times.drop()
+        failed = parts[max(0, fetched.count - 1)] if parts else None
+        size = 1 if failed is None else len(failed.ids)
+        smaller = 1 if failed is None else self.split.halved(failed, self.micro_batch)
+        if not is_step:
+            is_fatal = verdict is Verdict.FATAL
+            has_room = is_fragmented(error) and not is_fatal
+            return OutOfMemory(first_line(error), is_fatal, has_room, size=size, smaller=smaller)
+        self.micro_batch = smaller
+        raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
 
     def _undo(self, random_state: RandomState, *, is_fatal: bool) -> bool:
         """Return to the start of the batch.
@@ -327,12 +296,6 @@ class Loop:
                 raise
             return False
         return is_restored
-
-    def _fetch(self, batch: GlobalBatch, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
-        """Make the micro-batches on the host, each with its number of samples."""
-        fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
-        for part in parts:
-            yield (load_micro_batch(self.workload, part.ids) if fed is None else next(fed)), len(part.ids)
 
     def _check(self, batch: GlobalBatch, parts: list[MicroBatchIds], result: StepResult) -> None:
         """Raise if the step was not applied because it is not finite, unless it may be skipped."""
@@ -358,19 +321,3 @@ class Loop:
             f"{find_nonfinite_sample(self.workload, self.train_state, [part.ids for part in parts])}. "
             "Check these samples, the learning rate and the precision"
         )
-
-
-class _Fetched:
-    """Micro-batches of a batch, none of which it holds, with a count of those that were fetched."""
-
-    def __init__(self, micro_batches: Iterator[tuple[Collated, int]]) -> None:
-        self._micro_batches = micro_batches
-        self.count = 0
-
-    def __iter__(self) -> _Fetched:
-        return self
-
-    def __next__(self) -> tuple[Collated, int]:
-        found = next(self._micro_batches)
-        self.count += 1
-        return found

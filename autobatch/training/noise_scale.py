@@ -26,6 +26,10 @@ from autobatch.core.records import Record
 
 MIN_BATCHES = 50
 """Fewest measured batches that give an estimate."""
+EARLY_BATCHES = 256
+"""Batches after which the scale is measured less often, because it changes slowly then."""
+LATE_FACTOR = 4
+"""How many times less often."""
 KEPT_BATCHES = 500
 """Most recent measured batches that an estimate uses; the noise scale grows during a run."""
 NEAR_FACTOR = 4.0
@@ -113,7 +117,7 @@ class NoiseScale:
     """
 
     every: int = 4
-    """Batches from one measurement to the next."""
+    """Batches from one measurement to the next, at first."""
     _pairs: deque[tuple[float, float]] = field(
         init=False, repr=False, default_factory=lambda: deque(maxlen=KEPT_BATCHES)
     )
@@ -121,7 +125,7 @@ class NoiseScale:
 
     def is_due(self, index: int) -> bool:
         """Return whether to measure batch ``index``."""
-        return index % self.every == 0
+        return index % (self.every if index < EARLY_BATCHES else LATE_FACTOR * self.every) == 0
 
     def observe(
         self, first_norm_sq: float, first_samples: float, batch_norm_sq: float, batch_samples: float

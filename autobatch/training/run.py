@@ -130,7 +130,8 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
             request = loop.engine.shared_request(asked)
             run.train_batches(records, request, progress, totals)
             progress.doing("validating")
-            validation = run.validate(request)
+            with loop.times.besides("validation"):
+                validation = run.validate(request)
     except Interrupted:
         raise
     except AutobatchError as error:
@@ -190,7 +191,8 @@ class _Run:
                 try:
                     if self._validation_is_due(step.step):
                         progress.doing("validating")
-                        record = msgspec.structs.replace(step, validation=self.validate(request))
+                        with self._loop.times.besides("validation"):
+                            record = msgspec.structs.replace(step, validation=self.validate(request))
                 finally:
                     for writer in self._writers:
                         writer.step(record)
@@ -337,7 +339,8 @@ class _Run:
             DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
         """
         try:
-            self._write_checkpoint()
+            with self._loop.times.besides("checkpoint"):
+                self._write_checkpoint()
         except Exception as error:
             if not is_oom(error):
                 raise

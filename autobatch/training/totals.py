@@ -92,5 +92,6 @@ class RunTotals:
             failed_checkpoints=failed_checkpoints,
             grad_sync=loop.engine.name,
             notes=[],
+            phase_seconds=loop.times.totals(self.seconds),
             **self._peaks,
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,14 +31,16 @@ class RandomState(NamedTuple):
     """One state per GPU; empty if CUDA is not in use."""
     numpy_memory: bytes = b""
     """Memory of NumPy's generator when its state was read; empty if unknown."""
+    python_memory: bytes = b""
+    """The same of Python's generator."""
 
 
 def capture_random_state(last: RandomState | None = None) -> RandomState:
     """Read the states of all generators.
 
     Args:
-        last: an earlier state. Its part for NumPy is taken over if nothing was drawn since, because reading
-            that takes four times as long as reading all others.
+        last: an earlier state. Its parts for Python and NumPy are taken over if nothing was drawn since,
+            because reading them takes many times as long as reading all others.
     """
     numpy = sys.modules.get("numpy")
     memory = b"" if numpy is None else _memory_of(numpy)
@@ -44,23 +48,55 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
         numpy_state = last.numpy
     else:
         numpy_state = None if numpy is None else numpy.random.get_state()
+    own = _python_memory()
+    generator: Any = random._inst
+    has_normal = generator.gauss_next is not None
+    is_same = last is not None and own and own == last.python_memory and not has_normal
     return RandomState(
-        python=random.getstate(),
+        python=last.python if last is not None and is_same and last.python[2] is None else random.getstate(),
         numpy=numpy_state,
         torch=torch.get_rng_state(),
         cuda=torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
         numpy_memory=memory,
+        python_memory=own,
     )
+
+
+def _python_memory() -> bytes:
+    """Copy the memory of Python's global generator, empty if its layout is not the known one.
+
+    The layout is that of ``RandomObject`` in CPython's Modules/_randommodule.c: the head of an object, the
+    place, and 624 words. It is compared with the state that Python reports, once per process.
+    """
+    address = _python_state_address()
+    return b"" if address is None else ctypes.string_at(address, _MT19937_BYTES)
+
+
+@functools.cache
+def _python_state_address() -> int | None:
+    generator: Any = random._inst
+    head = object.__basicsize__
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    if random.Random.__mro__[1].__basicsize__ < head + _MT19937_BYTES:
+        return None
+    address = id(generator) + head
+    words = struct.unpack(f"={_MT19937_BYTES // 4}I", ctypes.string_at(address, _MT19937_BYTES))
+    return address if (*words[1:], words[0]) == generator.getstate()[1] else None
 
 
 def _memory_of(numpy: ModuleType) -> bytes:
     """Copy the memory of NumPy's global generator, empty if it is not the default one."""
     # The function came with NumPy 1.24.
     find: Callable[[], Any] | None = getattr(numpy.random, "get_bit_generator", None)
-    generator = None if find is None else find()
-    if generator is None or type(generator).__name__ != "MT19937":
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    address = None if find is None else _numpy_state_address(find())
+    return b"" if address is None else ctypes.string_at(address, _MT19937_BYTES)
+
+
+@functools.lru_cache(maxsize=1)
+def _numpy_state_address(generator: Any) -> int | None:
+    """Return the address of a generator's state, which asking for takes longer than reading it."""
+    return generator.ctypes.state_address if type(generator).__name__ == "MT19937" else None
 
 
 def _is_same(last: RandomState, memory: bytes) -> bool:
@@ -123,7 +159,7 @@ def preserved_random_state() -> Iterator[None]:
 
 
 def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]
 
 
 def seed_generators(seed: int, batch_index: int, place: int, sample: int) -> None:

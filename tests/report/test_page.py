@@ -124,7 +124,7 @@ def test_sections_come_in_reading_order():
 def test_the_learning_rate_has_a_heading_of_its_own(full):
     tuning = next(section for section in sections(a_run()) if section.slug == "tuning")
     assert "<h3>Learning rate</h3>" in tuning.body
-    assert len(Page(full).all("h3")) == 1
+    assert len(Page(full).all("h3")) == 2  # and the time of the training
 
 
 @pytest.mark.parametrize(
@@ -180,3 +180,12 @@ def test_long_words_do_not_widen_a_phone(tmp_path):
     seen, complaints = measure(tmp_path, page, width=360)
     assert complaints == []
     assert seen["overflow"] == 0
+
+
+def test_the_time_of_the_training_is_shared_out():
+    run = a_run()
+    page = check(render(run))
+    assert "Where the time went" in page.text
+    assert "backward 48 %" in page.text
+    empty = msgspec.structs.replace(run.training, phase_seconds={})
+    assert "Where the time went" not in check(render(a_run(training=empty))).text

@@ -96,3 +96,26 @@ def test_the_state_of_numpy_is_read_again_only_after_a_draw(monkeypatch: pytest.
     np.random.random()
     capture_random_state(again)
     assert reads == [1]
+
+
+def test_the_state_of_python_is_read_again_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: reads.append(1) or read())
+    first = capture_random_state()
+    assert capture_random_state(first).python is first.python
+    for draw in (
+        random.random,
+        lambda: random.gauss(0, 1),
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(3),
+    ):
+        before = capture_random_state()
+        draw()
+        assert capture_random_state(before).python == read()
+    # 624 draws of 32 bits move the place to where it was: the words tell.
+    before = capture_random_state()
+    for _ in range(624):
+        random.getrandbits(32)
+    assert capture_random_state(before).python == read()
+    assert len(reads) >= 6

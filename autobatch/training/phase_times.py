@@ -1,0 +1,114 @@
+"""The time of each phase of a step: data, forward, backward, the optimizer's step, and the rest.
+
+Steps are sampled, at most `INTERVAL_S` apart, so that quick steps cost nothing. On the CPU the host's clock
+serves. A GPU runs behind the host, so events in its stream do; they are read once they have passed, and the
+host never waits for them. The time of ``data`` is then what the GPU waits for data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+INTERVAL_S = 0.05
+"""Least time between the starts of two steps that are timed."""
+OTHER = "other"
+"""Drawing the batch, checks, the record and its files."""
+NAMES = {"loss": "forward", "optimizer": "step"}
+"""What a phase of a step is called, if not by its own name."""
+
+
+class PhaseTimes:
+    """Seconds of the phases of a run, from a sample of its steps.
+
+    Args:
+        clock: returns seconds of the host.
+        new_event: returns an event that records a time in the device's stream; None to use the clock.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        new_event: Callable[[], torch.Event] | None = None,
+    ) -> None:
+        self.is_timing = False
+        """True within a step that is timed."""
+        self._clock = clock
+        self._new_event = new_event
+        self._laps: list[tuple[str, Any]] = []
+        self._begun_at = -INTERVAL_S
+        self._sampled: dict[str, float] = {}
+        self._besides: dict[str, float] = {}
+
+    def begin(self, now: float) -> None:
+        """Begin a step, which is timed if the last timed one is long ago and has been read."""
+        if now - self._begun_at >= INTERVAL_S and self._read():
+            self._begun_at = now
+            self.is_timing = True
+            self.lap(OTHER)
+
+    def lap(self, phase: str) -> None:
+        """End a phase of a timed step, and begin another."""
+        if self._new_event is None:
+            self._laps.append((phase, self._clock()))
+        else:
+            event = self._new_event()
+            event.record()
+            self._laps.append((phase, event))
+
+    def end(self) -> None:
+        """End a step."""
+        if self.is_timing:
+            self.lap(OTHER)
+            self.is_timing = False
+
+    def drop(self) -> None:
+        """Forget the current step, which ran out of memory."""
+        self.is_timing = False
+        self._laps.clear()
+
+    @contextmanager
+    def besides(self, act: str) -> Iterator[None]:
+        """Time something between two steps by the host's clock."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._besides[act] = self._besides.get(act, 0.0) + self._clock() - start
+
+    def totals(self, step_seconds: float) -> dict[str, float]:
+        """Return the seconds of each phase, the largest first.
+
+        Args:
+            step_seconds: duration of all steps, which is shared out as the sampled ones were.
+        """
+        self._read()
+        sampled = sum(self._sampled.values())
+        found = {
+            phase: seconds * step_seconds / sampled for phase, seconds in self._sampled.items() if sampled
+        }
+        return dict(sorted((found | self._besides).items(), key=lambda one: -one[1]))
+
+    def _read(self) -> bool:
+        """Add up the laps of the last timed step. Return False if its events have not passed yet."""
+        if not self._laps:
+            return True
+        if self._new_event is not None and not self._laps[-1][1].query():
+            return False
+        for (phase, start), (_, end) in zip(self._laps, self._laps[1:], strict=False):
+            seconds = end - start if self._new_event is None else start.elapsed_time(end) / 1000
+            name = NAMES.get(phase, phase)
+            self._sampled[name] = self._sampled.get(name, 0.0) + seconds
+        self._laps.clear()
+        return True
+
+
+def phase_times(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> PhaseTimes:
+    """Return the timer of a run on a device."""
+    if device.type == "cpu":
+        return PhaseTimes(clock)
+    return PhaseTimes(clock, lambda: torch.Event(device, enable_timing=True))
