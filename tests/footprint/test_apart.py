@@ -24,8 +24,19 @@ needs_fork = pytest.mark.skipif(not apart.can_run_apart(), reason="this process 
 def test_the_result_comes_back_and_nothing_that_was_changed_stays():
     kept: list[int] = []
     other = run_apart(lambda: kept.append(1) or os.getpid())
-    assert other != os.getpid()
+    if other == os.getpid():
+        pytest.skip("a CUDA build of torch refuses autograd in a copy once it ran here")
     assert kept == []
+
+
+def test_a_copy_that_refuses_autograd_leaves_the_call_to_this_process(monkeypatch):
+    """A CUDA build does so after a backward pass here, even without a GPU (engine.cpp, bad autograd fork)."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based ...")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refused)
+    assert run_apart(os.getpid) == os.getpid()
 
 
 def test_an_own_error_keeps_its_class_and_message():
@@ -93,6 +104,8 @@ def workload() -> autobatch.Workload:
 
 @needs_fork
 def test_state_that_user_code_keeps_from_its_first_call_has_values(tmp_path, monkeypatch):
+    if run_apart(os.getpid) == os.getpid():
+        pytest.skip("a CUDA build of torch refuses autograd in a copy once it ran here")
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     one = workload()
     autobatch.estimate(one, profile=["t4"])
