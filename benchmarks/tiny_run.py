@@ -15,8 +15,8 @@ from autobatch.planning import make_plan
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.training.build import LoopSettings, build_sampler
 from autobatch.training.resume import load_run_state
-from autobatch.training.run import RunSettings
-from autobatch.training.train_plan import Resume, train_plan
+from autobatch.training.run_settings import RunSettings
+from autobatch.training.train_plan import PreparedRun, Resume, train_plan
 
 BATCH, MICRO_BATCH, SAMPLES = 8, 4, 48
 EMA = 0.9
@@ -78,15 +78,17 @@ def trained_run(
     settings = LoopSettings(target_batch=BATCH, steps=steps, ema=EMA)
     stored = load_run_state(out) if resume else None
     _, model = train_plan(
-        setup,
-        make_plan(target_batch=BATCH, micro_batch_limit=MICRO_BATCH, learning_rate=0.01),
-        build_sampler(SAMPLES, settings),
+        PreparedRun(
+            setup=setup,
+            plan=make_plan(target_batch=BATCH, micro_batch_limit=MICRO_BATCH, learning_rate=0.01),
+            sampler=build_sampler(SAMPLES, settings),
+            key={},
+            resume=None if stored is None else Resume(checkpoint=stored, is_exact=True),
+        ),
         settings,
         RunSettings(out=out, checkpoint_every=1, keep_last=3, resume_hint="", validate_every=1),
-        key={},
         split_check=split_check,
         progress=Progress(),
-        resume=None if stored is None else Resume(checkpoint=stored, is_exact=True),
     )
     return model
 

@@ -65,7 +65,7 @@ from autobatch.training.run_folder import (
     folder_of,
     move_earlier_run,
 )
-from autobatch.training.train_plan import Resume, train_plan
+from autobatch.training.train_plan import PreparedRun, Resume, train_plan
 from autobatch.tuning.context import usable_cores
 from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler
@@ -89,21 +89,17 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
     with ExitStack() as held:
         prepare = _prepare_resume if options.resume else _prepare
         ready = prepare(workload, options, settings, context, held)
-        for line in shared_model_notes(ready.setup.workload, ready.setup.model):
+        for line in shared_model_notes(ready.run.setup.workload, ready.run.setup.model):
             context.progress.note(line)
         training, model = train_plan(
-            ready.setup,
-            ready.plan,
-            ready.sampler,
+            ready.run,
             settings,
             replace(
                 unpack.run_settings(options, ready.out, _resume_hint(context.command, ready.out)),
                 sinks=context.sinks,
             ),
-            key=ready.key,
             split_check=options.split_check,
             progress=context.progress,
-            resume=ready.resume,
             ranks=ranks,
         )
         result = msgspec.structs.replace(
@@ -118,16 +114,12 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
 
 
 class _Ready(NamedTuple):
-    """A run that is ready to be trained."""
+    """A run that is ready to be trained, and its folder."""
 
     result: Result
     """Records of the parts before the training."""
-    plan: Plan
-    setup: TrainSetup
-    sampler: GlobalBatchSampler
+    run: PreparedRun
     out: Path
-    key: Mapping[str, KeyValue]
-    resume: Resume | None = None
 
 
 def _prepare(
@@ -173,7 +165,8 @@ def _prepare(
     sampler = _sampler_of(setup, settings, samples, context)
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
-    return _Ready(result, result.plan, setup, sampler, out, process.info.key)
+    run = PreparedRun(setup=setup, plan=result.plan, sampler=sampler, key=process.info.key)
+    return _Ready(result, run, out)
 
 
 def _prepare_resume(
@@ -211,8 +204,9 @@ def _prepare_resume(
         progress.planned(plan)
         result = Result(device=device, plan=plan, title=setup.workload.name)
         setup = _budgeted(setup, stored.facts.get("key", {}))
-        resume = Resume(checkpoint=stored, is_exact=True)
-        return _Ready(result, plan, setup, sampler, out, stored.facts.get("key", {}), resume)
+        key, resume = stored.facts.get("key", {}), Resume(checkpoint=stored, is_exact=True)
+        run = PreparedRun(setup=setup, plan=plan, sampler=sampler, key=key, resume=resume)
+        return _Ready(result, run, out)
     progress.note(
         f"resuming from {stored.path} with another {' and another '.join(changes)}: the batch, the learning "
         "rate and the order of the data stay, the micro-batch is planned again, and sums differ by rounding"
@@ -226,7 +220,8 @@ def _prepare_resume(
     result = msgspec.structs.replace(result, plan=plan)
     resume = Resume(checkpoint=stored, is_exact=False)
     setup = _budgeted(setup, process.info.key)
-    return _Ready(result, plan, setup, sampler, out, process.info.key, resume)
+    run = PreparedRun(setup=setup, plan=plan, sampler=sampler, key=process.info.key, resume=resume)
+    return _Ready(result, run, out)
 
 
 def _open_setup(workload: Workload | str | None, options: FitOptions, context: RunContext) -> TrainSetup:

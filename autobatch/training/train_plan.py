@@ -23,7 +23,8 @@ from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.preflight import check_loss_splits
 from autobatch.training.resume import data_order_facts
-from autobatch.training.run import RunSettings, train
+from autobatch.training.run import train
+from autobatch.training.run_settings import RunSettings
 from autobatch.training.watch_split import SplitWatch
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.streams import StreamSampler
@@ -38,32 +39,38 @@ class Resume:
     """Whether hardware, plan and versions are those of the checkpoint, so that the rest is bit-identical."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that is ready to be trained."""
+
+    setup: TrainSetup
+    """Has the model, which is trained in place."""
+    plan: Plan
+    sampler: GlobalBatchSampler
+    key: Mapping[str, Any]
+    """Values that the limit depends on; stored beside every checkpoint."""
+    resume: Resume | None = None
+    """None for a new run."""
+
+
 @memory_named("the training was prepared")
 def train_plan(
-    setup: TrainSetup,
-    plan: Plan,
-    sampler: GlobalBatchSampler,
+    run: PreparedRun,
     loop_settings: LoopSettings,
     run_settings: RunSettings,
     *,
-    key: Mapping[str, Any],
     split_check: Literal["error", "note", "off"],
     progress: Progress,
-    resume: Resume | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Training, nn.Module]:
     """Train a plan to the end of its run.
 
     Args:
-        setup: the model, which is trained in place, the data and the device.
-        plan: the plan.
-        sampler: the batches of the run.
+        run: the model, the plan and the batches.
         loop_settings: settings of the loop.
         run_settings: what the run writes, and when.
-        key: what the limit depends on; stored beside every checkpoint.
         split_check: what to do if the loss cannot be split exactly.
         progress: receives notes and steps.
-        resume: the checkpoint to continue from; None for a new run.
         ranks: the processes that train together; None if this one trains alone.
 
     Returns:
@@ -74,7 +81,8 @@ def train_plan(
         AutobatchError: see `autobatch.training.run.train`.
     """
     ranks = ranks or Alone()
-    setup = with_knobs(setup, plan.knobs)
+    plan, sampler, resume = run.plan, run.sampler, run.resume
+    setup = with_knobs(run.setup, plan.knobs)
     told, tell = _kept_notes(progress)
     progress.doing("checking that the loss can be split into micro-batches")
     watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
@@ -88,7 +96,7 @@ def train_plan(
             _restore(loop, resume, sampler, progress)
         facts = {
             "plan": msgspec.to_builtins(plan),
-            "key": dict(key),
+            "key": dict(run.key),
             "sample_seeds": loop.feed is not None,
             **_facts(setup, sampler, loop_settings, ranks),
         }

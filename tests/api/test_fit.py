@@ -24,9 +24,8 @@ from autobatch.core.options import FitOptions
 from autobatch.core.progress import Progress
 from autobatch.core.units import GiB, MiB
 from autobatch.device.host import HostMemory
-from autobatch.probing.attempt import TrainSetup
 from autobatch.report.result import Result, load_run
-from autobatch.training.train_plan import train_plan
+from autobatch.training.train_plan import PreparedRun, train_plan
 from tests.support.probes import Listener
 from tests.support.sample_run import a_device, a_run
 from tests.support.training import apart, make_workload, points, weights
@@ -146,9 +145,9 @@ def test_training_has_the_budget_of_the_probe_whatever_is_free_by_then(tmp_path:
 
     budgets: list[int] = []
 
-    def train(setup: TrainSetup, *args: Any, **fields: Any):
-        budgets.append(setup.device.budget_bytes)
-        return train_plan(setup, *args, **fields)
+    def train(run: PreparedRun, *args: Any, **fields: Any):
+        budgets.append(run.setup.device.budget_bytes)
+        return train_plan(run, *args, **fields)
 
     monkeypatch.setattr("autobatch.device.select.host_memory", memory)
     monkeypatch.setattr("autobatch.api.fit.train_plan", train)

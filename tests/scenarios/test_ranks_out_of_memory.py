@@ -14,8 +14,9 @@ from autobatch.core.errors import AutobatchError
 from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.loop import Loop
-from autobatch.training.run import RunSettings, train
+from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.training.run_settings import RunSettings
 from autobatch.workload.order import GlobalBatch
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
 from tests.support.rank_server import RankServer

@@ -13,8 +13,9 @@ import torch
 from autobatch.core.errors import Interrupted
 from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import list_checkpoints, load_newest
-from autobatch.training.run import RunSettings, train
+from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.training.run_settings import RunSettings
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import make_workload, points

@@ -11,7 +11,8 @@ from autobatch.core.progress import Progress
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.training.checkpoint import load_newest
 from autobatch.training.loop_state import restore_loop
-from autobatch.training.run import RunSettings, train
+from autobatch.training.run import train
+from autobatch.training.run_settings import RunSettings
 from tests.support.faults import Fault, Quick, Watching
 from tests.support.feeds import augmented, fed_loop
 from tests.support.kinds import RUNS, Augmented

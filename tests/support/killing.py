@@ -26,8 +26,9 @@ import torch
 from autobatch.core.progress import Progress
 from autobatch.training.checkpoint import clean_leftovers, load_newest
 from autobatch.training.loop_state import restore_loop
-from autobatch.training.run import RunSettings, train
+from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS, METRICS
+from autobatch.training.run_settings import RunSettings
 from autobatch.workload.loader import open_feed
 from tests.support.kinds import RUNS
 from tests.support.training import fingerprint, make_loop

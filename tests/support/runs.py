@@ -12,7 +12,8 @@ from autobatch.core.records import StepRecord, Training
 from autobatch.training.checkpoint import list_checkpoints, load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
-from autobatch.training.run import RunSettings, train
+from autobatch.training.run import train
+from autobatch.training.run_settings import RunSettings
 from autobatch.workload.contract import Workload
 from tests.support.training import make_loop, make_workload
 

@@ -16,7 +16,7 @@ from autobatch.core.records import Plan, Training
 from autobatch.planning import make_plan
 from autobatch.training.build import LoopSettings, build_sampler
 from autobatch.training.checkpoint import load_newest
-from autobatch.training.train_plan import Resume, train_plan
+from autobatch.training.train_plan import PreparedRun, Resume, train_plan
 from tests.support.runs import settings
 from tests.support.training import (
     apart,
@@ -60,15 +60,17 @@ def trained(
     asked = LoopSettings(**{"target_batch": 7, "steps": steps, "seed": 3, **loop})
     progress = Notes()
     record, model = train_plan(
-        make_setup(workload or make_workload()),
-        plan or plan_of(),
-        build_sampler(24, asked),
+        PreparedRun(
+            setup=make_setup(workload or make_workload()),
+            plan=plan or plan_of(),
+            sampler=build_sampler(24, asked),
+            key=KEY,
+            resume=resume,
+        ),
         asked,
         settings(out),
-        key=KEY,
         split_check=split_check,
         progress=progress,
-        resume=resume,
     )
     return record, model, progress.notes
 

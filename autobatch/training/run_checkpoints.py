@@ -1,0 +1,112 @@
+"""The checkpoints that a run writes: when they are due, and what happens if one cannot be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autobatch.core.errors import CheckpointError, DoesNotFitError
+from autobatch.core.progress import Progress
+from autobatch.device.oom import first_line, is_oom
+from autobatch.training.checkpoint import save_checkpoint
+from autobatch.training.loop import Loop
+from autobatch.training.loop_state import capture_loop, check_checkpoint_state
+from autobatch.training.oom_errors import available_host_memory
+from autobatch.training.oom_file import OOM_FILE
+from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.training.run_settings import RunSettings
+
+
+class RunCheckpoints:
+    """The checkpoints of a run. All ranks make the same calls, and rank 0 writes.
+
+    Args:
+        loop: the loop.
+        settings: the folder and the intervals.
+        resumed_from: the checkpoint that the run continues from; None for a new run.
+    """
+
+    def __init__(self, loop: Loop, settings: RunSettings, resumed_from: Path | None) -> None:
+        self._loop = loop
+        self._settings = settings
+        self._resumed_from = resumed_from
+        self.newest = resumed_from
+        """The last checkpoint; None if there is none."""
+        self.failed_steps: list[int] = []
+        """Steps after which no checkpoint could be written."""
+        self._saved_at = loop.clock()
+
+    def is_due(self, step: int) -> bool:
+        """Check whether a checkpoint of a step is due; all ranks call it."""
+        every, minutes = self._settings.checkpoint_every, self._settings.checkpoint_minutes
+        if every and step % every == 0:
+            return True
+        if minutes is None:
+            return False
+        return self._loop.engine.ranks.agree(self._loop.clock() - self._saved_at > 60 * minutes)
+
+    def save_periodic(self, progress: Progress) -> None:
+        """Write a checkpoint that is due; if it fails and the run may continue, wait for the next one."""
+        try:
+            self._save()
+            progress.saved(self._loop.batches_seen)
+        except (CheckpointError, DoesNotFitError) as error:
+            if self._settings.on_failed_save == "stop":
+                raise
+            self.failed_steps.append(self._loop.batches_seen)
+            self._saved_at = self._loop.clock()
+            progress.note(f"{error}. The run continues without it (--on-failed-save continue)")
+
+    def save_if_needed(self) -> None:
+        """Write a checkpoint unless the last one is of this step."""
+        if self.newest is None or self._loop.batches_seen != _step_of(self.newest):
+            self._save()
+
+    def _save(self) -> None:
+        """Write a checkpoint. Rank 0 writes it, and no rank trains on before it is published.
+
+        Raises:
+            CheckpointError: it could not be written.
+            DoesNotFitError: memory ran out. The state of the run, and earlier checkpoints, are intact.
+        """
+        try:
+            with self._loop.times.besides("checkpoint"):
+                self._write_checkpoint()
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            reason = first_line(error).rstrip(".")
+        else:
+            return
+        # Outside of the except block, so that nothing holds the copies of the state.
+        self._loop.device.release()
+        raise DoesNotFitError(
+            f"out of memory while the checkpoint of step {self._loop.batches_seen} was written, with "
+            f"{available_host_memory()} of host memory available: {reason}. Earlier checkpoints are intact. "
+            "Free host memory and resume, or let the run continue without it (--on-failed-save continue)"
+        )
+
+    def _write_checkpoint(self) -> None:
+        self._loop.engine.share(self._loop.train_state.model.buffers())
+        state = capture_loop(self._loop)
+        check_checkpoint_state(state)
+        self.newest = Path(self._loop.engine.ranks.once(lambda: self._publish(state)))
+        self._saved_at = self._loop.clock()
+
+    def _publish(self, state: Mapping[str, Any]) -> str:
+        path = save_checkpoint(
+            self._settings.out / CHECKPOINTS,
+            step=self._loop.batches_seen,
+            state=state,
+            facts=self._settings.facts,
+            keep_last=self._settings.keep_last,
+            protected=self._resumed_from,
+        )
+        # From now on the checkpoint has the smaller micro-batch.
+        (self._settings.out / OOM_FILE).unlink(missing_ok=True)
+        return str(path)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
