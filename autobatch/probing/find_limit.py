@@ -23,6 +23,7 @@ from autobatch.probing.attempt import Outcome
 from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup, store
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.failed_sizes import FailedSizes
+from autobatch.probing.kept_trace import find_trace, keep_trace
 from autobatch.probing.limits import ReplayPredictor, first_size, has_ample_room
 from autobatch.probing.search import search
 from autobatch.probing.setup import SetupInfo, new_allocator
@@ -110,11 +111,15 @@ def find_limit(
     """
     probing = _open(process, limits, progress)
     cached = _look_up(probing, home)
-    confirmed = _confirm(probing, cached) if cached else None
+    confirmed = _confirm(probing, cached, entry_path(cached.key, home)) if cached else None
     found, footprint = confirmed or _search(probing, clock)
     found = _with_others(found, process, progress)
     progress.probed(found)
-    file = entry_path(cached.key, home) if cached and confirmed else _store(probing, found, home)
+    if cached and confirmed:
+        return Limit(found, entry_path(cached.key, home), footprint)
+    file = _store(probing, found, home)
+    if footprint is not None and file is not None:
+        keep_trace(footprint, file)
     return Limit(found, file, footprint)
 
 
@@ -229,8 +234,8 @@ def _look_up(probing: _Probing, home: Path) -> CachedLimit | None:
     return None
 
 
-def _confirm(probing: _Probing, cached: CachedLimit) -> tuple[Probe, Footprint | None] | None:
-    """Run the cached limit once, and trace the step.
+def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> tuple[Probe, Footprint | None] | None:
+    """Run the cached limit of a file once, and trace the step unless its kept trace is what ran.
 
     Returns:
         The probe, and the step if it can be traced; None if the cached limit answers another question, no
@@ -245,7 +250,11 @@ def _confirm(probing: _Probing, cached: CachedLimit) -> tuple[Probe, Footprint |
         probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
         return None
     probing.progress.doing("checking whether more would fit")
-    step = questions.trace(probing.process)
+    step = find_trace(file, size, outcome.trace)
+    if step is None:
+        step = questions.trace(probing.process)
+        if step is not None:
+            keep_trace(step, file)
     if size < probing.cap and _is_too_small(probing.process, cached, outcome, step):
         probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
         return None
