@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import LearningRateRule, Plan, Precision
+from autobatch.core.records import GradientDtype, LearningRateRule, Plan, Precision
 
 RULE_SOURCES: dict[LearningRateRule, str] = {
     "linear": "Goyal et al. 2017, arXiv:1706.02677 (SGD): learning rate × (batch ÷ base batch)",
@@ -82,6 +82,7 @@ def make_plan(
     base_batch: int | None = None,
     rule: LearningRateRule = "none",
     precision: Precision = "fp32",
+    gradient_dtype: GradientDtype = "fp32",
 ) -> Plan:
     """Plan one optimizer step of exactly ``target_batch`` samples.
 
@@ -93,6 +94,7 @@ def make_plan(
         base_batch: batch that ``learning_rate`` was tuned for; None if unknown.
         rule: scaling of the learning rate with the batch.
         precision: precision of the micro-batches.
+        gradient_dtype: type in which gradients are summed.
 
     Returns:
         The plan. Its ``micro_batches`` split the largest share, that of rank 0.
@@ -130,6 +132,7 @@ def make_plan(
             rule, learning_rate=learning_rate, target_batch=target_batch, base_batch=base_batch
         ),
         precision=precision,
+        gradient_dtype=gradient_dtype,
     )
 
 

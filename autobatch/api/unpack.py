@@ -37,6 +37,7 @@ def setup_settings(
         device=options.device,
         memory_budget=options.memory_budget,
         precision=options.precision,
+        gradient_dtype=options.gradient_dtype,
         seed=options.seed,
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
@@ -81,6 +82,7 @@ def plan_for(info: SetupInfo, limit: int, options: PlanOptions, world_size: int 
         base_batch=options.base_batch or info.base_batch,
         rule=options.lr_rule,
         precision=info.precision,
+        gradient_dtype=info.gradient_dtype,
     )
 
 
@@ -90,6 +92,7 @@ def estimate_settings(options: EstimateOptions) -> EstimateSettings:
         device=options.device,
         memory_budget=options.memory_budget,
         precision=options.precision,
+        gradient_dtype=options.gradient_dtype,
         seed=options.seed,
         profiles=options.profile,
         micro_batch=options.micro_batch,

@@ -21,6 +21,7 @@ class CommonKeywords(TypedDict, total=False):
     device: str
     memory_budget: str | int | None
     precision: Literal["auto", "fp32", "bf16", "fp16"]
+    gradient_dtype: Literal["auto", "fp32", "weights"]
     scan: int | None
     seed: int
 

@@ -46,6 +46,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "fp32", "bf16", "fp16"],
         OptionHelp("auto: bf16 if native, else fp32.", "memory", common=True),
     ] = "auto"
+    gradient_dtype: Annotated[
+        Literal["auto", "fp32", "weights"],
+        OptionHelp(
+            "Type in which the gradients of 16-bit weights are summed. weights takes half the memory of "
+            "float32, and loses small micro-batches. auto: fp32.",
+            "memory",
+        ),
+    ] = "auto"
     scan: Annotated[
         AtLeastOne | None,
         OptionHelp("Samples at the start of a stream to plan from. Without it: 1000.", "what to train", "N"),

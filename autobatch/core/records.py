@@ -15,6 +15,8 @@ SCHEMA = 2
 LimitedBy = Literal["memory", "target_batch", "dataset", "max_micro_batch"]
 UpperBoundBy = Literal["run", "replay", "cap", "error"]
 Precision = Literal["fp32", "bf16", "fp16"]
+GradientDtype = Literal["fp32", "weights"]
+"""Type in which gradients are summed: float32 at least, or that of the weights."""
 LearningRateRule = Literal["none", "linear", "sqrt"]
 
 
@@ -197,6 +199,7 @@ class Plan(Record, frozen=True, kw_only=True):
     learning_rate_factor: float = 1.0
     learning_rate_source: str = ""
     precision: Precision = "fp32"
+    gradient_dtype: GradientDtype = "fp32"
     last_batch: Literal["carry", "flush", "drop"] = "carry"
     knobs: dict[str, str | int | float | bool | None] = {}
     """Other choices of the tuner, by the name of the knob."""
@@ -417,7 +420,8 @@ class Remedy(Record, frozen=True, kw_only=True):
     """A change that lets a larger micro-batch fit, and its predicted effect; traced, not run."""
 
     name: str
-    """``checkpointing``, ``bf16``, ``fused`` or ``expandable_segments``."""
+    """``checkpointing``, ``bf16``, ``gradient_dtype``, ``fused`` or ``expandable_segments``; several are
+    joined by ``+``."""
     advice: str
     """Instruction, in words."""
     micro_batch: int

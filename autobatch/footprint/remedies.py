@@ -1,12 +1,12 @@
 """Remedies: changes that let a larger micro-batch fit, each traced, none by a rule of thumb.
 
 A change is applied to the fake copy of the model as training would apply it (`autobatch.step.apply_knobs`),
-and the new program is searched under the same budget.
+and the new program is searched under the same budget. The answer depends on the workload alone, not on the
+time that tracing takes.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,11 +20,12 @@ from autobatch.footprint.predict import Footprint, footprint, with_workspaces
 from autobatch.footprint.program import Program, Untraceable, largest
 from autobatch.footprint.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
+from autobatch.step.gradients import low_precision_parameters
 
 NATIVE_BF16 = (8, 0)
 """First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
-TRACING_SECONDS = 20.0
-"""Limit of the time for tracing changes. One that would exceed it, judged by the last one, is left out."""
+Change = Callable[[Setting], Setting]
+Trace = Callable[[str, Setting], Footprint]
 LEAST_CHANGE = 0.01
 """Share by which the peak must fall if the micro-batch does not grow."""
 
@@ -45,12 +46,14 @@ class Spending:
     """True if segments are expandable already."""
 
 
+def trace_change(name: str, changed: Setting) -> Footprint:
+    """Trace a step with a change. The name of the change lets others keep what was traced."""
+    del name
+    return footprint(changed, tested=True)
+
+
 def find_remedies(
-    setting: Setting,
-    step: Footprint,
-    spending: Spending,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
+    setting: Setting, step: Footprint, spending: Spending, *, trace: Trace = trace_change
 ) -> list[Remedy]:
     """Find the changes that help, those that gain most first.
 
@@ -58,32 +61,79 @@ def find_remedies(
         setting: the setting that the step was traced with.
         step: the footprint without any change.
         spending: the budget.
-        clock: returns seconds.
+        trace: traces a step with a change, given its name and its setting.
 
     Returns:
-        The changes that help. One that cannot be traced, or not in time, is left out.
+        The changes with which more fits. If nothing fits with any of them alone, the only remedy is all of
+        them together that lower the peak, whether that suffices or not. A change that cannot be traced is
+        left out.
     """
-    found: list[Remedy] = []
-    try:
-        now = _outcome(step, spending, expandable=spending.expandable)
-    except Untraceable:
-        return found
+    now = _outcome(step, spending, expandable=spending.expandable)
     if now is None:
-        return found
-    for name, advice, changed, expandable in _changes(setting, step, spending, clock):
-        try:
-            then = _outcome(changed, spending, expandable=expandable)
-        except Untraceable:
-            continue
-        if then is not None and _helps(now, then):
-            found.append(Remedy(name=name, advice=advice, micro_batch=then[0], peak_bytes=then[1]))
-    return sorted(found, key=lambda one: (-one.micro_batch, one.peak_bytes))
+        return []
+    changes = list(_settings(setting))
+    found: list[tuple[str, Remedy]] = []
+    if not spending.expandable:
+        advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        then = _outcome(step, spending, expandable=True)
+        found += _remedy(now, then, "expandable_segments", advice)
+    for name, advice, change in changes:
+        then = _traced_outcome(name, change(setting), spending, trace, expandable=spending.expandable)
+        found += _remedy(now, then, name, advice)
+    if now[0] == 0 and len(found) > 1 and not any(one.micro_batch for _, one in found):
+        return [_together(setting, spending, trace, found, changes)]
+    return sorted((one for _, one in found), key=lambda one: (-one.micro_batch, one.peak_bytes))
+
+
+def _remedy(
+    now: tuple[int, int], then: tuple[int, int] | None, name: str, advice: str
+) -> list[tuple[str, Remedy]]:
+    """Return the name and the remedy if the change helps, else nothing."""
+    if then is None or not _helps(now, then):
+        return []
+    return [(name, Remedy(name=name, advice=advice, micro_batch=then[0], peak_bytes=then[1]))]
+
+
+def _together(
+    setting: Setting,
+    spending: Spending,
+    trace: Trace,
+    found: list[tuple[str, Remedy]],
+    changes: list[tuple[str, str, Change]],
+) -> Remedy:
+    """Return all changes that lower the peak as one remedy; the best of them if they cannot be traced."""
+    names = {name for name, _ in found}
+    changed = setting
+    for name, _, change in changes:
+        changed = change(changed) if name in names else changed
+    expandable = spending.expandable or "expandable_segments" in names
+    then = _traced_outcome("+".join(sorted(names)), changed, spending, trace, expandable=expandable)
+    best = min((one for _, one in found), key=lambda one: one.peak_bytes)
+    if then is None or (then[0] == 0 and then[1] >= best.peak_bytes):
+        return best
+    return Remedy(
+        name="+".join(name for name, _ in found),
+        advice=" and ".join(one.advice for _, one in found),
+        micro_batch=then[0],
+        peak_bytes=then[1],
+    )
+
+
+def _traced_outcome(
+    name: str, changed: Setting, spending: Spending, trace: Trace, *, expandable: bool
+) -> tuple[int, int] | None:
+    """Return the outcome with a change; None if it cannot be traced."""
+    try:
+        return _outcome(trace(name, changed), spending, expandable=expandable)
+    except AutobatchError:
+        return None
 
 
 def in_words(remedies: Sequence[Remedy] | None) -> str:
     """Write remedies as the end of a sentence, empty without any."""
     effects = (
-        f"{one.advice} (a micro-batch of 1 is predicted to take {format_bytes(one.peak_bytes)} with it)"
+        f"{one.advice} (not enough: a micro-batch of 1 is predicted to take "
+        f"{format_bytes(one.peak_bytes)} with it)"
         if one.micro_batch == 0
         else f"{one.advice} (a micro-batch of {one.micro_batch:,} is predicted to fit with it)"
         for one in remedies or ()
@@ -91,44 +141,30 @@ def in_words(remedies: Sequence[Remedy] | None) -> str:
     return "".join(f", {effect}" for effect in effects)
 
 
-def _changes(
-    setting: Setting, step: Footprint, spending: Spending, clock: Callable[[], float]
-) -> Iterator[tuple[str, str, Footprint, bool]]:
-    """Yield name, advice, changed footprint, and True if its segments are expandable."""
-    if not spending.expandable:
-        yield "expandable_segments", "PYTORCH_ALLOC_CONF=expandable_segments:True", step, True
-    left = TRACING_SECONDS
-    last = step.seconds
-    for name, advice, changed in _settings(setting):
-        if last > left:
-            return
-        start = clock()
-        try:
-            traced = footprint(changed, tested=True)
-        except AutobatchError:
-            continue
-        finally:
-            last = clock() - start
-            left -= last
-        yield name, advice, traced, spending.expandable
-
-
-def _settings(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
-    """Yield the changes that need a trace of their own, the most promising first."""
+def _settings(setting: Setting) -> Iterator[tuple[str, str, Change]]:
+    """Yield name, advice and effect of the changes that need a trace of their own."""
     knobs = setting.knobs
     if knobs.get(CHECKPOINTING) != "full" and find_blocks(setting.model):
         advice = "activation checkpointing of the repeated blocks"
-        yield "checkpointing", advice, replace(setting, knobs={**knobs, CHECKPOINTING: "full"})
+        yield "checkpointing", advice, lambda one: replace(one, knobs={**one.knobs, CHECKPOINTING: "full"})
     can_bf16 = setting.capability is None or setting.capability >= NATIVE_BF16
     if setting.precision == "fp32" and can_bf16:
-        yield "bf16", "--precision bf16", replace(setting, precision="bf16")
+        yield "bf16", "--precision bf16", lambda one: replace(one, precision="bf16")
+    if setting.gradient_dtype == "fp32" and low_precision_parameters(setting.model):
+        advice = "--gradient-dtype weights, which rounds the gradient after each micro-batch"
+        yield "gradient_dtype", advice, lambda one: replace(one, gradient_dtype="weights")
     # On the CPU an optimizer updates one parameter at a time, and a fused one saves nothing.
     if setting.capability is not None and knobs.get(OPTIMIZER) != "fused":
-        yield "fused", "a fused optimizer (fused=True)", replace(setting, knobs={**knobs, OPTIMIZER: "fused"})
+        advice = "a fused optimizer (fused=True)"
+        yield "fused", advice, lambda one: replace(one, knobs={**one.knobs, OPTIMIZER: "fused"})
 
 
 def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[int, int] | None:
-    """Return the largest micro-batch, 0 if none fits, and its peak (that of 1 if 0)."""
+    """Return the largest micro-batch, 0 if none fits, and its peak (that of 1 if 0).
+
+    Returns:
+        None if the allocator cannot be so, or the footprint is invalid at a size that was tried.
+    """
     if spending.allocator(expandable) is None:
         return None
 
@@ -138,9 +174,12 @@ def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[
         return made
 
     program: Program = with_workspaces(step, spending.workspaces)
-    size = largest(program, allocator, spending.cap, neighbours=0) or 0
-    # If a size fits only after the cache is emptied, the peak is the one within the budget.
-    peaks = replay(program.at(max(1, size)), allocator() if size else spending.unlimited(expandable))
+    try:
+        size = largest(program, allocator, spending.cap, neighbours=0) or 0
+        # If a size fits only after the cache is emptied, the peak is the one within the budget.
+        peaks = replay(program.at(max(1, size)), allocator() if size else spending.unlimited(expandable))
+    except Untraceable:
+        return None
     reserved = peaks.peak_reserved_bytes
     return size, peaks.peak_allocated_bytes if reserved is None else reserved
 

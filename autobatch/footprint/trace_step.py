@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
 from autobatch.core.knobs import Configuration
-from autobatch.core.records import Precision
+from autobatch.core.records import GradientDtype, Precision
 from autobatch.footprint.cuda_policy import cuda_policy, prefer_foreach
 from autobatch.footprint.trace_mode import Recorder, Recording
 from autobatch.step.train_state import TrainState, build_train_state
@@ -58,6 +58,8 @@ class Setting:
     batch_of: Callable[[int], Collated]
     """Returns a real micro-batch of that many samples, the worst case."""
     precision: Precision
+    gradient_dtype: GradientDtype = "fp32"
+    """Type in which gradients are summed."""
     capability: tuple[int, int] | None
     """Compute capability of the GPU; None for the CPU with its own operators."""
     steps: Sequence[int] = (1, 2, 2)
@@ -195,6 +197,7 @@ def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> tuple[Trai
         model,
         torch.device("cpu"),
         precision=setting.precision,
+        gradient_dtype=setting.gradient_dtype,
         learning_rate=setting.workload.learning_rate,
         max_grad_norm=setting.max_grad_norm,
         ema=setting.ema,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError, NonFiniteError
+from autobatch.core.records import GradientDtype
 from autobatch.step.gradients import LOW_PRECISION, Gradients
 from autobatch.step.loss_share import StepTotals, normalize_loss
 from autobatch.step.restore import BufferSnapshot
@@ -179,7 +180,9 @@ class Batch(Generic[CollatedT]):
         return f"batch {self.index}"
 
 
-def train_state_of(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None) -> TrainState:
+def train_state_of(
+    optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None, dtype: GradientDtype
+) -> TrainState:
     """Build the state that a step needs, without the model: only the user's loop sees that."""
     no_model = nn.Module()
     train_state = TrainState(
@@ -192,7 +195,7 @@ def train_state_of(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler
         # A disabled scaler would let gradients pass that are not finite.
         scaler=scaler if scaler is not None and scaler.is_enabled() else None,
         max_grad_norm=None,
-        gradients=Gradients(no_model, ()),
+        gradients=Gradients(no_model, (), dtype=dtype),
         buffers=BufferSnapshot(no_model),
     )
     _set_optimizers(train_state, tuple(optimizers), 0, is_alone=True)
@@ -220,11 +223,12 @@ def _set_optimizers(
         for p in parameters
         if p.requires_grad and p.dtype in LOW_PRECISION
     }
-    if low and micro_batches_done > 1:
+    dtype = train_state.gradients.dtype
+    if low and micro_batches_done > 1 and dtype == "fp32":
         raise InputError(
             f"batch.step() was given parameters in {', '.join(sorted(low))}, whose gradients must be summed "
             "in float32 from the first micro-batch on: use autobatch.batches(…, optimizer=…) instead"
         )
     train_state.optimizers = optimizers
     train_state.parameters = list({id(p): p for p in parameters}.values())
-    train_state.gradients = Gradients(train_state.model, optimizers)
+    train_state.gradients = Gradients(train_state.model, optimizers, dtype=dtype)

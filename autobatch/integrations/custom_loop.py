@@ -149,7 +149,8 @@ def batches(
         epochs = 1
     source = DataSource(data, sampler=sampler, collate=collate, batched=batched)
     drawn, total = source.batches(plan, seed=seed, steps=steps, epochs=epochs, start=start)
-    train_state = train_state_of([optimizer] if isinstance(optimizer, Optimizer) else optimizer, scaler)
+    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    train_state = train_state_of(given, scaler, plan.gradient_dtype)
     numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs, "number of batches": total}
     cutter = _Cutter(plan, source, cut_of(plan, source, size_of), train_state, _join_ranks(plan, numbers))
     return Batches((cutter.batch(index, one) for index, one in enumerate(drawn, start)), total)

@@ -79,6 +79,8 @@ def plan_for(
     """
     options.setdefault("world_size", loop.world_size)
     options.setdefault("device", device_option(loop.device))
+    # These loops add the gradient of each micro-batch to ``grad``, which has the type of the weights.
+    options.setdefault("gradient_dtype", "weights")
     options["split"] = "count"
     found = library.plan(workload, **options)
     check_world_size(found, loop.world_size, loop.name)

@@ -19,7 +19,7 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import Value
-from autobatch.core.records import Attempt, Precision
+from autobatch.core.records import Attempt, GradientDtype, Precision
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device, Meter
@@ -56,6 +56,7 @@ class TrainSetup:
     stream: Any = None
     """The user's stream, of which the workload has the first samples; None for data with an index."""
     precision: Precision
+    gradient_dtype: GradientDtype = "fp32"
     max_grad_norm: float | None = None
     ema: float | None = None
     """Decay of the averaged weights; None for no average."""
@@ -199,6 +200,7 @@ def open_train_state(setup: TrainSetup, meter: Meter, *, learning_rate: float | 
         setup.model,
         setup.device.torch_device,
         precision=setup.precision,
+        gradient_dtype=setup.gradient_dtype,
         learning_rate=setup.workload.learning_rate if learning_rate is None else learning_rate,
         max_grad_norm=setup.max_grad_norm,
         ema=setup.ema,

@@ -28,8 +28,8 @@ Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
 DIGEST = re.compile("[0-9a-f]{16}")
 """Form of a value of the key that is too long to keep."""
 ASKED_FOR = {
-    "budget_bytes", "device", "device_kind", "total_bytes", "precision", "max_grad_norm", "ema",
-    "whole_batch",
+    "budget_bytes", "device", "device_kind", "total_bytes", "precision", "gradient_dtype", "max_grad_norm",
+    "ema", "whole_batch",
 }  # fmt: skip
 """Fields of the key that options change: an answer to another question is not stale."""
 CLOSE_BUDGETS = 0.05

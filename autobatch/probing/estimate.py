@@ -20,7 +20,7 @@ from torch import nn
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.files import write_output
-from autobatch.core.records import Estimate, Plan, Precision, Remedy
+from autobatch.core.records import Estimate, GradientDtype, Plan, Precision, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.hardware_profile import HardwareProfile
@@ -30,12 +30,13 @@ from autobatch.footprint.apart import run_apart
 from autobatch.footprint.explain import explain
 from autobatch.footprint.memory_viz import dump
 from autobatch.footprint.predict import Footprint, footprint, predict
-from autobatch.footprint.remedies import NATIVE_BF16, Spending, find_remedies, in_words
+from autobatch.footprint.remedies import NATIVE_BF16, Spending, Trace, find_remedies, in_words, trace_change
 from autobatch.footprint.trace_step import Setting
 from autobatch.planning import make_plan
 from autobatch.probing.cache import prediction_errors
 from autobatch.probing.setup import build_model, whole_batch_notes, whole_batch_of
 from autobatch.report.result import Estimates
+from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -51,6 +52,7 @@ class EstimateSettings:
     memory_budget: str | int | None = None
     """None for the GPU's memory less a headroom."""
     precision: Precision | Literal["auto"] = "auto"
+    gradient_dtype: GradientDtype | Literal["auto"] = "auto"
     seed: int = 0
     profiles: Sequence[str] = ()
     """Names or files of hardware profiles; empty for all."""
@@ -93,7 +95,7 @@ def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Es
     )
     with preserved_random_state():
         seed_everything(settings.seed)
-        tracer = _Tracer(workload, whole_batch_of(workload, settings.target_batch))
+        tracer = _Tracer(workload, settings)
     off = {gpu.name: prediction_errors(home, (gpu.title, *gpu.device_names)) for gpu in gpus}
     estimates = [_estimate(tracer, gpu, settings, off[gpu.name]) for gpu in gpus]
     if not names:
@@ -101,9 +103,13 @@ def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Es
     if settings.memory_viz is not None:
         first = next(gpu for gpu in gpus if gpu.name == estimates[0].profile)
         _write_snapshot(settings.memory_viz, tracer, first, estimates[0])
-    if len(gpus) == 1:
-        remedies = _remedies(tracer, gpus[0], estimates[0], settings)
-        estimates = [msgspec.structs.replace(estimates[0], remedies=remedies)]
+    by_name = {gpu.name: gpu for gpu in gpus}
+    estimates = [
+        one
+        if one.fits and len(gpus) > 1
+        else msgspec.structs.replace(one, remedies=_remedies(tracer, by_name[one.profile], one, settings))
+        for one in estimates
+    ]
     if estimates and not any(one.fits for one in estimates):
         raise DoesNotFitError(_nothing_fits(estimates, settings))
     compared = [_compared(name, shares) for name, shares in off.items() if shares]
@@ -139,13 +145,15 @@ def _device_notes(settings: EstimateSettings) -> list[str]:
 class _Tracer:
     """Traces of a workload, one for each way in which GPUs run it."""
 
-    def __init__(self, workload: Workload, whole_batch: int | None) -> None:
+    def __init__(self, workload: Workload, settings: EstimateSettings) -> None:
         self.workload = workload
-        self.whole_batch = whole_batch
+        self.whole_batch = whole_batch_of(workload, settings.target_batch)
         self.model = on_meta(workload)
+        self.gradient_dtype = gradient_dtype_of(self.model, settings.gradient_dtype)
         self.worst_case = WorstCaseSampler(workload)
         self.worst_case.check_collate()
         self._steps: dict[tuple[bool, Precision], Footprint] = {}
+        self._changed: dict[tuple[bool, Precision, str], Footprint | AutobatchError] = {}
 
     def trace(self, capability: tuple[int, int], precision: Precision) -> Footprint:
         """Return the footprint on GPUs of a compute capability."""
@@ -156,6 +164,27 @@ class _Tracer:
             self._steps[key] = footprint(self.setting(capability, precision), tested=tested)
         return self._steps[key]
 
+    def trace_change(self, capability: tuple[int, int], precision: Precision) -> Trace:
+        """Return a function that traces a change for these GPUs, once for all of them.
+
+        Raises:
+            AutobatchError: from the function, if the change cannot be traced.
+        """
+
+        def trace(name: str, changed: Setting) -> Footprint:
+            key = (capability >= NATIVE_BF16, precision, name)
+            if key not in self._changed:
+                try:
+                    self._changed[key] = trace_change(name, changed)
+                except AutobatchError as error:
+                    self._changed[key] = error
+            found = self._changed[key]
+            if isinstance(found, AutobatchError):
+                raise found
+            return found
+
+        return trace
+
     def setting(self, capability: tuple[int, int], precision: Precision) -> Setting:
         """Return what is traced for them."""
         return Setting(
@@ -163,6 +192,7 @@ class _Tracer:
             model=self.model,
             batch_of=self.worst_case.batch,
             precision=precision,
+            gradient_dtype=self.gradient_dtype,
             capability=capability,
             samples=self.whole_batch,
         )
@@ -170,6 +200,7 @@ class _Tracer:
     def notes(self) -> Iterator[str]:
         """Yield remarks on the traces, one per line."""
         yield from whole_batch_notes(self.workload, self.whole_batch)
+        yield from gradient_sum_notes(self.model, self.gradient_dtype)
         for step in self._steps.values():
             yield from step.notes
 
@@ -224,7 +255,7 @@ def _estimate(
         peak_allocated_bytes=found.peak_allocated_bytes,
         peak_reserved_bytes=found.peak_reserved_bytes,
         seconds=time.perf_counter() - start,
-        plan=_plan(tracer.workload, found.micro_batch, precision, settings) if found.fits else None,
+        plan=_plan(tracer, found.micro_batch, precision, settings) if found.fits else None,
         retries=found.outcome.retries,
         memory=where.by_kind,
         modules=where.by_module,
@@ -255,7 +286,8 @@ def _remedies(
     )
     with preserved_random_state():
         step = tracer.trace(capability, one.precision)
-        return find_remedies(tracer.setting(capability, one.precision), step, spending)
+        setting = tracer.setting(capability, one.precision)
+        return find_remedies(setting, step, spending, trace=tracer.trace_change(capability, one.precision))
 
 
 def _cap(workload: Workload, settings: EstimateSettings) -> int:
@@ -270,17 +302,16 @@ def _precision(settings: EstimateSettings, capability: tuple[int, int]) -> Preci
     return "bf16" if capability >= NATIVE_BF16 else "fp32"
 
 
-def _plan(
-    workload: Workload, micro_batch: int, precision: Precision, settings: EstimateSettings
-) -> Plan | None:
+def _plan(tracer: _Tracer, micro_batch: int, precision: Precision, settings: EstimateSettings) -> Plan | None:
     if settings.target_batch is None:
         return None
     return make_plan(
         target_batch=settings.target_batch,
         micro_batch_limit=micro_batch,
-        learning_rate=workload.learning_rate,
-        base_batch=workload.base_batch,
+        learning_rate=tracer.workload.learning_rate,
+        base_batch=tracer.workload.base_batch,
         precision=precision,
+        gradient_dtype=tracer.gradient_dtype,
     )
 
 

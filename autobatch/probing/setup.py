@@ -13,7 +13,7 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
-from autobatch.core.records import DeviceRecord, Precision, Record
+from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
@@ -24,7 +24,7 @@ from autobatch.device.select import device_kind, open_device
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
-from autobatch.step.gradients import gradient_sum_notes
+from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.step.optimizers import argument_of
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
@@ -46,6 +46,7 @@ class SetupSettings:
     memory_budget: str | int | None = None
     """None for the free memory less a headroom."""
     precision: Precision | Literal["auto"] = "auto"
+    gradient_dtype: GradientDtype | Literal["auto"] = "auto"
     seed: int = 0
     max_grad_norm: float | None = None
     """None for no clipping."""
@@ -76,6 +77,7 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     learning_rate: float
     base_batch: int | None
     precision: Precision
+    gradient_dtype: GradientDtype = "fp32"
     name: str
     allocator: AllocatorConfig | None = None
     """Settings of the device's caching allocator; None if it caches nothing."""
@@ -148,6 +150,7 @@ def open_setup(
         device=device,
         worst_case=WorstCaseSampler(workload, seed=settings.seed),
         precision=precision_of(settings, device),
+        gradient_dtype=gradient_dtype_of(model, settings.gradient_dtype),
         max_grad_norm=settings.max_grad_norm,
         ema=settings.ema,
         whole_batch=whole_batch_of(workload, settings.target_batch),
@@ -209,6 +212,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         learning_rate=workload.learning_rate,
         base_batch=workload.base_batch,
         precision=setup.precision,
+        gradient_dtype=setup.gradient_dtype,
         name=workload.name,
         allocator=setup.device.allocator_config,
         compute_capability=setup.device.compute_capability,
@@ -221,7 +225,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
             *stream_notes(workload.train_data),
             *setup.worst_case.notes,
             *whole_batch_notes(workload, setup.whole_batch),
-            *gradient_sum_notes(setup.model),
+            *gradient_sum_notes(setup.model, setup.gradient_dtype),
             *placement_notes(setup.model),
         ],
     )
@@ -232,6 +236,8 @@ def device_key(setup: TrainSetup) -> dict[str, KeyValue]:
     device = setup.device.describe()
     return {
         "precision": setup.precision,
+        # None as in the keys of runs that knew no other type.
+        "gradient_dtype": None if setup.gradient_dtype == "fp32" else setup.gradient_dtype,
         "device": device.name,
         "device_kind": device.kind,
         "total_bytes": device.total_bytes,

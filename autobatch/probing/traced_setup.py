@@ -131,6 +131,7 @@ def setting_of(setup: TrainSetup) -> Setting:
         model=setup.model,
         batch_of=setup.worst_case.batch,
         precision=setup.precision,
+        gradient_dtype=setup.gradient_dtype,
         capability=setup.device.compute_capability,
         steps=ATTEMPT_STEPS,
         samples=setup.whole_batch,

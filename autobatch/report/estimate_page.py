@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autobatch.core.records import Estimate
+from autobatch.core.records import Estimate, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.drawing import Table
 from autobatch.report.html import Markup, element, prose, table
@@ -57,6 +57,12 @@ def _row(one: Estimate) -> list[str]:
     ]
 
 
+def _with_change(remedy: Remedy) -> str:
+    if remedy.micro_batch:
+        return f"{count(remedy.micro_batch)} fit"
+    return f"does not fit: {format_bytes(remedy.peak_bytes)}"
+
+
 def _memories(found: Estimates) -> Iterator[Markup]:
     """Yield the memory of each GPU at its peak, collapsed."""
     for one in found.estimates:
@@ -66,7 +72,7 @@ def _memories(found: Estimates) -> Iterator[Markup]:
             for name, size in list(one.modules.items())[:TOP_MODULES]
             if size
         ]
-        rows += [[f"with {remedy.name}", f"{count(remedy.micro_batch)} fit"] for remedy in one.remedies or ()]
+        rows += [[f"with {remedy.name}", _with_change(remedy)] for remedy in one.remedies or ()]
         if rows:
             caption = f"{one.profile}: memory at the peak, in phase {one.phase}"
             shown = table(Table(caption=caption, head=["Part", "Bytes"], rows=rows))

@@ -202,6 +202,7 @@ class Terminal(Progress):
         )
         wide.print(table)
         if len(estimates.estimates) != 1:
+            self._print_advice(estimates)
             return
         one = estimates.estimates[0]
         self._console.print()
@@ -210,6 +211,14 @@ class Terminal(Progress):
             self._console.print("\npredicted micro-batch with a change:")
         for text in remedy_lines(one):
             self._console.print(Text(self._shown(text)), soft_wrap=True)
+
+    def _print_advice(self, estimates: Estimates) -> None:
+        """Print what would let a GPU fit, of those that do not."""
+        for one in estimates.estimates:
+            if one.remedies and not one.fits:
+                self._console.print(f"\npredicted micro-batch on {printable(one.profile)} with a change:")
+                for text in remedy_lines(one):
+                    self._console.print(Text(self._shown(text)), soft_wrap=True)
 
     def _print_line(self, line: Line) -> None:
         """Print a line of the summary; a long text continues below its beginning, and a path is a link."""

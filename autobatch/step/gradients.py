@@ -1,18 +1,20 @@
-"""The gradients of one batch: accumulated in float32 at least, measured, scaled and freed.
+"""The gradients of one batch: accumulated, measured, scaled and freed.
 
 bf16 and fp16 cannot accumulate in their own precision: 1024 times 1/1024 is 0.25 in bf16. So each 16-bit
 gradient is added to a float32 sum as soon as a backward pass has finished it. Only the sum over the batch is
-rounded.
+rounded. On request they accumulate in the type of the weights, which takes half the memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from autobatch.core.records import GradientDtype
 from autobatch.core.units import MiB, format_bytes
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -29,20 +31,25 @@ class Gradients:
     Args:
         model: the model. Its parameters may get gradients that no optimizer reads; they are freed too.
         optimizers: their groups are read again for every batch, so that a schedule may unfreeze parameters.
+        dtype: type in which the gradients of 16-bit parameters are summed.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers, *, dtype: GradientDtype = "fp32") -> None:
+        self.dtype: GradientDtype = dtype
         self._optimizers = optimizers
         trained = {id(p) for p in _parameters_of(optimizers)}
         self._others = [p for p in model.parameters() if id(p) not in trained]
         self._sums: dict[nn.Parameter, Tensor] = {}
         self.keeps_memory = False
         """True if `clear` fills gradients with zeros and keeps their memory, which DDP's buckets share."""
-        self._has_low_precision = any(p.dtype in LOW_PRECISION for p in _parameters_of(optimizers))
+        self._has_sums = dtype == "fp32" and any(p.dtype in LOW_PRECISION for p in _parameters_of(optimizers))
 
     def summed_in_float32(self) -> AbstractContextManager[None]:
-        """Accumulate 16-bit gradients in float32 within the block, by hooks that are removed at its end."""
-        return self._hooked() if self._has_low_precision else nullcontext()
+        """Accumulate 16-bit gradients in float32 within the block, by hooks that are removed at its end.
+
+        Do nothing if they are summed in the type of the weights.
+        """
+        return self._hooked() if self._has_sums else nullcontext()
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -78,7 +85,7 @@ class Gradients:
 
     def new_zeros(self, parameter: nn.Parameter) -> Tensor:
         """Give a parameter without a gradient one of zeros, in the type in which it accumulates."""
-        if parameter.dtype in LOW_PRECISION:
+        if self.dtype == "fp32" and parameter.dtype in LOW_PRECISION:
             self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
             return self._sums[parameter]
         parameter.grad = torch.zeros_like(parameter)
@@ -114,24 +121,46 @@ class Gradients:
             total.add_(gradient)
 
 
-def gradient_sum_notes(model: nn.Module) -> list[str]:
-    """Return a note on the memory of float32 sums if 16-bit parameters are trained, else nothing."""
-    low = [p for p in model.parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
+def gradient_dtype_of(model: nn.Module, asked: GradientDtype | Literal["auto"]) -> GradientDtype:
+    """Return the type in which the gradients of a model are summed: ``fp32`` without 16-bit weights."""
+    return "weights" if asked == "weights" and low_precision_parameters(model) else "fp32"
+
+
+def low_precision_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters with 16 bits."""
+    return [p for p in model.parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
+
+
+def gradient_sum_notes(model: nn.Module, dtype: GradientDtype) -> list[str]:
+    """Return a note on the memory of gradient sums if 16-bit parameters are trained, else nothing."""
+    low = low_precision_parameters(model)
     if not low:
         return []
     elements = sum(parameter.numel() for parameter in low)
     types = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in low}))
+    if dtype == "weights":
+        return [
+            f"{elements:,} parameters are in {types}: their gradients are summed in it, which takes "
+            f"{format_bytes(2 * elements)}, half as much as in float32, and rounds the sum after each "
+            "micro-batch, so that small ones are lost (--gradient-dtype weights)"
+        ]
     return [
         f"{elements:,} parameters are in {types}: their gradients are summed in float32, which takes "
         f"{format_bytes(4 * elements)}, twice as much as in 16 bits, because 16-bit sums lose small "
-        "micro-batches"
+        "micro-batches (--gradient-dtype weights sums them in 16 bits)"
     ]
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients together, a 0-d tensor that is finite only if every element is."""
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    norms = torch._foreach_norm(dense)
+    # In 16 bits a norm would have 8 or 11 bits, and could overflow.
+    low = [one for one in dense if one.dtype in LOW_PRECISION]
+    others = [one for one in dense if one.dtype not in LOW_PRECISION]
+    norms = (
+        *(torch._foreach_norm(others) if others else ()),
+        *(torch._foreach_norm(low, 2, torch.float32) if low else ()),
+    )
     first = norms[0]
     if any(n.dtype != first.dtype or n.device != first.device for n in norms):
         norms = tuple(n.to(first.device, torch.float64) for n in norms)

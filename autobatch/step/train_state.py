@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Precision
+from autobatch.core.records import GradientDtype, Precision
 from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer
@@ -55,6 +55,7 @@ def build_train_state(
     device: torch.device,
     *,
     precision: Precision,
+    gradient_dtype: GradientDtype = "fp32",
     learning_rate: float,
     max_grad_norm: float | None = None,
     ema: float | None = None,
@@ -68,6 +69,7 @@ def build_train_state(
         model: the model, already on ``device``.
         device: the device that trains.
         precision: precision of the forward pass.
+        gradient_dtype: type in which the gradients of 16-bit parameters are summed.
         learning_rate: passed to ``Workload(optimizer=…)``.
         max_grad_norm: 2-norm to clip gradients to; None for no clipping.
         ema: decay of the weight average; None for no average.
@@ -103,7 +105,7 @@ def build_train_state(
         precision=precision,
         scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
         max_grad_norm=max_grad_norm,
-        gradients=Gradients(model, optimizers),
+        gradients=Gradients(model, optimizers, dtype=gradient_dtype),
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         average=None if ema is None else WeightAverage(parameters, ema),

@@ -227,6 +227,7 @@ def _build_loop(
         model,
         setup.device.torch_device,
         precision=plan.precision,
+        gradient_dtype=plan.gradient_dtype,
         learning_rate=plan.learning_rate,
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,

@@ -27,6 +27,7 @@ _BIT_EXACT_KEYS = {
     "total_bytes": "size of its memory",
     "torch": "torch",
     "precision": "--precision",
+    "gradient_dtype": "--gradient-dtype",
 }
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
 

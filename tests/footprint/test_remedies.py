@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from autobatch.core.records import Remedy
 from autobatch.core.units import MiB
@@ -15,7 +16,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import remedies
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import largest
+from autobatch.footprint.program import Polynomial, largest
 from autobatch.footprint.remedies import Spending, find_remedies, in_words
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setting, setup, token_loss
@@ -122,10 +123,47 @@ def test_a_remedy_that_cannot_be_traced_is_left_out(traced, monkeypatch):
     assert set(by_name(find_remedies(one, step, on_gpu(BUDGET)))) <= {"expandable_segments"}
 
 
-def test_the_time_for_tracing_is_limited(traced):
+def test_advice_does_not_depend_on_the_time_of_tracing(traced):
     one, step = traced
-    slow = replace(step, seconds=remedies.TRACING_SECONDS + 1)
-    assert set(by_name(find_remedies(one, slow, on_gpu(BUDGET)))) <= {"expandable_segments"}
+    known = {}
+
+    def trace(name, changed):
+        known[name] = known.get(name) or remedies.trace_change(name, changed)
+        return known[name]
+
+    found = find_remedies(one, step, on_gpu(BUDGET), trace=trace)
+    assert "checkpointing" in by_name(found)
+    slow = {name: replace(one, seconds=10**6) for name, one in known.items()}
+    again = find_remedies(one, replace(step, seconds=10**6), on_gpu(BUDGET), trace=lambda name, _: slow[name])
+    assert again == found
+
+
+def test_changes_are_combined_if_none_suffices_alone():
+    workload = make(lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 8).bfloat16()))
+    one = replace(setting(setup(WORKLOADS["perceptron"]())), model=workload.model())
+    step = footprint(setting(setup(WORKLOADS["perceptron"]())))
+    quarters = {"bf16": 3, "gradient_dtype": 2, "bf16+gradient_dtype": 1}
+    asked = []
+
+    def trace(name, changed):
+        asked.append((name, changed.precision, changed.gradient_dtype))
+        events = [
+            (block, rule and Polynomial(*(quarters[name] * part for part in rule[:3]), 4 * rule.denominator))
+            for block, rule in step.program.events
+        ]
+        return replace(step, program=replace(step.program, events=tuple(events)))
+
+    peak = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes
+    [found] = find_remedies(one, step, on_cpu(0.4 * peak), trace=trace)
+    assert (found.name, found.micro_batch > 0) == ("bf16+gradient_dtype", True)
+    assert asked[-1] == ("bf16+gradient_dtype", "bf16", "weights")
+    [found] = find_remedies(one, step, on_cpu(0.2 * peak), trace=trace)
+    assert (found.name, found.micro_batch) == ("bf16+gradient_dtype", 0)
+    some = find_remedies(one, step, on_cpu(0.6 * peak), trace=trace)
+    assert [(remedy.name, remedy.micro_batch > 0) for remedy in some] == [
+        ("gradient_dtype", True),
+        ("bf16", False),
+    ]
 
 
 def test_remedies_end_a_sentence():
@@ -136,7 +174,7 @@ def test_remedies_end_a_sentence():
     some = [remedy(micro_batch=1200, peak_bytes=1), remedy(micro_batch=0, peak_bytes=3 * MiB)]
     assert in_words(some) == (
         ", this (a micro-batch of 1,200 is predicted to fit with it)"
-        ", this (a micro-batch of 1 is predicted to take 3.00 MiB with it)"
+        ", this (not enough: a micro-batch of 1 is predicted to take 3.00 MiB with it)"
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.planning import micro_batches
-from autobatch.step.gradients import Gradients, gradient_sum_notes, norm_of
+from autobatch.step.gradients import Gradients, gradient_dtype_of, gradient_sum_notes, norm_of
 from autobatch.step.train_step import accumulate, finish, train_step
 from tests.support.steps import EXACT, KINDS, SAMPLES, off, split, train_state_of, whole_tokens
 from tests.support.training import (
@@ -157,8 +157,45 @@ def test_one_bad_element_makes_the_norm_non_finite(bad: float) -> None:
 def test_the_memory_of_float32_sums_is_told_for_trained_16_bit_parameters() -> None:
     model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(8, 8)).to(torch.bfloat16)
     model[1].requires_grad_(False)
-    assert gradient_sum_notes(model) == [
+    assert gradient_sum_notes(model, "fp32") == [
         "2,048 parameters are in bfloat16: their gradients are summed in float32, which takes 8.00 KiB, "
-        "twice as much as in 16 bits, because 16-bit sums lose small micro-batches"
+        "twice as much as in 16 bits, because 16-bit sums lose small micro-batches (--gradient-dtype "
+        "weights sums them in 16 bits)"
     ]
-    assert gradient_sum_notes(model.float()) == []
+    assert gradient_sum_notes(model.float(), "fp32") == []
+
+
+def test_gradients_are_summed_in_the_type_of_the_weights_on_request() -> None:
+    """In bf16 a sum of 1/1024 stops at 1/4, because the next one is lost in rounding."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
+
+    workload = make_workload(
+        model=One,
+        train_data=Rows(torch.ones(1024)),
+        loss=lambda model, batch: (model.weight.sum() * batch[0].to(torch.bfloat16)).mean(),
+        optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
+    )
+    train_state = train_state_of(workload, gradient_dtype="weights")
+    result = train_step(train_state, split(workload, [1] * 1024), 1024)
+    assert torch.equal(train_state.model.weight, torch.full((300,), -0.25, dtype=torch.bfloat16))
+    # In bf16 the norm would be 4.34375.
+    assert result.grad_norm == pytest.approx(0.25 * 300**0.5, rel=1e-6)
+
+
+def test_only_16_bit_weights_may_sum_in_their_own_type() -> None:
+    wide, narrow = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
+    assert gradient_dtype_of(wide, "weights") == "fp32"
+    assert [gradient_dtype_of(narrow, asked) for asked in ("auto", "fp32", "weights")] == [
+        "fp32",
+        "fp32",
+        "weights",
+    ]
+    assert gradient_sum_notes(wide, "fp32") == []
+    [fp32] = gradient_sum_notes(narrow, "fp32")
+    [weights] = gradient_sum_notes(narrow, "weights")
+    assert "takes 24 B" in fp32
+    assert "takes 12 B" in weights
