@@ -86,16 +86,7 @@ def build_train_state(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     apply_implementation(optimizers, knobs)
     parameters = list({id(p): p for group in groups for p in group["params"]}.values())
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise InputError(
-            "Workload(optimizer=…) must train at least 1 parameter that requires a gradient, found 0 of "
-            f"{len(parameters):,}: build it from the parameters that it receives, and leave some unfrozen"
-        )
-    if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in parameters):
-        raise InputError(
-            "--precision fp16 needs fp32 parameters, found fp16: keep them in fp32, or choose --precision "
-            "fp32 to run them in their own type"
-        )
+    _check_parameters(parameters, precision)
     return TrainState(
         model=model,
         loss=apply_forward(workload.loss, model, knobs),
@@ -111,6 +102,19 @@ def build_train_state(
         average=None if ema is None else WeightAverage(parameters, ema),
         exchange=exchange_buffer(parameters, device, world=world) if world > 1 else None,
     )
+
+
+def _check_parameters(parameters: list[nn.Parameter], precision: Precision) -> None:
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise InputError(
+            "Workload(optimizer=…) must train at least 1 parameter that requires a gradient, found 0 of "
+            f"{len(parameters):,}: build it from the parameters that it receives, and leave some unfrozen"
+        )
+    if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in parameters):
+        raise InputError(
+            "--precision fp16 needs fp32 parameters, found fp16: keep them in fp32, or choose --precision "
+            "fp32 to run them in their own type"
+        )
 
 
 def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[object]:

@@ -10,7 +10,10 @@ import pytest
 from torch import nn
 
 from autobatch.core.errors import DoesNotFitError
+from autobatch.core.records import Remedy
 from autobatch.core.units import MiB
+from autobatch.footprint.remedies import trace_change
+from autobatch.probing import estimate as estimating
 from autobatch.probing.cache import CachedLimit, store
 from autobatch.probing.estimate import EstimateSettings, estimate_limits, on_meta
 from autobatch.report.terminal import Terminal
@@ -69,6 +72,34 @@ def test_saved_runs_that_took_more_memory_widen_the_interval(tmp_path):
     tight = EstimateSettings(profiles=["rtx-4090", "l4"], memory_budget=f"{32 * MiB}")
     assert now.micro_batch_low == estimate_limits(workload, tight, home=NOWHERE).estimates[0].micro_batch
     assert any("-1.0% to +25.0% more than predicted (2 compared)" in note for note in after.notes)
+
+
+def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
+    """Each change is traced once for all GPUs that run a step in the same way."""
+    traced = []
+
+    def advise(setting, step, spending, *, trace):
+        assert trace("smaller", setting).program == step.program
+        limit = spending.allocator(False).limit
+        return [Remedy(name="smaller", advice="a smaller model", micro_batch=7, peak_bytes=limit)]
+
+    monkeypatch.setattr(estimating, "run_apart", lambda function: function())
+    monkeypatch.setattr(estimating, "find_remedies", advise)
+    monkeypatch.setattr(
+        estimating, "trace_change", lambda name, changed: traced.append(name) or trace_change(name, changed)
+    )
+    names = ["t4", "l40s", "v100-16gb"]
+    options = EstimateSettings(profiles=names, memory_budget="0.13%", precision="fp32", micro_batch=8)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    assert [one.fits for one in found.estimates] == [False, True, False]
+    advice = [one.remedies and one.remedies[0].peak_bytes for one in found.estimates]
+    assert advice == [found.estimates[0].budget_bytes, None, found.estimates[2].budget_bytes]
+    assert traced == ["smaller"]
+    text = StringIO()
+    Terminal(text).estimated(found)
+    for name in ("t4", "v100-16gb"):
+        assert f"predicted micro-batch on {name} with a change:" in text.getvalue()
+    assert "on l40s with" not in text.getvalue()
 
 
 def test_estimates_for_several_gpus_have_no_remedies():
