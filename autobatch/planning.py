@@ -102,14 +102,14 @@ def make_plan(
     Raises:
         InputError: a number is below 1, or there are fewer samples than ranks.
     """
-    for name, value in (
-        ("target batch", target_batch),
-        ("micro-batch limit", micro_batch_limit),
-        ("world size", world_size),
-        ("base batch", 1 if base_batch is None else base_batch),
-    ):
-        if value < 1:
-            raise InputError(f"the {name} is {value}: it must be 1 or more")
+    _check_positive(
+        {
+            "target batch": target_batch,
+            "micro-batch limit": micro_batch_limit,
+            "world size": world_size,
+            "base batch": 1 if base_batch is None else base_batch,
+        }
+    )
     if target_batch < world_size:
         raise InputError(
             f"a target batch of {target_batch} over {world_size} ranks leaves a rank without a sample: "
@@ -134,6 +134,12 @@ def make_plan(
         precision=precision,
         gradient_dtype=gradient_dtype,
     )
+
+
+def _check_positive(numbers: Mapping[str, int]) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise InputError(f"the {name} is {value}: it must be 1 or more")
 
 
 def launched_world_size(environ: Mapping[str, str]) -> int:
