@@ -102,14 +102,8 @@ def make_plan(
     Raises:
         InputError: a number is below 1, or there are fewer samples than ranks.
     """
-    _check_positive(
-        {
-            "target batch": target_batch,
-            "micro-batch limit": micro_batch_limit,
-            "world size": world_size,
-            "base batch": 1 if base_batch is None else base_batch,
-        }
-    )
+    numbers = {"target batch": target_batch, "micro-batch limit": micro_batch_limit}
+    _check_positive({**numbers, "world size": world_size, "base batch": base_batch})
     if target_batch < world_size:
         raise InputError(
             f"a target batch of {target_batch} over {world_size} ranks leaves a rank without a sample: "
@@ -136,9 +130,9 @@ def make_plan(
     )
 
 
-def _check_positive(numbers: Mapping[str, int]) -> None:
+def _check_positive(numbers: Mapping[str, int | None]) -> None:
     for name, value in numbers.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise InputError(f"the {name} is {value}: it must be 1 or more")
 
 
