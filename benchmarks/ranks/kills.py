@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 RESULT = Path(__file__).parents[1] / "results" / "ranks-kills_amd-epyc_2026-11-22.json"
 ROOT = Path(__file__).parents[2]
-STEPS = 400
+STEPS = 1200
 WORKLOAD = """
 import pathlib, time, torch
 from torch.nn.functional import cross_entropy
