@@ -4,9 +4,10 @@ DDP wraps the loss and not the model, because a loss may call any method of a mo
 calls of its own forward. All micro-batches but the last run under ``no_sync``. DDP divides by the number of
 ranks, so the loss is multiplied by it first. Gradients live in DDP's buckets and are zeroed in place.
 
-Before the last micro-batch, and between its forward and its backward pass, the ranks vote whether memory ran
-out. A batch that failed until then runs again on all ranks; from the last backward pass on, nothing can be
-repeated. A rank without samples runs one of weight 0, since DDP needs a backward pass on every rank.
+Between the forward and the backward pass of the last micro-batch, the ranks vote whether memory ran out. A
+batch that failed until then runs again on all ranks, with DDP built anew, because a reduction was prepared.
+From the last backward pass on, nothing can be repeated. A rank without samples runs one of weight 0, since
+DDP needs a backward pass on every rank.
 """
 
 from __future__ import annotations
@@ -72,7 +73,6 @@ class Overlap(GroupEngine):
         """
         self._module = _LossModule(train_state.model, train_state.loss)
         self._spare = spare
-        self._votes = 0
         self._peer_failed = False
         self._has_no_counts = False
         self._is_passing = False
@@ -90,11 +90,10 @@ class Overlap(GroupEngine):
         self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterator[tuple[Collated, int]]:
         """See `Engine.passing`."""
-        self._votes, self._peer_failed = 0, False
+        self._peer_failed = False
         self._agree_on_scale(train_state)
         self._module.weight, self._module.count_weight = float(self.ranks.world), 1.0
         if count == 0:
-            self._vote(failed=False)
             self._module.weight = self._module.count_weight = 0.0
             before = capture_random_state()
             self._begin(is_last=True)
@@ -105,8 +104,6 @@ class Overlap(GroupEngine):
         fetched = iter(micro_batches)
         for number in range(1, count + 1):
             coming = [next(fetched)]
-            if number == count:
-                self._vote(failed=False)
             self._begin(is_last=number == count)
             # This frame holds no micro-batch while it trains.
             yield coming.pop()
@@ -144,15 +141,14 @@ class Overlap(GroupEngine):
             train_state.items_per_sample = max(one or 0.0 for one in known) or 1.0
 
     def _give_up(self, train_state: TrainState, outcome: OutOfMemory) -> OutOfMemory:
-        """Let the other ranks know, unless they do; build DDP anew if a reduction was prepared."""
+        """Let the other ranks know, unless they do, and build DDP anew, which has prepared a reduction."""
         if not self._peer_failed:
             self._vote(failed=True)
-        if self._votes == 2:
-            train_state.buffers.restore(keep=True)
-            # A rank that fails here cannot tell the others.
-            train_state.stepping = True
-            self._wrap(train_state)
-            train_state.stepping = False
+        train_state.buffers.restore(keep=True)
+        # A rank that fails here cannot tell the others.
+        train_state.stepping = True
+        self._wrap(train_state)
+        train_state.stepping = False
         return OutOfMemory("") if self._peer_failed else outcome
 
     def _loss_of(self, train_state: TrainState) -> LossFunction:
@@ -181,7 +177,6 @@ class Overlap(GroupEngine):
         """Tell whether memory ran out here, and stop if it did on another rank."""
         with self.ranks.meeting():
             is_failed = self.ranks.agree(failed)
-        self._votes += 1
         if is_failed and not failed:
             self._peer_failed = True
             raise _PeerOutOfMemory("memory ran out on another rank")

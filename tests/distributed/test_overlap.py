@@ -49,4 +49,4 @@ def test_after_needs_one_collective_a_step(server: RankServer) -> None:
 
 
 def test_overlap_reduces_gradients_once_a_step(server: RankServer) -> None:
-    assert server.values(count_collectives, "overlap") == [{"gradients": 1, "reduction": 1, "vote": 2}] * 2
+    assert server.values(count_collectives, "overlap") == [{"gradients": 1, "reduction": 1, "vote": 1}] * 2

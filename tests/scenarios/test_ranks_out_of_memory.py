@@ -67,7 +67,7 @@ def open_loop(group: Any, kind: str, fault: Fault, sync: str = "after") -> Loop:
 
 
 def mark_votes(engine: Any, fault: Fault) -> None:
-    """Let a fault know of the votes of DDP, and of the second one, after which nothing can be repeated."""
+    """Let a fault know of the vote of DDP, after which nothing can be repeated."""
     fault.limit = 10**9  # type: ignore[attr-defined]
     vote = getattr(engine, "_vote", None)
 
@@ -75,7 +75,7 @@ def mark_votes(engine: Any, fault: Fault) -> None:
         before, fault.phase = fault.phase, "vote"
         vote(failed=failed)
         fault.phase = before
-        if fault.armed and engine._votes == 2:
+        if fault.armed:
             fault.limit = fault.count
 
     if vote is not None:
