@@ -7,7 +7,6 @@ step cannot be traced, a few of them are run.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,21 +86,29 @@ class RunBatches:
     is_padded: bool = True
     """False if the mean size of a micro-batch decides on its memory."""
 
-    @property
-    def sampler(self) -> GlobalBatchSampler:
-        """The batches in the order of the run."""
+    def sampler(self, batches: int) -> GlobalBatchSampler:
+        """Return the first batches in the order of the run."""
         target, samples = self.order.target_batch, len(self.sizes)
         assert target is not None
         # A run that drops every batch does not start, and another stage says so.
         last = "carry" if samples < target else self.order.last_batch
         return GlobalBatchSampler(
-            samples=samples, target_batch=target, seed=self.order.seed, steps=REPLAYED, last_batch=last
+            samples=samples, target_batch=target, seed=self.order.seed, steps=batches, last_batch=last
         )
 
-    def replay(self, program: SizeProgram, split: Split, micro_batch: int) -> BatchReplay:
-        """Replay the batches in an empty allocator with the budget as its limit."""
-        shapes = ([self._shape(part) for part in parts] for parts in self._parts(split, micro_batch))
-        return replay_batches(program, shapes, self.setup.device.new_allocator(), most_events=MOST_EVENTS)
+    def replay(
+        self,
+        program: SizeProgram,
+        split: Split,
+        micro_batch: int,
+        *,
+        batches: int | None = None,
+        most_events: int = MOST_EVENTS,
+    ) -> BatchReplay:
+        """Replay batches in an empty allocator with the budget as its limit; `REPLAYED` ones by default."""
+        parts = self._parts(split, micro_batch, REPLAYED if batches is None else batches)
+        shapes = ([self._shape(part) for part in each] for each in parts)
+        return replay_batches(program, shapes, self.setup.device.new_allocator(), most_events=most_events)
 
     def run(self, split: Split, micro_batch: int, *, count: int) -> str | None:
         """Run the first batches within the budget, on copies of the weights.
@@ -116,7 +123,7 @@ class RunBatches:
                 meter.mark("setup")
                 with temporary_weights(setup.model, setup.device.torch_device):
                     train_state = open_train_state(setup, meter)
-                    for parts in itertools.islice(self._parts(split, micro_batch), count):
+                    for parts in self._parts(split, micro_batch, count):
                         samples = sum(len(part.ids) for part in parts)
                         fetched = ((load_micro_batch(setup.workload, p.ids), len(p.ids)) for p in parts)
                         train_step(train_state, batches_of(setup, meter, fetched), samples, mark=meter.mark)
@@ -133,8 +140,8 @@ class RunBatches:
     def _shape(self, part: MicroBatchIds) -> Shape:
         return Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=self.is_padded))
 
-    def _parts(self, split: Split, micro_batch: int) -> Iterator[list[MicroBatchIds]]:
-        return (split.parts(batch, micro_batch) for batch in self.sampler.batches())
+    def _parts(self, split: Split, micro_batch: int, count: int) -> Iterator[list[MicroBatchIds]]:
+        return (split.parts(batch, micro_batch) for batch in self.sampler(count).batches())
 
 
 def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None:

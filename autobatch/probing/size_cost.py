@@ -27,7 +27,9 @@ from autobatch.workload.rng import preserved_random_state
 SECONDS = 4.0
 """Time after which no further round of measurements begins."""
 ROUNDS = 5
-"""Measurements of each shape, in turns; the fastest counts, because disturbances only add."""
+"""Measurements of each shape at least, in turns; the fastest counts, because disturbances only add."""
+MOST_ROUNDS = 25
+"""Measurements of each shape at most, if they take no more than a quarter of the time."""
 LEAST_FIXED = 0.5
 """Share of the time of the smallest micro-batch that is taken to be fixed at least. Disturbed measurements
 may show none, and a cut into single samples would follow."""
@@ -71,8 +73,8 @@ def measure_cost(setup: TrainSetup, sizes: NDArray[np.float64], limit: int) -> M
                     break
                 best[shape] = math.inf
                 _time(setup, train_state, meter, shape)
-            for number in range(ROUNDS):
-                if number and setup.clock() - start > SECONDS:
+            for number in range(MOST_ROUNDS):
+                if number and setup.clock() - start > SECONDS / (1 if number < ROUNDS else 4):
                     break
                 for shape, least in best.items():
                     best[shape] = min(least, _time(setup, train_state, meter, shape))

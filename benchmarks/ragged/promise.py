@@ -1,16 +1,18 @@
 """Whether a limit holds on samples of different sizes: plan, then train and count out-of-memory errors.
 
-    python -m benchmarks.ragged.promise FOLDER [--minutes 9] [--steps 500] [--seeds 0 1 2]
+    python -m benchmarks.ragged.promise FOLDER [--replay] [--minutes 9] [--seeds 0 1 2]
 
 Runs every workload under three budgets on a simulated GPU and on the CPU, which also enforces its budget in
-training here. For a split by count, brute force then trains plans with fewer accumulation steps, down to
-one, until one survives all steps. What was measured is kept in FOLDER, so that a call continues an earlier
-one. The results are saved once nothing is missing.
+training here. For a split by count, brute force then runs plans with fewer accumulation steps, from a single
+one on, until one survives all steps. ``--replay`` replays the steps in the model of the allocator, which is
+faster by far, and agrees with training in every case that ran both ways. What was measured is
+kept in FOLDER, so that a call continues an earlier one. The results are saved once nothing is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import time
@@ -27,10 +29,15 @@ from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import RankPlanOptions
 from autobatch.core.records import Plan
+from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
 from autobatch.probing.attempt import TrainSetup, attempt
+from autobatch.probing.real_batches import Order, RunBatches, joins_samples, trace_setup
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.training.build import LoopSettings, build_sampler, open_loop
+from autobatch.training.noise_scale import NoiseScale
+from autobatch.workload.size_split import SizeSplit
+from autobatch.workload.split import CountSplit, Split
 from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import PAIRS, workload
 from benchmarks.report import save, surroundings
@@ -76,8 +83,8 @@ def _enforced(self: Any) -> Iterator[Any]:
         yield meter
 
 
-def train(setup: TrainSetup, plan: Plan, steps: int, seed: int, *, to_first: bool) -> tuple[int, int]:
-    """Train a plan; return the out-of-memory errors, and the step of the first one or the last step.
+def train(setup: TrainSetup, plan: Plan, steps: int, seed: int, *, to_first: bool) -> int:
+    """Train a plan, and return the out-of-memory errors.
 
     Args:
         setup: the workload.
@@ -88,42 +95,82 @@ def train(setup: TrainSetup, plan: Plan, steps: int, seed: int, *, to_first: boo
     """
     settings = LoopSettings(target_batch=plan.target_batch, seed=seed, steps=steps)
     sampler = build_sampler(len(setup.workload.train_data), settings)
-    first = 0
     with open_loop(setup, plan, settings, sampler, seeded_before=None, note=lambda _: None) as loop:
-        for record in loop.run():
-            if loop.oom_recoveries:
-                first = first or record.step
-                if to_first:
-                    break
-        return loop.oom_recoveries, first or loop.batches_seen
+        for _ in loop.run():
+            if loop.oom_recoveries and to_first:
+                break
+        return loop.oom_recoveries
 
 
-def by_brute_force(case: Case, budget: int, seed: int, steps: int, above: int) -> int:
+class Run(NamedTuple):
+    """A number of steps of a case under a budget, trained or replayed."""
+
+    case: Case
+    budget: int
+    seed: int
+    steps: int
+    is_trained: bool
+
+    def oom_errors(self, plan: Plan, *, to_first: bool = False) -> int:
+        """Return the out-of-memory errors: all of them in training, at most one in a replay."""
+        setup = self.case.setup(self.budget, self.seed)
+        sizes = setup.worst_case.sizes()
+        assert sizes is not None
+        program = None if self.is_trained else program_of(self.case.model, self.case.lengths)
+        if program is None:
+            return train(setup, plan, self.steps, self.seed, to_first=to_first)
+        batches = RunBatches(
+            setup=setup,
+            sizes=sizes,
+            order=Order(TARGET, self.seed),
+            is_padded=not joins_samples(setup, sizes, program),
+        )
+        split: Split = CountSplit()
+        micro_batch = plan.micro_batch
+        if plan.size_cut is not None:
+            split = SizeSplit(sizes=sizes, cut=plan.size_cut, measured_every=NoiseScale.every)
+            micro_batch = max(plan.size_cut.micro_batches)
+        found = batches.replay(program, split, micro_batch, batches=self.steps, most_events=10**12)
+        assert not found.fits or found.batches == self.steps
+        return int(not found.fits)
+
+
+@functools.cache
+def program_of(model: str, lengths: str) -> SizeProgram | None:
+    """Trace a workload over sizes; None if that is not possible."""
+    setup = Case(model, lengths, "cpu", 0.0).setup("4GiB", 0)
+    sizes = setup.worst_case.sizes()
+    assert sizes is not None
+    return trace_setup(setup, sizes)
+
+
+def by_brute_force(run: Run, above: int) -> int:
     """Return the largest micro-batch over ``above`` that trains without an error; ``above`` if none does."""
     for count in range(1, math.ceil(TARGET / above)):
         plan = make_plan(target_batch=TARGET, micro_batch_limit=math.ceil(TARGET / count), learning_rate=1e-3)
         try:
-            errors, _ = train(case.setup(budget, seed), plan, steps, seed, to_first=True)
+            if not run.oom_errors(plan, to_first=True):
+                return plan.micro_batch
         except AutobatchError:
             continue
-        if not errors:
-            return plan.micro_batch
     return above
 
 
-def measure(case: Case, seeds: list[int], steps: int, home: Path) -> list[dict[str, Any]]:
-    """Plan a case with every seed under both splits and train it; compare with brute force."""
+def measure(
+    case: Case, seeds: list[int], steps: int, home: Path, *, is_trained: bool
+) -> list[dict[str, Any]]:
+    """Plan a case with every seed under both splits and run it; compare with brute force."""
     budget = case.budget()
-    return [
-        measure_plan(case, budget, seed, steps, split, home)
-        for seed, split in itertools.product(seeds, ("count", "auto"))
-    ]
+    runs = [Run(case, budget, seed, steps, is_trained) for seed in seeds]
+    return [measure_plan(run, split, home) for run, split in itertools.product(runs, ("count", "auto"))]
 
 
-def measure_plan(case: Case, budget: int, seed: int, steps: int, split: str, home: Path) -> dict[str, Any]:
-    """Plan and train once."""
+def measure_plan(run: Run, split: str, home: Path) -> dict[str, Any]:
+    """Plan, and train or replay."""
+    case = run.case
     asked = {
-        "target_batch": TARGET, "device": case.device, "memory_budget": budget, "seed": seed, "split": split
+        "target_batch": TARGET, "device": case.device, "memory_budget": run.budget, "seed": run.seed,
+        "split": split,
     }  # fmt: skip
     context = RunContext(environ={"AUTOBATCH_HOME": str(home)})
     start = time.process_time()
@@ -133,16 +180,15 @@ def measure_plan(case: Case, budget: int, seed: int, steps: int, split: str, hom
     plan, probe = result.plan, result.probe
     assert plan is not None
     assert probe is not None
-    errors, at = train(case.setup(budget, seed), plan, steps, seed, to_first=False)
     row = {
-        **case._asdict(), "budget_bytes": budget, "seed": seed, "steps": steps, "asked": split,
-        "split": plan.split, "micro_batch": plan.micro_batch, "limit": probe.micro_batch,
-        "real_batches": msgspec.to_builtins(probe.real_batches), "oom_errors": errors,
+        **case._asdict(), "budget_bytes": run.budget, "seed": run.seed, "steps": run.steps,
+        "is_trained": run.is_trained, "asked": split, "split": plan.split, "micro_batch": plan.micro_batch,
+        "limit": probe.micro_batch, "real_batches": msgspec.to_builtins(probe.real_batches),
         "steps_of_cut": None if plan.size_cut is None else plan.size_cut.steps,
-        "first_oom_step": at if errors else None, "plan_seconds": planned,
+        "oom_errors": run.oom_errors(plan), "plan_seconds": planned,
     }  # fmt: skip
     if split == "count":
-        row["brute_force"] = by_brute_force(case, budget, seed, steps, plan.micro_batch)
+        row["brute_force"] = by_brute_force(run, plan.micro_batch)
     print(row, flush=True)
     return row
 
@@ -172,6 +218,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after this time")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--replay", action="store_true", help="replay the steps instead of training them")
     parser.add_argument("--device", action="append")
     parser.add_argument("--model", action="append")
     options = parser.parse_args()
@@ -187,11 +234,12 @@ def main() -> None:
     for case in cases:
         if case.name not in done and time.monotonic() < deadline:
             home = options.folder / "home" / case.name.replace(" ", "-").replace(":", "-")
-            journal.write(case.name, DONE, rows=measure(case, options.seeds, options.steps, home))
-    found = {row["unit"]: row["rows"] for row in journal.rows() if row["status"] == DONE}
-    rows = [row for case in cases for row in found.get(case.name, [])]
+            found = measure(case, options.seeds, options.steps, home, is_trained=not options.replay)
+            journal.write(case.name, DONE, rows=found)
+    by_case = {row["unit"]: row["rows"] for row in journal.rows() if row["status"] == DONE}
+    rows = [row for case in cases for row in by_case.get(case.name, [])]
     print(text(rows))
-    if all(case.name in found for case in cases):
+    if all(case.name in by_case for case in cases):
         save("ragged-promise", {**surroundings(), "rows": rows}, text(rows))
 
 

@@ -1,11 +1,12 @@
 """Time, padding, peak and gradient of a split by size, beside other splits of the same batches.
 
-    python -m benchmarks.ragged.speed [--rounds 5] [--device cpu]
+    python -m benchmarks.ragged.speed FOLDER [--rounds 5] [--device cpu] [--lengths sft]
 
 The other splits are by count (random order, a fixed count), sorted with a fixed count, filled to a token
 limit from the longest (as frameworks for reinforcement learning do), and Hugging Face's ``group_by_length``,
 whose batches are others, so that times are compared per real token. On the CPU, seconds are those of the
-processor, which other processes disturb least.
+processor, which other processes disturb least. What was measured is kept in FOLDER, so that a call continues
+an earlier one. The results are saved once nothing is missing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from autobatch.step.train_step import accumulate, train_step
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
 from autobatch.workload.size_split import SizeSplit
+from benchmarks.gpu.journal import DONE, Journal, last_call
 from benchmarks.ragged.workloads import VOCABULARY, Gpt, workload
 from benchmarks.report import save, surroundings
 
@@ -41,6 +44,7 @@ SAMPLES = 4096
 SORTED_BATCHES = 50
 """Micro-batches that Hugging Face sorts together (``LengthGroupedSampler``)."""
 Groups = list[list[int]]
+ALL = ["log-normal", "sft", "uniform", "two-peaked", "equal"]
 
 
 def in_counts(ids: list[int], limit: int) -> Groups:
@@ -90,18 +94,19 @@ def setup_of(lengths: str, device: str) -> TrainSetup:
 
 
 def splits_of(setup: TrainSetup, rounds: int) -> tuple[dict[str, list[Groups]], dict[str, Any]]:
-    """Return the micro-batches of each split, for each round, and what the choice of the split says."""
+    """Return the micro-batches of each split over an epoch, and what the choice of the split says."""
+    count = max(rounds + 1, SAMPLES // TARGET)
     sizes = setup.worst_case.sizes()
     assert sizes is not None
     plan = make_plan(target_batch=TARGET, micro_batch_limit=LIMIT, learning_rate=1e-3)
     cut, note = choose_split(Session(setup), plan, SplitSettings("auto", LIMIT, TARGET, 0))
-    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=TARGET, seed=0, steps=rounds + 1)
+    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=TARGET, seed=0, steps=count)
     batches = [GlobalBatch(batch.index, 0, batch.ids) for batch in sampler.batches()]
     found = {
         "count": [in_counts(batch.ids, LIMIT) for batch in batches],
         "sorted, fixed count": [in_counts(longest_first(batch.ids, sizes), LIMIT) for batch in batches],
         "token limit": [to_token_limit(batch.ids, sizes) for batch in batches],
-        "group_by_length": grouped_by_length(sizes, rounds + 1, 0),
+        "group_by_length": grouped_by_length(sizes, count, 0),
     }
     if cut is None:
         found["auto"] = found["count"]
@@ -120,16 +125,17 @@ def measure(lengths: str, device: str, rounds: int) -> dict[str, Any]:
     clock = time.process_time if device == "cpu" else time.perf_counter
     seconds = time_splits(setup, splits, rounds, clock)
     figures: dict[str, Any] = {"lengths": lengths, **about, "splits": {}}
-    for name, batches in splits.items():
+    for name, epoch in splits.items():
+        batches = epoch[: rounds + 1]
         padded = sum(len(group) * sizes[group].max() for groups in batches for group in groups)
         real = sum(sizes[group].sum() for groups in batches for group in groups)
         figures["splits"][name] = {
             "seconds": seconds[name],
             "ratio": per_token(seconds[name], batches, sizes)
-            / per_token(seconds["count"], splits["count"], sizes),
+            / per_token(seconds["count"], splits["count"][: rounds + 1], sizes),
             "padded_by_real": float(padded / real),
             "micro_batches": statistics.fmean(len(groups) for groups in batches),
-            "peak_bytes": peak_of(setup, batches[1]),
+            "peak_bytes": peak_of(setup, costliest(epoch, sizes)),
         }
     figures["gradient_error"] = gradient_error(setup, splits["auto"][1], splits["count"][1])
     print(figures, flush=True)
@@ -159,6 +165,11 @@ def time_splits(
                 if number:
                     seconds[name].append(clock() - start)
     return seconds
+
+
+def costliest(batches: list[Groups], sizes: np.ndarray) -> Groups:
+    """Return the batch of an epoch with the largest padded micro-batch."""
+    return max(batches, key=lambda groups: max(len(group) * sizes[group].max() for group in groups))
 
 
 def peak_of(setup: TrainSetup, groups: Groups) -> int | None:
@@ -210,15 +221,22 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure every distribution, and save the results."""
+    """Measure every distribution that is not in the journal, and save the results once all are."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--lengths", nargs="*")
+    parser.add_argument("--lengths", nargs="*", default=ALL)
     options = parser.parse_args()
-    rows = []
-    for lengths in options.lengths or ["log-normal", "sft", "uniform", "two-peaked", "equal"]:
-        rows.append(measure(lengths, options.device, options.rounds))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    journal = Journal(options.folder, last_call(options.folder) + 1)
+    for lengths in options.lengths:
+        if lengths not in journal.done():
+            journal.write(lengths, DONE, row=measure(lengths, options.device, options.rounds))
+    found = {row["unit"]: row["row"] for row in journal.rows() if row["status"] == DONE}
+    rows = [found[lengths] for lengths in ALL if lengths in found]
+    print(text(rows))
+    if len(rows) == len(ALL):
         save("ragged-speed", {**surroundings(), "rows": rows}, text(rows))
 
 
