@@ -109,6 +109,8 @@ class Probe(Record, frozen=True, kw_only=True):
     checked."""
     lengths: list[LengthLimit] = []
     """Largest micro-batch of samples up to several sizes, ascending; empty if all samples have one size."""
+    size_unit: Literal["tokens"] | None = None
+    """``tokens`` if samples are sequences whose sizes count their tokens; None for any other size."""
     stopped_by: str | None = None
     """``time limit``, ``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
     None if complete."""
@@ -490,3 +492,9 @@ class Estimate(Record, frozen=True, kw_only=True):
     """Phase of the step that contains the peak."""
     remedies: list[Remedy] | None = None
     """Changes that let more fit, the best first; None if several GPUs were asked about."""
+    lengths: list[LengthLimit] = []
+    """As `Probe.lengths`; empty for several GPUs, or if the step is no program of the size."""
+    size_unit: Literal["tokens"] | None = None
+    """As `Probe.size_unit`."""
+    size_cut: SizeCut | None = None
+    """Split by size of the plan, whose cost is unknown; None without a plan, or if something forbids it."""

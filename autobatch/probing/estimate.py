@@ -34,6 +34,7 @@ from autobatch.footprint.remedies import NATIVE_BF16, Spending, Trace, find_reme
 from autobatch.footprint.trace_step import Setting
 from autobatch.planning import make_plan
 from autobatch.probing.cache import prediction_errors
+from autobatch.probing.estimate_sizes import with_sizes
 from autobatch.probing.setup import build_model, whole_batch_notes, whole_batch_of
 from autobatch.report.result import Estimates
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
@@ -110,6 +111,8 @@ def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Es
         else msgspec.structs.replace(one, remedies=_remedies(tracer, by_name[one.profile], one, settings))
         for one in estimates
     ]
+    if len(gpus) == 1:
+        estimates = [_by_size(tracer, gpus[0], estimates[0], settings)]
     if estimates and not any(one.fits for one in estimates):
         raise DoesNotFitError(_nothing_fits(estimates, settings))
     compared = [_compared(name, shares) for name, shares in off.items() if shares]
@@ -288,6 +291,21 @@ def _remedies(
         step = tracer.trace(capability, one.precision)
         setting = tracer.setting(capability, one.precision)
         return find_remedies(setting, step, spending, trace=tracer.trace_change(capability, one.precision))
+
+
+def _by_size(tracer: _Tracer, gpu: HardwareProfile, one: Estimate, settings: EstimateSettings) -> Estimate:
+    """Add what fits of smaller samples, beside the workspaces of libraries."""
+    size, count = gpu.workspaces or (0, 0)
+    limit = one.budget_bytes - size * count
+    with preserved_random_state():
+        return with_sizes(
+            one,
+            tracer.setting(gpu.compute_capability, one.precision),
+            tracer.worst_case,
+            partial(CachingAllocator, limit, AllocatorConfig()),
+            cap=_cap(tracer.workload, settings),
+            seed=settings.seed,
+        )
 
 
 def _cap(workload: Workload, settings: EstimateSettings) -> int:

@@ -32,6 +32,7 @@ def find_limits_by_size(
     """
     if not process.info.size_quartiles or found.stopped_by is not None:
         return found
+    unit = process.info.size_unit
     cap = min(caps_of(process.info, limits).values())
     progress.doing("computing the limits of smaller samples")
     try:
@@ -41,11 +42,11 @@ def find_limits_by_size(
         return found
     if curve is None:
         lengths = list(_searched(process, found, cap, progress))
-        return msgspec.structs.replace(found, lengths=lengths[::-1]) if lengths else found
+        return msgspec.structs.replace(found, lengths=lengths[::-1], size_unit=unit) if lengths else found
     *points, (longest, limit) = curve
     lengths = [_length_limit(size, own, "cap" if own == cap else "replay") for size, own in points]
     lengths.append(_length_limit(longest, limit, found.upper_bound_by))
-    return msgspec.structs.replace(found, lengths=lengths)
+    return msgspec.structs.replace(found, lengths=lengths, size_unit=unit)
 
 
 def _curve(process: SetupProcess, found: Probe, cap: int, home: Path) -> list[CurvePoint] | None:

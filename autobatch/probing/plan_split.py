@@ -112,7 +112,7 @@ def _compare(
     """Plan a split by size, and take it if it saves enough or was asked for."""
     sizes = setup.worst_case.sizes()
     assert sizes is not None
-    joins = not is_padded(setup, sizes)
+    joins = not is_padded(setup.workload, sizes)
     if joins and (program is None or not program.is_linear):
         return SplitChoice(
             None, f"{BY_COUNT}: the collate function does not pad, so there is nothing to save"

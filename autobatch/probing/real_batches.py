@@ -205,7 +205,7 @@ def joins_samples(setup: TrainSetup, sizes: Sizes, program: SizeProgram) -> bool
 
     It has if samples are joined end to end, and no allocation grows faster than a sample.
     """
-    return program.is_linear and not is_padded(setup, sizes)
+    return program.is_linear and not is_padded(setup.workload, sizes)
 
 
 def program_of(session: Session, sizes: Sizes) -> SizeProgram | None:

@@ -89,6 +89,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Quartiles of the samples' sizes; empty if all sizes are equal."""
     largest_sample: tuple[int, float] | None = None
     """Index and size of the largest sample; None if all sizes are equal."""
+    size_unit: Literal["tokens"] | None = None
+    """``tokens`` if the sizes of samples count their tokens."""
     sizes_digest: str | None = None
     """Digest of the sizes of all samples; None if some are unknown."""
     notes: list[str] = []
@@ -219,6 +221,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
         largest_sample=setup.worst_case.largest(),
+        size_unit=None if sizes is None else setup.worst_case.size_unit(),
         sizes_digest=None if sizes is None else digest_of(sizes),
         notes=[
             *device.notes,

@@ -20,7 +20,7 @@ from autobatch.core.knobs import COMPILE
 from autobatch.device.oom import Verdict, classify
 from autobatch.probing.attempt import TrainSetup
 from autobatch.step.restore import temporary_weights
-from autobatch.workload.contract import Loss, WholeBatchLoss
+from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import collate_samples, fetch, load_micro_batch, shallow_copies
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -77,15 +77,20 @@ def _obstacles(setup: TrainSetup, sizes: Sizes) -> Iterator[Obstacle | None]:
     yield _in_padding(setup, sizes)
 
 
+def hazard_in_model(loss: object, model: nn.Module) -> str | None:
+    """Return why the loss or a layer forbids a split by size; None if they do not."""
+    if isinstance(loss, WholeBatchLoss):
+        return "a WholeBatchLoss needs its rows in the order of the batch"
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
+    return None
+
+
 def _in_model(setup: TrainSetup) -> Obstacle | None:
     """Check for layers, losses and compilers that a split by size disturbs."""
-    if isinstance(setup.workload.loss, WholeBatchLoss):
-        return Obstacle("a WholeBatchLoss needs its rows in the order of the batch", is_hazard=True)
-    if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
-        return Obstacle(
-            "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ",
-            is_hazard=True,
-        )
+    hazard = hazard_in_model(setup.workload.loss, setup.model)
+    if hazard is not None:
+        return Obstacle(hazard, is_hazard=True)
     is_compiled = hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off"
     if is_compiled:
         return Obstacle("a compiled model compiles anew for most micro-batches of other shapes")
@@ -113,7 +118,7 @@ def _in_collate(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
     counts = []
     for ids in ([short], [longest], [short, longest], [longest, longest, short]):
         try:
-            counts.append(_numbers(setup, ids))
+            counts.append(_numbers(setup.workload, ids))
         except Exception:
             if len(ids) == 1:
                 return None  # another stage reports it
@@ -121,23 +126,26 @@ def _in_collate(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
     if not counts[1]:
         return None  # what it returns holds no tensors to go by
     chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
-    if _rank_correlation(sizes[chosen], np.array([_numbers(setup, [i]) for i in chosen])) < LEAST_CORRELATION:
+    if (
+        _rank_correlation(sizes[chosen], np.array([_numbers(setup.workload, [i]) for i in chosen]))
+        < LEAST_CORRELATION
+    ):
         return Obstacle("size does not explain memory: larger samples do not make larger micro-batches")
     return None
 
 
-def is_padded(setup: TrainSetup, sizes: Sizes) -> bool:
+def is_padded(workload: Workload, sizes: Sizes) -> bool:
     """Return whether the collate function pads samples to the largest; False if it joins them end to end."""
     order = np.argsort(sizes, kind="stable").tolist()
     short, longest = order[len(order) // 4], order[-1]
     with preserved_random_state():
-        one, other, both = (_numbers(setup, ids) for ids in ([short], [longest], [short, longest]))
+        one, other, both = (_numbers(workload, ids) for ids in ([short], [longest], [short, longest]))
     return not one < other or both - one - other >= PADDED_SHARE * (other - one)
 
 
-def _numbers(setup: TrainSetup, ids: list[int]) -> int:
+def _numbers(workload: Workload, ids: list[int]) -> int:
     """Count the numbers in the collated batch of some samples."""
-    return sum(tensor.numel() for tensor in tensors_of(load_micro_batch(setup.workload, ids)))
+    return sum(tensor.numel() for tensor in tensors_of(load_micro_batch(workload, ids)))
 
 
 def _rank_correlation(one: NDArray[np.float64], other: NDArray[np.int64]) -> float:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from autobatch.core.records import Estimate, Remedy
 from autobatch.core.units import format_bytes
-from autobatch.report.charts.drawing import Table
-from autobatch.report.html import Markup, element, prose, table
+from autobatch.report.charts.drawing import Picture, Table
+from autobatch.report.charts.sizes import lengths_figure, padding_figure
+from autobatch.report.html import Markup, element, figure, prose, table
 from autobatch.report.page import page_of
 from autobatch.report.result import Estimates
 from autobatch.report.sentences import count, plural
@@ -63,9 +64,21 @@ def _with_change(remedy: Remedy) -> str:
     return f"does not fit: {format_bytes(remedy.peak_bytes)}"
 
 
+def _sizes(one: Estimate) -> Iterator[Markup]:
+    """Yield the largest micro-batch by size, and the padding of both splits, if samples differ in size."""
+    for picture in (lengths_figure(one.lengths, one.size_unit), _padding(one)):
+        if picture is not None:
+            yield figure(picture)
+
+
+def _padding(one: Estimate) -> Picture | None:
+    return None if one.size_cut is None else padding_figure(one.size_cut)
+
+
 def _memories(found: Estimates) -> Iterator[Markup]:
     """Yield the memory of each GPU at its peak, collapsed."""
     for one in found.estimates:
+        yield from _sizes(one)
         rows = [[kind, format_bytes(size)] for kind, size in one.memory.items() if size]
         rows += [
             [f"activations of {name}", format_bytes(size)]

@@ -62,6 +62,23 @@ def memory_table(one: Estimate) -> Table:
     return table
 
 
+def size_lines(one: Estimate) -> Iterator[str]:
+    """Yield what fits of each size of sample, and what a split by size would save."""
+    if len(one.lengths) > 1:
+        tokens = "tokens" if one.size_unit else "size"
+        yield f"predicted micro-batch by {tokens} of the longest sample in it:"
+        # Of sizes with one limit, the largest says it all.
+        for limit in {each.micro_batch: each for each in one.lengths}.values():
+            total = f"{limit.padded_size:,.0f} {one.size_unit} per micro-batch" if one.size_unit else ""
+            yield f"  {limit.micro_batch:>7,}  up to {limit.size:g}  {total}".rstrip()
+    cut = one.size_cut
+    if cut is not None and cut.padding is not None and cut.padding_by_count is not None:
+        yield (
+            f"a split by size would compute {cut.padding:.2f} elements for each real one, a split by count "
+            f"{cut.padding_by_count:.2f} (in {cut.steps:.1f} and {cut.steps_by_count:.0f} micro-batches)"
+        )
+
+
 def remedy_lines(one: Estimate) -> Iterator[str]:
     """Yield what would let more fit on one GPU."""
     for remedy in one.remedies or ():

@@ -156,7 +156,7 @@ def _memory(data: RunRecord) -> Markup:
     ]
     checked = real_batches_in_words(probe)
     words = element("p", join(fits_in_words(probe), "" if checked is None else f" {checked}"))
-    return join(words, pictures, _pictures(lengths_figure(probe.lengths)), facts(pairs))
+    return join(words, pictures, _pictures(lengths_figure(probe.lengths, probe.size_unit)), facts(pairs))
 
 
 def _plan(data: RunRecord) -> Markup:

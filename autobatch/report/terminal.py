@@ -19,7 +19,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.text import LONGEST_VALUE, encodable, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.report.estimate_table import gpu_table, memory_table, remedy_lines
+from autobatch.report.estimate_table import gpu_table, memory_table, remedy_lines, size_lines
 from autobatch.report.live import LiveLine
 from autobatch.report.sentences import knobs_in_words, ratio_in_words
 from autobatch.report.summary import (
@@ -210,6 +210,8 @@ class Terminal(Progress):
         if one.remedies:
             self._console.print("\npredicted micro-batch with a change:")
         for text in remedy_lines(one):
+            self._console.print(Text(self._shown(text)), soft_wrap=True)
+        for text in size_lines(one):
             self._console.print(Text(self._shown(text)), soft_wrap=True)
 
     def _print_advice(self, estimates: Estimates) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,6 +161,16 @@ class WorstCaseSampler:
         """Return the index and the cost of the most expensive sample; None if all costs are equal."""
         first, last = self._order[0], self._order[-1]
         return None if self._costs[first] == self._costs[last] else (first, self._costs[first])
+
+    def size_unit(self) -> Literal["tokens"] | None:
+        """Return ``tokens`` if the cost of a sample is the length of a sequence of whole numbers in it."""
+        for index in (self._order[0], self._order[len(self._order) // 2], self._order[-1]):
+            with user_code("data"):
+                sample = self._workload.train_data[index]  # type: ignore[index]
+            sequences = (t for t in tensors_of(sample) if t.dim() == 1 and not t.is_floating_point())
+            if self._costs[index] not in {float(len(one)) for one in sequences}:
+                return None
+        return "tokens"
 
     def size_quartiles(self) -> list[float]:
         """Return the quartiles of the samples' costs in ascending order; empty if all costs are equal."""

@@ -140,4 +140,4 @@ def test_an_error_of_the_workload_is_left_to_other_stages() -> None:
 def test_a_collate_function_pads_or_joins() -> None:
     for workload, expected in ((ragged_workload(), True), (joined_workload(), False)):
         setup = make_setup(workload)
-        assert is_padded(setup, setup.worst_case.sizes()) is expected
+        assert is_padded(workload, setup.worst_case.sizes()) is expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 from matplotlib.figure import Figure
 
@@ -43,7 +44,7 @@ def padding_figure(cut: SizeCut) -> Picture | None:
     return Picture(slug="padding", title=title, description=words, svg=svg, legend=legend, table=table)
 
 
-def lengths_figure(lengths: Sequence[LengthLimit]) -> Picture | None:
+def lengths_figure(lengths: Sequence[LengthLimit], unit: Literal["tokens"] | None = None) -> Picture | None:
     """Draw the largest micro-batch over the size of its samples; None for fewer than two sizes."""
     if len(lengths) < 2:
         return None
@@ -55,7 +56,7 @@ def lengths_figure(lengths: Sequence[LengthLimit]) -> Picture | None:
     )
     table = Table(
         caption="Largest micro-batch of samples up to a size",
-        head=["Size", "Micro-batch", "Size × micro-batch"],
+        head=lengths_head(unit),
         rows=[
             [decimal(one.size), count(one.micro_batch), decimal(one.size * one.micro_batch, 6)]
             for one in lengths
@@ -64,6 +65,13 @@ def lengths_figure(lengths: Sequence[LengthLimit]) -> Picture | None:
     svg = draw("lengths", title, words, partial(_paint_lengths, list(lengths)), heights=(240, 220))
     legend = [Mark(role="accent", label="largest micro-batch")]
     return Picture(slug="lengths", title=title, description=words, svg=svg, legend=legend, table=table)
+
+
+def lengths_head(unit: Literal["tokens"] | None) -> list[str]:
+    """Return the headings of a table of limits by size."""
+    if unit == "tokens":
+        return ["Tokens", "Micro-batch", "Tokens per micro-batch"]
+    return ["Size", "Micro-batch", "Size × micro-batch"]
 
 
 def _paint_padding(rows: list[tuple[str, float]], figure: Figure, narrow: bool) -> None:
