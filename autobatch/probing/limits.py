@@ -29,6 +29,8 @@ AMPLE_ROOM = 0.8
 """Share of the budget below which a predicted peak leaves so much room that a cached limit is in doubt."""
 ENOUGH_POINTS = 3
 """Number of sizes that shows whether the events are lines, parabolas or neither."""
+FAR = 4
+"""Ratio of a size that did not fit to the largest that did, above which the limit may lie anywhere."""
 REFUSED_SHARE = 1 / 16
 """Share of the budget that a prediction leaves free after a size did not fit; doubled each time. Scratch that
 small sizes do not show takes about as much."""
@@ -61,6 +63,8 @@ class ReplayPredictor:
         self._confirmed = False
         self._refusals = 0
         """Sizes that did not fit since the last that did."""
+        self._refused = 0
+        """The last size that did not fit."""
         self._points: list[tuple[int, Trace]] = []
         self._peaks: dict[int, int] = {}
 
@@ -72,6 +76,7 @@ class ReplayPredictor:
                 # It ran, and failed in the other order.
                 self._other = self._other or self._predict_other()
             self._refusals += 1
+            self._refused = size
             return
         self._refusals = 0
         if self._other and outcome.other and not self._other.agrees_with(size, outcome.other):
@@ -100,9 +105,10 @@ class ReplayPredictor:
                 return known[0] - DISTANCES[0]
             room = self._in_proportion(known[0], cap) - known[0]
             return known[0] + next((distance for distance in DISTANCES if distance <= room), 1)
-        undecided = self._envelope is None and not self._confirmed
-        # After a refusal, the next size upward is a better third point than one between two small sizes.
-        if undecided and not self._refusals and 0 < len(self._points) < ENOUGH_POINTS:
+        undecided = (self._envelope is None or self._needs_points) and not self._confirmed
+        # Far below a refusal, the next size upward is a better third point than one between two small ones.
+        is_far = self._refusals and self._refused > FAR * known[-1]
+        if undecided and self._refusals < 2 and not is_far and 0 < len(self._points) < ENOUGH_POINTS:
             between = (known[-2] + known[-1]) // 2
             if between > known[-2]:
                 return between

@@ -37,6 +37,7 @@ from tests.support.sizes import (
 )  # fmt: skip
 @example(square=7, slope=0, fixed=69, flat=2761, cap=136)
 @example(square=7, slope=196, fixed=69, flat=2729, cap=28)
+@example(square=1, slope=168, fixed=62, flat=95, cap=47)
 @settings(max_examples=300, deadline=None)
 def test_three_runs_find_memory_that_grows_with_the_square(square, slope, fixed, flat, cap) -> None:
     machine = machine_of(lambda m: square * m * m + fixed, lambda m: slope * m + flat, lambda m: 8 * m + 8)
@@ -161,7 +162,13 @@ def test_bounds_from_two_runs_are_refuted_by_a_refusal() -> None:
     guess = predictor.largest(10_000)
     predictor.learn(outcome_of(guess, False, BUDGET))
     assert predictor.largest(10_000) is None
-    assert predictor.next_calibration_size(10_000) is None, "the next size upward is the third point"
+    assert guess < 4 * 37
+    assert predictor.next_calibration_size(10_000) == 22, "between the two"
+    far = ReplayPredictor(lambda: CountingAllocator(BUDGET), first_size=8)
+    for size in (8, 37):
+        far.learn(machine.run(size))
+    far.learn(outcome_of(4 * 37 + 1, False, BUDGET))
+    assert far.next_calibration_size(10_000) is None, "the next size upward is the third point"
 
 
 # When a replay may prove that the next size does not fit.
