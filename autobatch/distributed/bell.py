@@ -18,7 +18,7 @@ from autobatch.core.records import Record
 
 POLL_S = 0.25
 """Seconds between two looks at the bell."""
-MISSES = 8
+MISSES = 4
 """Failed looks in a row after which the store counts as gone."""
 FINAL_CODES = (2, 3)
 """Exit codes that a restart cannot change."""
@@ -64,7 +64,7 @@ class Bell:
     """The bell of one start of a run.
 
     Args:
-        store: the store of the run; the thread of `watch` has a client of its own.
+        store: the store of the run.
         restart: number of the start.
     """
 
@@ -82,6 +82,7 @@ class Bell:
 
     def watch(
         self,
+        client: Store,
         connect: Callable[[], Store],
         leave: Callable[[Verdict | None], None],
         look: Callable[[Store], None] = lambda _: None,
@@ -89,11 +90,14 @@ class Bell:
         """Start the thread that listens to the bell.
 
         Args:
-            connect: opens a client of the store for the thread.
+            client: a client of the store, for the thread alone.
+            connect: opens another one after a failure, or raises soon.
             leave: ends the process after a verdict; None if the store is gone.
             look: called with the store every time.
         """
-        thread = threading.Thread(target=self._listen, args=(connect, leave, look), name="bell", daemon=True)
+        thread = threading.Thread(
+            target=self._listen, args=(client, connect, leave, look), name="bell", daemon=True
+        )
         thread.start()
 
     def close(self) -> None:
@@ -102,12 +106,13 @@ class Bell:
 
     def _listen(
         self,
+        client: Store,
         connect: Callable[[], Store],
         leave: Callable[[Verdict | None], None],
         look: Callable[[Store], None],
     ) -> None:
         misses = 0
-        store: Store | None = None
+        store: Store | None = client
         while not self._closed.wait(POLL_S):
             try:
                 store = store or connect()

@@ -53,9 +53,11 @@ def write_row(table: Tensor, row: Sequence[float | Tensor], rank: int) -> None:
         rank: the rank.
     """
     parts = _PARTS[table.dtype]
-    values = torch.stack(
-        [torch.as_tensor(one, dtype=torch.float64, device=table.device).detach() for one in row]
-    )
+    if table.is_cpu:
+        values = torch.tensor([float(one) for one in row], dtype=torch.float64)
+    else:
+        each = [torch.as_tensor(one, dtype=torch.float64, device=table.device).detach() for one in row]
+        values = torch.stack(each)
     table.zero_()
     own = table.view(-1, parts, len(row))[rank]
     for part in range(parts):

@@ -36,6 +36,8 @@ OUT = "out"
 """Key of the store that keeps the folder of the run for a later start."""
 MEETING_S = 300.0
 """Seconds in which all ranks must have started."""
+RECONNECT_S = 0.5
+"""Longest try to reach the store again: meanwhile the interpreter's lock is held, and all threads wait."""
 
 T = TypeVar("T")
 
@@ -62,7 +64,12 @@ class Group(Messages):
             check_earlier_starts(store, launch.restart)
             self._store = store
             self._bell = Bell(store, launch.restart)
-            self._bell.watch(lambda: self._prefixed(self._connect()), self._leave, self._look)
+            self._bell.watch(
+                self._prefixed(self._connect()),
+                lambda: self._prefixed(self._connect(RECONNECT_S)),
+                self._leave,
+                self._look,
+            )
             self._owns_group = not dist.is_initialized()
             if self._owns_group:
                 dist.init_process_group(
@@ -170,9 +177,9 @@ class Group(Messages):
         """Count how often this rank has joined: a process may train several times, with keys of their own."""
         return self._store.add(f"opened/{launch.restart}/{launch.rank}", 1)
 
-    def _connect(self, *, is_master: bool = False) -> TCPStore:
+    def _connect(self, seconds: float = MEETING_S, *, is_master: bool = False) -> TCPStore:
         launch = self._launch
-        timeout = datetime.timedelta(seconds=MEETING_S)
+        timeout = datetime.timedelta(seconds=seconds)
         return TCPStore(launch.address, launch.port, None, is_master, timeout=timeout, wait_for_workers=False)
 
     def _prefixed(self, store: Store) -> Store:

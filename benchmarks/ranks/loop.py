@@ -29,6 +29,8 @@ from tests.support.training import Rows, make_workload
 
 ACCUMULATION, MICRO_BATCH, WORLD = 4, 32, 2
 ROUNDS, STEPS = 10, 3
+BATCHES = 16
+"""Batches of an epoch."""
 SAMPLES = ACCUMULATION * MICRO_BATCH * WORLD
 RESULT = Path(__file__).parents[1] / "results" / "ranks-loop_amd-epyc_2026-11-22.json"
 
@@ -120,7 +122,7 @@ def measure(name: str) -> dict[str, list[tuple[float, float]]]:
     torch.set_num_threads(1)
     group = open_group()
     build, shape = MODELS[name]
-    data = Rows(torch.randn(SAMPLES, *shape), torch.randint(10, (SAMPLES,)))
+    data = Rows(torch.randn(BATCHES * SAMPLES, *shape), torch.randint(10, (BATCHES * SAMPLES,)))
     workload = make_workload(
         model=build,
         train_data=data,

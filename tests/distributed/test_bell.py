@@ -51,7 +51,7 @@ def test_the_first_verdict_counts() -> None:
 def test_a_rung_bell_ends_the_others() -> None:
     store = Store()
     heard: queue.Queue[Verdict | None] = queue.Queue()
-    Bell(store, 0).watch(lambda: store, heard.put)
+    Bell(store, 0).watch(store, lambda: store, heard.put)
     Bell(store, 0).ring(verdict(1))
     assert heard.get(timeout=20) == verdict(1)
 
@@ -61,7 +61,7 @@ def test_a_bell_of_another_start_is_not_heard() -> None:
     Bell(store, 0).ring(verdict(1))
     heard: queue.Queue[Verdict | None] = queue.Queue()
     bell = Bell(store, 1)
-    bell.watch(lambda: store, heard.put)
+    bell.watch(store, lambda: store, heard.put)
     with pytest.raises(queue.Empty):
         heard.get(timeout=1)
     bell.close()
@@ -69,7 +69,7 @@ def test_a_bell_of_another_start_is_not_heard() -> None:
 
 def test_a_rank_leaves_if_the_store_is_gone() -> None:
     heard: queue.Queue[Verdict | None] = queue.Queue()
-    Bell(Store(), 0).watch(Broken, heard.put)
+    Bell(Store(), 0).watch(Broken(), Broken, heard.put)
     assert heard.get(timeout=20) is None
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_rings_does_not_hear_itself() -> None:
     store = Store()
     heard: queue.Queue[Verdict | None] = queue.Queue()
     bell = Bell(store, 0)
-    bell.watch(lambda: store, heard.put)
+    bell.watch(store, lambda: store, heard.put)
     bell.ring(verdict())
     with pytest.raises(queue.Empty):
         heard.get(timeout=1)

@@ -181,3 +181,29 @@ def test_a_signal_leaves_one_checkpoint(tmp_path: Path, number: signal.Signals, 
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
     assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == code
     assert err.count("autobatch: ") == 1
+
+
+@pytest.mark.slow
+def test_ranks_end_if_what_started_them_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORKLOAD.replace("EXTRA", "time.sleep(0.05)"))
+    process = subprocess.Popen(
+        command(*FIT, "--steps", "100000"),
+        cwd=tmp_path,
+        env=environment(tmp_path, PYTHONPATH=str(Path(__file__).parents[2])),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not metrics.exists():
+        time.sleep(0.1)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [int(rank) for rank in ranks if Path(f"/proc/{rank}").exists()]
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert not left
