@@ -93,7 +93,8 @@ def test_a_checkpoint_has_the_facts_that_a_resume_checks(tmp_path: Path) -> None
     assert msgspec.convert(facts["plan"], Plan) == plan_of()
     assert (facts["key"], facts["seed"], facts["warmup_samples"], facts["sample_seeds"]) == (KEY, 3, 9, True)
     assert (facts["total_steps"], facts["samples"], facts["last_batch"]) == (4, 24, "carry")
-    assert facts["versions"]["torch"] == str(torch.__version__)
+    # Without the build that a wheel of PyPI adds at import, such as +cu130.
+    assert str(torch.__version__).startswith(facts["versions"]["torch"])
 
 
 def noisy():
