@@ -126,6 +126,9 @@ def tests(machine: Machine, files: list[str], out: Path) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, *given], env=environ, cwd=ROOT, capture_output=True, text=True, check=False
         )
+    if not report.exists():
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        raise RuntimeError(f"pytest wrote no report (exit {done.returncode}): {said[-1]}")
     return outcomes(report) | {"exit": done.returncode, "said": done.stdout.splitlines()[-15:]}
 
 

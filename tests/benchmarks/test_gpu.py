@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -264,6 +265,13 @@ def test_outcomes_of_tests_are_counted(tmp_path):
     assert commands.outcomes(report) == {
         "passed": 1, "skipped": 1, "failed": 1, "failures": {"a::two": "it broke"}
     }  # fmt: skip
+
+
+def test_a_python_without_pytest_is_named(tmp_path, monkeypatch):
+    said = SimpleNamespace(returncode=1, stdout="", stderr="python: No module named pytest\n")
+    monkeypatch.setattr(commands.subprocess, "run", lambda *_, **__: said)
+    with pytest.raises(RuntimeError, match=r"no report \(exit 1\): python: No module named pytest"):
+        commands.tests(StandIn(), [], tmp_path)
 
 
 def test_the_tests_for_a_gpu_are_found():
