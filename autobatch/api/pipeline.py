@@ -43,6 +43,7 @@ from autobatch.probing.find_limit import check_size, find_limit
 from autobatch.probing.limits_by_size import find_limits_by_size
 from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload
+from autobatch.probing.spare import Spare
 from autobatch.probing.step_snapshot import step_snapshot
 from autobatch.probing.survive import survive_real_batches
 from autobatch.probing.traced_setup import predicted_memory
@@ -68,6 +69,8 @@ class RunContext:
     """The processes that run this call together."""
     isolated: bool = False
     """True to try a workload in a child process if it is given as a reference."""
+    spare: Spare | None = None
+    """A child that has begun to import torch; None to start one when it is needed."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     command: str = ""
     """The command line that repeats this call."""
@@ -93,7 +96,8 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
     refuse_ranks(context.environ, "probe")
     limits, progress = unpack.probe_limits(options), context.progress
     progress.doing(OPENING)
-    with open_process(workload, unpack.setup_settings(options), isolated=context.isolated) as process:
+    settings = unpack.setup_settings(options)
+    with open_process(workload, settings, isolated=context.isolated, spare=context.spare) as process:
         device = process.info.device
         if options.micro_batch is not None:
             found = check_size(process, options.micro_batch, progress=progress)
@@ -173,7 +177,7 @@ def open_setup_process(
     """Open the setup of a batch in a process that can be asked to try it."""
     settings = unpack.setup_settings(options, options.target_batch, world=context.ranks.world)
     context.progress.doing(OPENING)
-    return open_process(workload, settings, isolated=context.isolated)
+    return open_process(workload, settings, isolated=context.isolated, spare=context.spare)
 
 
 def probe_and_plan(

@@ -197,9 +197,14 @@ def _run_workload(name: str, workload: str | None, options: Options, log: RunLog
 def _result_of(
     name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
 ) -> Result | Estimates:
+    from autobatch.probing.spare import spare_child
     from autobatch.report.terminal import Terminal
 
-    with Terminal(cast("TextIO", stream), quiet=options.quiet) as terminal:
+    with contextlib.ExitStack() as held:
+        # It imports torch while this process does.
+        is_resume = name == "fit" and cast("FitOptions", options).resume
+        spare = None if is_resume or name == "estimate" else held.enter_context(spare_child())
+        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
         from autobatch.api.pipeline import RunContext, run_estimate
@@ -213,6 +218,7 @@ def _result_of(
             progress=terminal,
             ranks=ranks,
             isolated=True,
+            spare=spare,
             environ=os.environ,
             command=log.command,
             entered=log.enter,

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,10 +22,10 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from autobatch.core.errors import AutobatchError
-from autobatch.core.signals import hold_back_signals
 from autobatch.device.host import count_oom_kills
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import SetupInfo, SetupSettings, describe_setup, find_workload, open_setup
+from autobatch.probing.spare import Spare, start_spare
 from autobatch.workload.contract import Workload
 from autobatch.workload.user_code import to_picklable
 
@@ -103,6 +102,7 @@ class ChildProcess:
     Args:
         reference: the workload as ``module:function`` or ``path.py:function``; None for the demo.
         settings: how the setup is opened.
+        spare: a child that has begun to import torch; None to start one.
         answer_seconds: time after which a call counts as hung.
         oom_kills: counts the processes that the host has killed because it ran out of memory.
     """
@@ -117,11 +117,13 @@ class ChildProcess:
         reference: str | None,
         settings: SetupSettings,
         *,
+        spare: Spare | None = None,
         answer_seconds: float = ANSWER_SECONDS,
         oom_kills: Callable[[], int] = count_oom_kills,
     ) -> None:
         self._reference = reference
         self._settings = settings
+        self._spare = spare
         self._answer_seconds = answer_seconds
         self._oom_kills = oom_kills
         self._calls = 0
@@ -174,15 +176,10 @@ class ChildProcess:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._log = tempfile.NamedTemporaryFile(prefix="autobatch-child-", suffix=".log")  # noqa: SIM115
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(theirs, self._reference, self._settings, self._log.name), daemon=True
-        )
-        with hold_back_signals({signal.SIGINT}):
-            self._process.start()
-        theirs.close()
+        spare = start_spare() if self._spare is None or self._spare.is_taken else self._spare
+        self._log, self._connection, self._process = spare.log, spare.connection, spare.take().process
+        with suppress(BrokenPipeError, ConnectionResetError):  # the wait for its answer tells why
+            self._connection.send((self._reference, self._settings))
         self._calls = 0
         try:
             self.info = self._receive("opening the workload")
@@ -242,7 +239,11 @@ SetupProcess = ThisProcess | ChildProcess
 
 @contextmanager
 def open_process(
-    workload: Workload | str | None, settings: SetupSettings, *, isolated: bool
+    workload: Workload | str | None,
+    settings: SetupSettings,
+    *,
+    isolated: bool,
+    spare: Spare | None = None,
 ) -> Iterator[SetupProcess]:
     """Open the workload in a child process, or here.
 
@@ -250,12 +251,15 @@ def open_process(
         workload: the workload, or a reference to it; None for the demo.
         settings: how the setup is opened.
         isolated: open a reference in a child. A `Workload` is opened here in any case.
+        spare: a child that has begun to import torch; None to start one.
 
     Raises:
         InputError: the device, the budget, the workload or a setting is invalid.
     """
     if isolated and not isinstance(workload, Workload):
-        with ChildProcess(workload, settings) as child:
+        with ChildProcess(
+            workload, settings, spare=None if spare is None or spare.is_taken else spare
+        ) as child:
             yield child
         return
     yield _open_here(workload, settings)

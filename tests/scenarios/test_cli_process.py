@@ -329,6 +329,16 @@ def on_a_terminal(folder: Path, *words: object, **variables: str) -> tuple[int, 
     return process.returncode, written.decode()
 
 
+@pytest.mark.parametrize(("variables", "is_red"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_an_error_is_red_on_a_terminal_with_colours(
+    tmp_path: Path, variables: dict[str, str], is_red: bool
+) -> None:
+    code, text = on_a_terminal(tmp_path, "probe", "missing.py", **variables)
+    assert code == 2
+    assert ("\x1b[31mautobatch: " in text) == is_red
+    assert "autobatch: there is no file missing.py" in text.splitlines()[-1]
+
+
 @SLOW
 def test_a_terminal_shows_a_live_line_without_colour_if_asked(tmp_path: Path, train: Path) -> None:
     code, text = on_a_terminal(tmp_path, *FIT, "--steps", 40, "--out", "out", NO_COLOR="1")

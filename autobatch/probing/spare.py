@@ -1,0 +1,73 @@
+"""A child process that imports torch while its parent does, before either knows what to open.
+
+This module imports torch in the child only, because the parent starts the child before its own import.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pkgutil import resolve_name
+from typing import IO, Any
+
+from autobatch.core.signals import hold_back_signals
+
+SERVE = "autobatch.probing.child:serve"
+"""What the child runs, by its name: an import would bring torch into the parent."""
+
+
+@dataclass
+class Spare:
+    """A child that waits for the workload that it is to open."""
+
+    process: BaseProcess
+    connection: Connection
+    log: IO[bytes]
+    """File for the output of the child."""
+    is_taken: bool = False
+    """True once a `autobatch.probing.child.ChildProcess` has it, and ends it."""
+
+    def take(self) -> Spare:
+        """Hand the child over."""
+        self.is_taken = True
+        return self
+
+
+def start_spare() -> Spare:
+    """Start a child that imports torch, then waits for a reference and settings."""
+    context = multiprocessing.get_context("spawn")
+    log: Any = tempfile.NamedTemporaryFile(prefix="autobatch-child-", suffix=".log")  # noqa: SIM115
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_wait_and_serve, args=(theirs, log.name), daemon=True)
+    with hold_back_signals({signal.SIGINT}):
+        process.start()
+    theirs.close()
+    return Spare(process, ours, log)
+
+
+@contextmanager
+def spare_child() -> Iterator[Spare]:
+    """Start a child, and end it at the end of the block if nobody has taken it."""
+    spare = start_spare()
+    try:
+        yield spare
+    finally:
+        if not spare.is_taken:
+            spare.connection.close()
+            spare.process.kill()
+            spare.process.join()
+            spare.log.close()
+
+
+def _wait_and_serve(connection: Connection, log: str) -> None:
+    """Run the child: import everything, wait for the workload, and serve it."""
+    serve = resolve_name(SERVE)
+    with suppress(EOFError, ConnectionResetError):
+        reference, settings = connection.recv()
+        serve(connection, reference, settings, log)
