@@ -6,7 +6,7 @@ Runs every workload under three budgets on a simulated GPU and on the CPU, which
 training here. For a split by count, brute force then runs plans with fewer accumulation steps, from a single
 one on, until one survives all steps. ``--replay`` replays the steps in the model of the allocator, which is
 faster by far, and agrees with training in every case that ran both ways. What was measured is
-kept in FOLDER, so that a call continues an earlier one. The results are saved once nothing is missing.
+kept in FOLDER, so that a call continues an earlier one.
 """
 
 from __future__ import annotations
@@ -196,25 +196,34 @@ def measure_plan(run: Run, split: str, home: Path) -> dict[str, Any]:
 def text(rows: list[dict[str, Any]]) -> str:
     """Summarize the rows in a table."""
     lines = [
-        "| device | model | split asked for | runs | split by size | out-of-memory errors | "
+        "| device | steps | model | split asked for | runs | split by size | out-of-memory errors | "
         "micro-batch ÷ brute force, at least |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    groups = sorted({(row["device"], row["model"], row["asked"]) for row in rows})
-    for device, model, asked in groups:
-        own = [row for row in rows if (row["device"], row["model"], row["asked"]) == (device, model, asked)]
+
+    def group(row: dict[str, Any]) -> tuple[str, str, str, str]:
+        return (
+            row["device"],
+            "trained" if row["is_trained"] else "replayed",
+            row["model"],
+            row["asked"],
+        )
+
+    for name in sorted({group(row) for row in rows}):
+        own = [row for row in rows if group(row) == name]
         shares = [row["micro_batch"] / row["brute_force"] for row in own if "brute_force" in row]
         lines.append(
-            f"| {device} | {model} | {asked} | {len(own)} | {sum(row['split'] == 'size' for row in own)} | "
+            f"| {' | '.join(name)} | {len(own)} | {sum(row['split'] == 'size' for row in own)} | "
             f"{sum(row['oom_errors'] for row in own)} | {f'{min(shares):.2f}' if shares else ''} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Measure every case that is not in the journal, and save the results once all are."""
+    """Measure every case that is not in the journal, and save the results of all folders."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--with", dest="others", nargs="*", type=Path, default=[], help="folders to save too")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after this time")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
@@ -236,11 +245,14 @@ def main() -> None:
             home = options.folder / "home" / case.name.replace(" ", "-").replace(":", "-")
             found = measure(case, options.seeds, options.steps, home, is_trained=not options.replay)
             journal.write(case.name, DONE, rows=found)
-    by_case = {row["unit"]: row["rows"] for row in journal.rows() if row["status"] == DONE}
-    rows = [row for case in cases for row in by_case.get(case.name, [])]
+    rows = [
+        row
+        for folder in (options.folder, *options.others)
+        for unit in Journal(folder, 0).rows()
+        for row in unit["rows"]
+    ]
     print(text(rows))
-    if all(case.name in by_case for case in cases):
-        save("ragged-promise", {**surroundings(), "rows": rows}, text(rows))
+    save("ragged-promise", {**surroundings(), "rows": rows}, text(rows))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def splits_of(setup: TrainSetup, rounds: int) -> tuple[dict[str, list[Groups]], 
     sizes = setup.worst_case.sizes()
     assert sizes is not None
     plan = make_plan(target_batch=TARGET, micro_batch_limit=LIMIT, learning_rate=1e-3)
-    cut, note = choose_split(Session(setup), plan, SplitSettings("auto", LIMIT, TARGET, 0))
+    cut, note, _ = choose_split(Session(setup), plan, SplitSettings("auto", LIMIT, TARGET, 0))
     sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=TARGET, seed=0, steps=count)
     batches = [GlobalBatch(batch.index, 0, batch.ids) for batch in sampler.batches()]
     found = {
