@@ -39,6 +39,7 @@ from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
 from autobatch.planning import rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
+from autobatch.probing.estimate_ranks import estimate_over_ranks
 from autobatch.probing.find_limit import check_size, find_limit
 from autobatch.probing.limits_by_size import find_limits_by_size
 from autobatch.probing.real_batches import Order
@@ -137,7 +138,12 @@ def run_estimate(
     made, settings = find_workload(workload), unpack.estimate_settings(options)
     if options.all:
         settings = replace(settings, profiles=(), device="auto")
-    found = estimate_limits(made, settings, home=data_home(environ))
+    ranks, home = unpack.rank_settings(options), data_home(environ)
+    found = (
+        estimate_limits(made, settings, home=home)
+        if ranks is None
+        else estimate_over_ranks(made, settings, ranks, home=home)
+    )
     if options.report is None:
         return found
     # Only here: matplotlib takes half a second to import.

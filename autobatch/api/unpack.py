@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from autobatch.core.errors import InputError
 from autobatch.core.options import (
     EstimateOptions,
     FitOptions,
@@ -18,6 +19,7 @@ from autobatch.core.options import (
 from autobatch.core.records import Plan
 from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimate import EstimateSettings
+from autobatch.probing.estimate_ranks import RankSettings
 from autobatch.probing.find_limit import ProbeLimits, caps_of
 from autobatch.probing.setup import SetupInfo, SetupSettings
 from autobatch.training.build import LoopSettings
@@ -101,6 +103,32 @@ def estimate_settings(options: EstimateOptions) -> EstimateSettings:
         scan=options.scan,
         memory_viz=None if options.memory_viz is None else Path(options.memory_viz),
     )
+
+
+def rank_settings(options: EstimateOptions) -> RankSettings | None:
+    """Return the ranks that an estimate is for; None for one GPU.
+
+    Raises:
+        InputError: the model would be shared by a single rank.
+    """
+    if options.ranks is not None and options.ranks > 1:
+        if options.memory_viz is not None:
+            raise InputError(
+                f"--memory-viz {options.memory_viz} shows one GPU, found --ranks {options.ranks}: leave out "
+                "one of them"
+            )
+        return RankSettings(
+            ranks=options.ranks,
+            parallel=options.parallel,
+            shard_sync=options.shard_sync,
+            shard_modules=options.shard_modules,
+        )
+    if options.parallel == "shard":
+        raise InputError(
+            f"--parallel shard shares a model among ranks, found --ranks {options.ranks or 'unset'}: give "
+            "--ranks N with N at least 2"
+        )
+    return None
 
 
 def tune_settings(options: TuneOptions, info: SetupInfo, planned_steps: int) -> TuneSettings:

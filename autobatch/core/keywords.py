@@ -106,3 +106,7 @@ class EstimateKeywords(CommonKeywords, total=False):
     micro_batch: int | None
     max_micro_batch: int | None
     target_batch: int | None
+    ranks: int | None
+    parallel: Literal["auto", "replicate", "shard"]
+    shard_sync: Literal["each", "once"]
+    shard_modules: str | None

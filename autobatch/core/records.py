@@ -17,6 +17,8 @@ UpperBoundBy = Literal["run", "replay", "cap", "error"]
 Precision = Literal["fp32", "bf16", "fp16"]
 GradientDtype = Literal["fp32", "weights"]
 """Type in which gradients are summed: float32 at least, or that of the weights."""
+Parallel = Literal["replicate", "shard"]
+ShardSync = Literal["each", "once"]
 LearningRateRule = Literal["none", "linear", "sqrt"]
 
 
@@ -498,3 +500,24 @@ class Estimate(Record, frozen=True, kw_only=True):
     """As `Probe.size_unit`."""
     size_cut: SizeCut | None = None
     """Split by size of the plan, whose cost is unknown; None without a plan, or if something forbids it."""
+    world_size: int = 1
+    """Ranks, one per GPU; all figures are those of one rank."""
+    parallel: Parallel | None = None
+    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
+    parallel_reason: str | None = None
+    """Reason for the choice, in words; None if it was asked for."""
+    shard_sync: ShardSync | None = None
+    """When sharded gradients are reduced: after ``each`` micro-batch, or ``once`` per step."""
+
+
+class RankEstimate(Record, frozen=True, kw_only=True):
+    """Prediction of what fits on each of some ranks: a cell of the table of ranks and GPUs."""
+
+    profile: str
+    world_size: int
+    parallel: Parallel
+    budget_bytes: int
+    micro_batch: int
+    """Largest micro-batch of a rank that is predicted to fit, 0 if none."""
+    peak_reserved_bytes: int
+    """Peak of a rank at ``micro_batch``, or at 1 if none fits."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Precision
+from autobatch.core.records import Precision, ShardSync
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.train_state import TrainState
-from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
+from autobatch.workload.contract import Collated, Loss
 
-ShardSync = Literal["each", "once"]
-"""Reduce gradients after each micro-batch, or once per step."""
 LossFunction = Callable[[nn.Module, Collated], Tensor | Loss]
 _LOW_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMED = 5
@@ -262,16 +260,3 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def refuse_whole_batch(loss: object) -> None:
-    """Check that a loss is a sum over samples.
-
-    Raises:
-        InputError: it sees the whole batch.
-    """
-    if isinstance(loss, WholeBatchLoss):
-        raise InputError(
-            "--parallel shard cannot run a WholeBatchLoss, which sees all samples of a batch while each rank "
-            "has a part of them: use --parallel replicate, or one GPU"
-        )

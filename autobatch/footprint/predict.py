@@ -108,7 +108,7 @@ def footprint(
     reason = None if tested else _why_untrusted()
     if reason:
         raise Unpredictable(f"cannot predict: {reason}")
-    first = _record(setting, SIZES[0])
+    first = record_apart(setting, SIZES[0])
     try:
         program = _fit(setting, first.trace)
     except Untraceable as error:
@@ -201,14 +201,14 @@ def _fit(setting: Setting, first: Trace) -> Program:
     # All steps follow the same rule, so the first step is enough for the check.
     short = replace(setting, steps=setting.steps[:1])
     for size, check in pairwise(SIZES[1:]):
-        points.append((size, _record(setting, size).trace))
+        points.append((size, record_apart(setting, size).trace))
         program = Program.fit(points)
-        if program.begins_with(check, _record(short, check).trace):
+        if program.begins_with(check, record_apart(short, check).trace):
             return program
     raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
 
 
-def _record(setting: Setting, size: int) -> Recording:
+def record_apart(setting: Setting, size: int) -> Recording:
     """Trace a size in a process of its own, from a batch that is read here."""
     try:
         batch = setting.batch_of(size)

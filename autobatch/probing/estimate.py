@@ -87,19 +87,13 @@ def estimate_limits(workload: Workload, settings: EstimateSettings, *, home: Pat
 
 def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Estimates:
     workload = scanned(workload, settings.scan)
-    simulated = [settings.device.removeprefix("sim:")] if settings.device.startswith("sim:") else []
-    names = settings.profiles or simulated
-    gpus = (
-        [load_profile(name, user_dir=home) for name in names]
-        if names
-        else list(list_profiles(user_dir=home).profiles)
-    )
+    gpus = named_gpus(settings, home)
     with preserved_random_state():
         seed_everything(settings.seed)
         tracer = _Tracer(workload, settings)
     off = {gpu.name: prediction_errors(home, (gpu.title, *gpu.device_names)) for gpu in gpus}
     estimates = [_estimate(tracer, gpu, settings, off[gpu.name]) for gpu in gpus]
-    if not names:
+    if not _names(settings):
         estimates.sort(key=_need)
     if settings.memory_viz is not None:
         first = next(gpu for gpu in gpus if gpu.name == estimates[0].profile)
@@ -114,11 +108,11 @@ def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Es
     if len(gpus) == 1:
         estimates = [_by_size(tracer, gpus[0], estimates[0], settings)]
     if estimates and not any(one.fits for one in estimates):
-        raise DoesNotFitError(_nothing_fits(estimates, settings))
+        raise DoesNotFitError(nothing_fits(estimates, settings))
     compared = [_compared(name, shares) for name, shares in off.items() if shares]
     notes = dict.fromkeys(
         [
-            *_device_notes(settings),
+            *device_notes(settings),
             *stream_notes(workload.train_data),
             *tracer.worst_case.notes,
             *tracer.notes(),
@@ -128,6 +122,23 @@ def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Es
     return Estimates(estimates=estimates, notes=list(notes))
 
 
+def named_gpus(settings: EstimateSettings, home: Path) -> list[HardwareProfile]:
+    """Return the GPUs that settings name, or all that are known.
+
+    Raises:
+        InputError: a profile is unknown or invalid.
+    """
+    names = _names(settings)
+    if names:
+        return [load_profile(name, user_dir=home) for name in names]
+    return list(list_profiles(user_dir=home).profiles)
+
+
+def _names(settings: EstimateSettings) -> Sequence[str]:
+    simulated = [settings.device.removeprefix("sim:")] if settings.device.startswith("sim:") else []
+    return settings.profiles or simulated
+
+
 def _need(one: Estimate) -> tuple[float, int]:
     """Return what to sort by: GPUs that need the fewest micro-batches come first, small ones before large."""
     if not one.fits:
@@ -135,7 +146,7 @@ def _need(one: Estimate) -> tuple[float, int]:
     return (0 if one.plan is None else one.plan.accumulation_steps), one.budget_bytes
 
 
-def _device_notes(settings: EstimateSettings) -> list[str]:
+def device_notes(settings: EstimateSettings) -> list[str]:
     """Return that a device of this machine is left out, which a config file may name for all commands."""
     if settings.device == "auto" or (settings.device.startswith("sim:") and not settings.profiles):
         return []
@@ -233,7 +244,7 @@ def _estimate(
 ) -> Estimate:
     start = time.perf_counter()
     budget, source = simulated_budget(gpu, settings.memory_budget)
-    precision = _precision(settings, gpu.compute_capability)
+    precision = precision_on(settings, gpu.compute_capability)
     step = tracer.trace(gpu.compute_capability, precision)
     # Runs that took more than predicted widen the interval by as much.
     margins = [step.margin, *(1 - 1 / (1 + residual) for residual in prediction_errors)]
@@ -241,7 +252,7 @@ def _estimate(
     found = predict(
         step,
         budget_bytes=budget,
-        cap=_cap(tracer.workload, settings),
+        cap=cap_of(tracer.workload, settings),
         micro_batch=settings.micro_batch,
         workspaces=gpu.workspaces,
     )
@@ -277,20 +288,25 @@ def _remedies(
     tracer: _Tracer, gpu: HardwareProfile, one: Estimate, settings: EstimateSettings
 ) -> list[Remedy]:
     capability = gpu.compute_capability
-
-    def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
-        return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
-
-    spending = Spending(
-        allocator=partial(allocator, one.budget_bytes),
-        unlimited=partial(allocator, None),
-        cap=_cap(tracer.workload, settings),
-        workspaces=gpu.workspaces,
-    )
+    spending = spending_on(gpu, one.budget_bytes, cap_of(tracer.workload, settings))
     with preserved_random_state():
         step = tracer.trace(capability, one.precision)
         setting = tracer.setting(capability, one.precision)
         return find_remedies(setting, step, spending, trace=tracer.trace_change(capability, one.precision))
+
+
+def spending_on(gpu: HardwareProfile, budget_bytes: int, cap: int) -> Spending:
+    """Return the budget of a GPU, and the largest micro-batch to spend it on."""
+
+    def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
+        return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
+
+    return Spending(
+        allocator=partial(allocator, budget_bytes),
+        unlimited=partial(allocator, None),
+        cap=cap,
+        workspaces=gpu.workspaces,
+    )
 
 
 def _by_size(tracer: _Tracer, gpu: HardwareProfile, one: Estimate, settings: EstimateSettings) -> Estimate:
@@ -303,18 +319,20 @@ def _by_size(tracer: _Tracer, gpu: HardwareProfile, one: Estimate, settings: Est
             tracer.setting(gpu.compute_capability, one.precision),
             tracer.worst_case,
             partial(CachingAllocator, limit, AllocatorConfig()),
-            cap=_cap(tracer.workload, settings),
+            cap=cap_of(tracer.workload, settings),
             seed=settings.seed,
         )
 
 
-def _cap(workload: Workload, settings: EstimateSettings) -> int:
+def cap_of(workload: Workload, settings: EstimateSettings) -> int:
+    """Return the largest micro-batch to try."""
     data = workload.train_data
     caps = [ENDLESS if is_open_ended(data) else len(data)]  # type: ignore[arg-type]
     return min(caps + [cap for cap in (settings.max_micro_batch, settings.target_batch) if cap is not None])
 
 
-def _precision(settings: EstimateSettings, capability: tuple[int, int]) -> Precision:
+def precision_on(settings: EstimateSettings, capability: tuple[int, int]) -> Precision:
+    """Return the precision that was asked for; else bf16 where it is native."""
     if settings.precision != "auto":
         return settings.precision
     return "bf16" if capability >= NATIVE_BF16 else "fp32"
@@ -333,7 +351,8 @@ def _plan(tracer: _Tracer, micro_batch: int, precision: Precision, settings: Est
     )
 
 
-def _nothing_fits(estimates: list[Estimate], settings: EstimateSettings) -> str:
+def nothing_fits(estimates: list[Estimate], settings: EstimateSettings) -> str:
+    """Write that a micro-batch fits on no GPU, where its memory goes, and what helps."""
     asked = 1 if settings.micro_batch is None else settings.micro_batch
     most = max(estimates, key=lambda one: one.budget_bytes)
     where = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in list(most.memory.items())[:3])

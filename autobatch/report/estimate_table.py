@@ -38,6 +38,20 @@ def gpu_table(estimates: Estimates) -> Table:
     return table
 
 
+def rank_table(estimates: Estimates) -> Table:
+    """Return the largest micro-batch of a rank: a row for each number of ranks, a column for each GPU."""
+    cells = estimates.over_ranks
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ranks", justify="right", no_wrap=True)
+    gpus = list(dict.fromkeys(cell.profile for cell in cells))
+    for gpu in gpus:
+        table.add_column(printable(gpu), justify="right", no_wrap=True)
+    for world in dict.fromkeys(cell.world_size for cell in cells):
+        of = {cell.profile: cell.micro_batch for cell in cells if cell.world_size == world}
+        table.add_row(f"{world:,}", *(f"{of[gpu]:,}" if of.get(gpu) else "–" for gpu in gpus))
+    return table
+
+
 def _interval(one: Estimate) -> str:
     """Return the interval of the limit; empty if it is a single size."""
     low, high = one.micro_batch_low, one.micro_batch_high

@@ -9,7 +9,17 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json
-from autobatch.core.records import SCHEMA, DeviceRecord, Estimate, Plan, Probe, Record, RunRecord, StepRecord
+from autobatch.core.records import (
+    SCHEMA,
+    DeviceRecord,
+    Estimate,
+    Plan,
+    Probe,
+    RankEstimate,
+    Record,
+    RunRecord,
+    StepRecord,
+)
 from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
@@ -117,6 +127,8 @@ class Estimates(Record, frozen=True, kw_only=True):
     """Predictions for one workload, one per GPU."""
 
     estimates: list[Estimate]
+    over_ranks: list[RankEstimate] = []
+    """The same for other numbers of ranks and other GPUs; empty for one rank."""
     notes: list[str] = []
 
     def to_json(self, *_: str) -> dict[str, Any]:

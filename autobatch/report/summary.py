@@ -236,6 +236,8 @@ def text_of(run: RunRecord, *, out: Path | None = None) -> str:
 def describe_estimate(one: Estimate) -> str:
     """Describe what is predicted to fit on a GPU."""
     budget = format_bytes(one.budget_bytes)
+    if one.world_size > 1:
+        budget += f" on each of {one.world_size:,} ranks ({one.parallel})"
     if not one.fits:
         return f"{one.profile}: does not fit in {budget} ({one.precision})"
     plan = "" if one.plan is None else f", batch {count(one.plan.target_batch)} in {describe_split(one.plan)}"

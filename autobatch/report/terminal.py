@@ -19,7 +19,13 @@ from autobatch.core.progress import Progress
 from autobatch.core.text import LONGEST_VALUE, encodable, printable
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.report.estimate_table import gpu_table, memory_table, remedy_lines, size_lines
+from autobatch.report.estimate_table import (
+    gpu_table,
+    memory_table,
+    rank_table,
+    remedy_lines,
+    size_lines,
+)
 from autobatch.report.live import LiveLine
 from autobatch.report.sentences import knobs_in_words, ratio_in_words
 from autobatch.report.summary import (
@@ -201,6 +207,9 @@ class Terminal(Progress):
             emoji=False,
         )
         wide.print(table)
+        if estimates.over_ranks:
+            self._console.print("\nlargest micro-batch of a rank:")
+            wide.print(rank_table(estimates))
         if len(estimates.estimates) != 1:
             self._print_advice(estimates)
             return

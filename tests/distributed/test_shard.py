@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.errors import InputError
-from autobatch.distributed.shard import Sharding, modules_to_shard, refuse_whole_batch, shard
+from autobatch.distributed.shard import Sharding, modules_to_shard, shard
 from autobatch.step.train_step import train_step
-from autobatch.workload.contract import WholeBatchLoss, Workload
+from autobatch.workload.contract import Workload
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded import Case, peak_bytes, predict, run_real, state_of
@@ -155,12 +155,6 @@ def test_what_cannot_be_sharded_is_named_in_one_line(model, message):
     with pytest.raises(InputError, match=message) as caught:
         shard(model(), UNSHARDED, "fp32")
     assert "\n" not in str(caught.value)
-
-
-def test_a_loss_of_the_whole_batch_is_refused():
-    whole = WholeBatchLoss(represent=lambda model, batch: model(batch), loss=lambda rows: rows.sum())
-    with pytest.raises(InputError, match="--parallel shard cannot run a WholeBatchLoss"):
-        refuse_whole_batch(whole)
 
 
 def attach_part() -> str:

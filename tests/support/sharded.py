@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from autobatch.core.records import Precision
+from autobatch.core.records import Precision, ShardSync
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.distributed.fake_group import fake_ranks
-from autobatch.distributed.shard import Sharding, ShardSync
+from autobatch.distributed.shard import Sharding
 from autobatch.footprint.trace_step import Setting, record
 from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import train_step

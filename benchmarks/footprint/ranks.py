@@ -1,0 +1,90 @@
+"""The largest micro-batch of a rank: large models on 1, 8 and 64 GPUs of three kinds, with none of them here.
+
+    python -m benchmarks.footprint.ranks            # prints a table and writes benchmarks/results
+
+Each model is estimated in a process of its own, in bf16 with AdamW and no activation checkpointing: on one
+GPU as it is, and on more of them with FSDP2. The seconds are those of this process and its children.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autobatch.device.profiles import load_profile
+from autobatch.probing.estimate import EstimateSettings
+from autobatch.probing.estimate_ranks import RankSettings, _Estimator
+from benchmarks.footprint.large import MODELS, large
+
+RESULT = Path(__file__).parents[1] / "results" / "footprint-ranks_amd-epyc_2026-11-22.json"
+GPUS = ("a100-40gb", "h100-80gb", "h200")
+WORLDS = (1, 8, 64)
+
+
+def estimate(name: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    wall, before = time.perf_counter(), _cpu_seconds()
+    settings = EstimateSettings(profiles=GPUS, precision="bf16")
+    gpus = [load_profile(gpu, user_dir=Path("nowhere")) for gpu in GPUS]
+    cells: dict[str, dict[str, int]] = {}
+    seconds: dict[str, float] = {}
+    shared = _Estimator(large(name), settings, RankSettings(ranks=8, parallel="shard"))
+    for world in WORLDS:
+        start = _cpu_seconds()
+        one = _Estimator(shared.workload, settings, RankSettings(ranks=1)) if world == 1 else shared
+        layout = one._layout("replicate" if world == 1 else "shard", world)
+        cells[str(world)] = {gpu.name: one._peak(gpu, layout)[0] for gpu in gpus}
+        seconds[str(world)] = round(_cpu_seconds() - start, 1)
+    return {
+        "model": name,
+        "parameters": sum(p.numel() for p in shared.model.parameters()),
+        "micro_batch": cells,
+        "cpu_seconds": seconds,
+        "all_cpu_seconds": round(_cpu_seconds() - before, 1),
+        "wall_seconds": round(time.perf_counter() - wall, 1),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _cpu_seconds() -> float:
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Write the table: a row per model, a column per number and kind of GPUs."""
+    short = {"a100-40gb": "A100 40", "h100-80gb": "H100 80", "h200": "H200 141"}
+    heads = [f"{world} × {short[gpu]}" for world in WORLDS for gpu in GPUS]
+    lines = ["| model | " + " | ".join(heads) + " | seconds |", "|---" * (len(heads) + 2) + "|"]
+    for row in rows:
+        cells = [row["micro_batch"][str(world)][gpu] or "–" for world in WORLDS for gpu in GPUS]
+        lines.append(
+            f"| {row['model']} | " + " | ".join(map(str, cells)) + f" | {row['all_cpu_seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(names: list[str]) -> None:
+    if len(names) == 2 and names[0] == "--one":
+        print(json.dumps(estimate(names[1])))
+        return
+    rows = []
+    for name in names or MODELS:
+        command = [sys.executable, "-m", "benchmarks.footprint.ranks", "--one", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(rows[-1], flush=True)
+        result = {"torch": str(torch.__version__), "length": 2048, "rows": rows}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
