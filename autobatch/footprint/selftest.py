@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.device.allocator.trace import FREE
+from autobatch.footprint.apart import run_apart
 from autobatch.footprint.trace_mode import Recording
 from autobatch.footprint.trace_step import Setting, record
 from autobatch.workload.contract import Workload
@@ -48,7 +49,8 @@ def self_test() -> str | None:
         steps=(1,),
     )
     try:
-        recording = record(setting, _SAMPLES)
+        # A backward pass in this process would let a CUDA build refuse autograd in every later copy.
+        recording = run_apart(lambda: record(setting, _SAMPLES))
     except Exception as error:
         return f"the self-test step does not run ({type(error).__name__}: {error})".splitlines()[0]
     for does, found, expected in (
