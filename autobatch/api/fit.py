@@ -152,7 +152,7 @@ def _prepare(
             refuse_split(process, result.plan.micro_batch)
         tuner = open_tuner(process, tune_settings, context, options.timeout)
         if tune_settings.trials:
-            result = add_tuning(tuner, result)
+            result = add_tuning(tuner, result, options)
         if options.tune_lr:
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)

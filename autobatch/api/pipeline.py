@@ -31,12 +31,12 @@ from autobatch.core.options import (
     TuneOptions,
 )
 from autobatch.core.progress import Progress
-from autobatch.core.records import Tuning
+from autobatch.core.records import Plan, Tuning
 from autobatch.device.profiles import data_home
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import plan_over_ranks
 from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
-from autobatch.planning import rank_share
+from autobatch.planning import in_one_size, rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.estimate_ranks import estimate_over_ranks
@@ -164,7 +164,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
         tuner = open_tuner(process, settings, context, options.timeout)
         if settings.trials or not options.tune_lr:
-            result = add_tuning(tuner, result)
+            result = add_tuning(tuner, result, options)
         write_memory_viz(process, result, options, context.progress)
         result = add_split(process, result, options, context.progress, home=context.home)
         if not options.tune_lr:
@@ -213,6 +213,7 @@ def probe_and_plan(
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
     plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)
     plan = plan_over_ranks(context.ranks, plan, limit.probe.micro_batch, info.device)
+    plan = one_size_if_asked(plan, options, progress)
     progress.planned(plan)
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
         progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
@@ -228,6 +229,24 @@ def probe_and_plan(
         predicted=predicted,
         memory_curve=curve,
     )
+
+
+def one_size_if_asked(plan: Plan, options: PlanOptions, progress: Progress) -> Plan:
+    """Return the plan, with one size of micro-batch if ``--static-shapes`` asks for it.
+
+    Raises:
+        InputError: several ranks train.
+    """
+    if not options.static_shapes:
+        return plan
+    found = in_one_size(plan)
+    if 2 * found.micro_batch <= plan.micro_batch:
+        progress.note(
+            f"--static-shapes: {found.micro_batch:,} is the largest divisor of the batch of "
+            f"{plan.target_batch:,} up to the {plan.micro_batch:,} that fit; a batch with more divisors "
+            "leaves less memory unused"
+        )
+    return found
 
 
 def write_memory_viz(
@@ -320,11 +339,12 @@ def open_tuner(
     )
 
 
-def add_tuning(tuner: PlanTuner, result: Result) -> Result:
+def add_tuning(tuner: PlanTuner, result: Result, options: PlanOptions) -> Result:
     """Put the fastest configuration into a result."""
     assert result.plan is not None
     assert result.probe is not None
     plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
+    plan = one_size_if_asked(plan, options, tuner.progress)
     return msgspec.structs.replace(result, plan=plan, tuning=tuning)
 
 

@@ -40,7 +40,7 @@ def add_split(
         InputError: a split by size was asked for, and would change results.
     """
     plan, probe = result.plan, result.probe
-    if plan is None or probe is None or probe.stopped_by == "interrupt":
+    if plan is None or probe is None or probe.stopped_by == "interrupt" or options.static_shapes:
         return result
     if process.info.epoch_samples is None:
         if options.split == "size":

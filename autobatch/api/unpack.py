@@ -101,7 +101,7 @@ def estimate_settings(options: EstimateOptions) -> EstimateSettings:
         max_micro_batch=options.max_micro_batch,
         target_batch=options.target_batch,
         scan=options.scan,
-        memory_viz=None if options.memory_viz is None else Path(options.memory_viz),
+        memory_viz=options.memory_viz,
     )
 
 

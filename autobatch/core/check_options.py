@@ -106,3 +106,8 @@ def _check(values: Mapping[str, Any], names: Mapping[str, str]) -> None:
             f"{called['steps']} {values['steps']} and {called['epochs']} {values['epochs']} exclude each "
             "other: give one"
         )
+    if values.get("static_shapes") and values.get("split") == "size":
+        raise InputError(
+            f"{called['static_shapes']} and {called['split']} size exclude each other: a split by size has "
+            "micro-batches of many sizes; give one"
+        )

@@ -47,6 +47,7 @@ class BatchKeywords(SearchKeywords, total=False):
 
     target_batch: Required[int]
     split: Literal["auto", "count", "size"]
+    static_shapes: bool
     lr_rule: LearningRateRule
     base_batch: int | None
 

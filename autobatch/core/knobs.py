@@ -20,6 +20,8 @@ SPLIT = "micro_batch_shift"
 PRECISION = "precision"
 CHECKPOINTING = "checkpointing"
 COMPILE = "compile"
+COMPILE_MODES = ("off", "default", "reduce-overhead")
+"""Choices of that knob; the last, CUDA graphs, on GPUs only."""
 CHANNELS_LAST = "channels_last"
 OPTIMIZER = "optimizer"
 LOADER_WORKERS = "loader_workers"
@@ -125,8 +127,9 @@ KNOBS = (
     ),
     Knob(
         COMPILE,
-        "torch.compile: fused kernels; the time of compiling is spread over the planned steps",
-        lambda here: ("off", "default") if here.compiler is None else (),
+        "torch.compile: fused kernels, and with reduce-overhead CUDA graphs; the time of compiling is spread "
+        "over the planned steps",
+        lambda here: () if here.compiler else COMPILE_MODES if here.gains_from_compile else COMPILE_MODES[:2],
         lambda here: str(here.compiler),
         changes_memory=True,
         changes_numbers=True,

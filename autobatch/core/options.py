@@ -126,6 +126,13 @@ class PlanOptions(SearchOptions, frozen=True, kw_only=True, forbid_unknown_field
             "memory",
         ),
     ] = "auto"
+    static_shapes: Annotated[
+        bool,
+        OptionHelp(
+            "Give all micro-batches one size, the largest divisor of the batch that fits: for CUDA graphs.",
+            "memory",
+        ),
+    ] = False
     lr_rule: Annotated[
         LearningRateRule,
         OptionHelp("Scale the rate with the batch.", "learning rate", common=True),

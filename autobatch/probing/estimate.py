@@ -64,7 +64,7 @@ class EstimateSettings:
     """None for no plan."""
     scan: int | None = None
     """Samples of a stream to plan from; None for the default."""
-    memory_viz: Path | None = None
+    memory_viz: str | None = None
     """File for the memory of steps on the first GPU; None for no file."""
 
 
@@ -97,7 +97,7 @@ def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Es
         estimates.sort(key=_need)
     if settings.memory_viz is not None:
         first = next(gpu for gpu in gpus if gpu.name == estimates[0].profile)
-        _write_snapshot(settings.memory_viz, tracer, first, estimates[0])
+        _write_snapshot(Path(settings.memory_viz), tracer, first, estimates[0])
     by_name = {gpu.name: gpu for gpu in gpus}
     estimates = [
         one

@@ -57,8 +57,9 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
     forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
     if knobs.get(CHECKPOINTING) == "full":
         forwards += [(block, _checkpoint_forward(block)) for block in find_blocks(model)]
-    if knobs.get(COMPILE, "off") != "off":
-        forwards.append((model, _compile_forward(model)))
+    mode = knobs.get(COMPILE, "off")
+    if mode != "off":
+        forwards.append((model, _compile_forward(model, str(mode))))
     to_layout = bool(knobs.get(CHANNELS_LAST))
     if not forwards and not to_layout:
         return loss
@@ -129,11 +130,11 @@ def _discarded_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
-def _compile_forward(model: nn.Module) -> Callable[..., Any]:
+def _compile_forward(model: nn.Module, mode: str) -> Callable[..., Any]:
     with warnings.catch_warnings():
         # The compiler's own imports warn.
         warnings.simplefilter("ignore")
-        return torch.compile(model.forward)
+        return torch.compile(model.forward, mode=mode)
 
 
 @contextmanager

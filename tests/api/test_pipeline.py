@@ -242,3 +242,14 @@ def test_the_memory_of_the_steps_of_a_plan_is_written(tmp_path: Path, device: st
     # The steps ran as they were traced, so their blocks have their purposes.
     assert kinds >= {"parameters", "batch", "gradients", "activations"}
     assert any("pytorch.org/memory_viz" in line for line in listener.notes)
+
+
+def test_static_shapes_give_micro_batches_of_one_size(tmp_path: Path) -> None:
+    listener = Listener()
+    options = plan_options(target_batch=22, max_micro_batch=5, static_shapes=True)
+    plan = run_plan(make_workload(), options, context_in(tmp_path, progress=listener)).plan
+    assert plan is not None
+    assert plan.micro_batches == [2] * 11
+    assert any("2 is the largest divisor of the batch of 22 up to the 5" in line for line in listener.notes)
+    with pytest.raises(InputError, match="static_shapes and split size exclude each other"):
+        plan_options(static_shapes=True, split="size")

@@ -19,10 +19,21 @@ from tests.support.probes import work
 
 PRINTING = {"json", "quiet", "verbose"}
 READ_BY_STAGES = {
-    "probe": {"micro_batch"},
-    "plan": {"split"},
-    "tune": {"split", "timeout", "tune_lr"},
-    "fit": {"split", "timeout", "tune_lr", "resume", "out", "split_check", "collective_timeout", "ranks"},
+    "probe": {"micro_batch", "memory_viz"},
+    "plan": {"split", "static_shapes", "memory_viz"},
+    "tune": {"split", "static_shapes", "memory_viz", "timeout", "tune_lr"},
+    "fit": {
+        "split",
+        "static_shapes",
+        "memory_viz",
+        "timeout",
+        "tune_lr",
+        "resume",
+        "out",
+        "split_check",
+        "collective_timeout",
+        "ranks",
+    },
     "estimate": {"all", "report"},
 }
 """Options that decide which stages run, in how many processes, and with which folder, time and check."""

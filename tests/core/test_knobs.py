@@ -76,6 +76,12 @@ def test_the_compiler_is_tuned_on_the_cpu_and_in_short_runs_only_by_name() -> No
         assert [axis.name for axis in applicable(here, ["compile"])[0]] == ["compile"]
 
 
+def test_cuda_graphs_are_a_choice_on_gpus_only() -> None:
+    cpu = GPU._replace(gains_from_compile=False)
+    choices = [applicable(here, ["compile"])[0][0].choices for here in (GPU, cpu)]
+    assert [tuple(one) for one in choices] == [("off", "default", "reduce-overhead"), ("off", "default")]
+
+
 @pytest.mark.parametrize(
     ("micro_batch", "shifts"), [(1, []), (2, [0, 1]), (7, [0, 1, 2]), (64, [0, 1, 2, 3])]
 )

@@ -180,9 +180,11 @@ def test_all_knobs_together_train_like_none() -> None:
 
 
 def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, modes = [], []
 
-    def compiled(forward: Any) -> Any:
+    def compiled(forward: Any, *, mode: str) -> Any:
+        modes.append(mode)
+
         def run(*args: Any) -> Any:
             calls.append(1)
             return forward(*args)
@@ -191,8 +193,9 @@ def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "compile", compiled)
     _, _, before = train({})
-    model, _, after = train({"compile": "default", "checkpointing": "full"})
+    model, _, after = train({"compile": "reduce-overhead", "checkpointing": "full"})
     assert (len(calls), after) == (6, before)
+    assert set(modes) == {"reduce-overhead"}
     assert "forward" not in model.__dict__
 
 
