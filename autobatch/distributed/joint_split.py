@@ -3,7 +3,8 @@
 The sorted batch is cut into groups as `autobatch.workload.size_split` cuts it into micro-batches, and each
 rank takes its share of every group. So the ranks work on samples of like sizes at the same time, and run as
 many micro-batches as each other. Cutting each rank's part alone would leave ranks waiting for the one that
-drew the largest samples.
+drew the largest samples. Ranks with one limit share the cost to one percent where arithmetic binds, by
+`autobatch.workload.joint_cut`; ranks with unlike limits take shares in proportion to them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autobatch.core.records import SizeCut
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.shares import RankSplit, shares
 from autobatch.planning import micro_batches
+from autobatch.workload.joint_cut import joint_cut
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.size_split import MEASURED_SHARE, Sizes, SizeSplit, cheapest_cut
 from autobatch.workload.split import MicroBatchIds
@@ -57,7 +59,12 @@ class JointSizeSplit(RankSplit):
         order = (first + np.argsort(-own[first:], kind="stable")).tolist()
         groups = [list(range(first))] if first else []
         alone: list[list[int]] = []
-        if split.cut.is_padded:
+        if split.cut.is_padded and split.cut.cost is not None and len(set(limits)) == 1:
+            sorted_sizes = own[order]
+            most = split.limits(sorted_sizes, limits[self._rank])
+            cut = joint_cut(sorted_sizes, most, split.cut.cost, len(limits))
+            alone = [[order[place] for place in group] for group in cut[self._rank]]
+        elif split.cut.is_padded:
             ends = np.cumsum(self._cut(own[order], limits)).tolist()
             groups += [order[start:end] for start, end in pairwise([0, *ends])]
         else:

@@ -1,18 +1,13 @@
-"""One cut of a batch over several ranks, so that each has the same work.
+"""One cut of a batch over several ranks, so that each has the same work in as many micro-batches.
 
-Each rank could cut its own share by size, but shares of equal counts differ in work. So the whole batch is
-cut at once. There are two ways, and both need nothing but the sizes, so that every rank computes the same
-cut without talking to the others:
-
-- share: each sample goes to the rank with the least work, the largest first. Each rank cuts its own samples.
-- deal: the sorted list is cut into groups of up to ranks times the limit, and each group is dealt to all
-  ranks. All ranks then run equally many micro-batches, of nearly equal samples at the same time. Collectives
-  in each micro-batch need that (FSDP2).
+Each rank could cut its own share by size, but shares of equal counts differ in work. So the whole sorted list
+is cut into groups of up to ranks times the limit, and each group is dealt to all ranks. All ranks then run
+nearly equal samples at the same time, and equally many micro-batches, which collectives in each micro-batch
+need (FSDP2). The cut needs nothing but the sizes, so every rank computes the same one on its own.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 
@@ -20,65 +15,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.records import MicroBatchCost
-from autobatch.workload.size_split import cheapest_cut, followed, seconds_each
+from autobatch.workload.size_split import Sizes, followed, seconds_each
 
-Sizes = NDArray[np.float64]
 Limits = Sequence[int] | NDArray[np.int64]
-RankGroups = list[list[int]]
-"""Micro-batches of a rank: places in the sorted list."""
 
 
-def joint_cut(
-    sizes: Sizes, limits: Limits, cost: MicroBatchCost, ranks: int, *, has_equal_counts: bool = False
-) -> list[RankGroups]:
-    """Cut a sorted list into micro-batches for several ranks, of which the slowest ends early.
+def joint_cut(sizes: Sizes, limits: Limits, cost: MicroBatchCost, ranks: int) -> list[list[list[int]]]:
+    """Cut a sorted list into micro-batches for several ranks.
 
     Args:
         sizes: sizes of the samples of a whole batch, the largest first.
         limits: the largest micro-batch of any one rank that may begin with each sample.
         cost: cost of a micro-batch.
         ranks: number of ranks, all equally fast.
-        has_equal_counts: give all ranks equally many micro-batches. The last ones of some ranks are empty if
-            the limits leave fewer samples than ranks for them.
 
     Returns:
-        The micro-batches of each rank. Each holds places in the sorted list, ascending.
+        For each rank its micro-batches, equally many for all: places in the sorted list, ascending. The last
+        ones of some ranks are empty if the limits leave fewer samples than ranks for them.
     """
-    dealt = _deal(sizes, limits, cost, ranks)
-    if has_equal_counts or ranks == 1:
-        return dealt
-    dealt = [[group for group in groups if group] for groups in dealt]
-    shared = _share(sizes, limits, cost, ranks)
-    return min(shared, dealt, key=lambda cut: max(rank_seconds(sizes, cost, cut)))
-
-
-def rank_seconds(sizes: Sizes, cost: MicroBatchCost, cut: Sequence[RankGroups]) -> list[float]:
-    """Return the cost of each rank."""
-    each = seconds_each(cost, sizes)
-    return [
-        math.fsum(cost.fixed + len(group) * each[group[0]] for group in groups if group) for groups in cut
-    ]
-
-
-def _share(sizes: Sizes, limits: Limits, cost: MicroBatchCost, ranks: int) -> list[RankGroups]:
-    """Give each sample to the rank with the least work, and cut the samples of each rank."""
-    loads = [(0.0, rank) for rank in range(ranks)]
-    own: list[list[int]] = [[] for _ in range(ranks)]
-    for place, seconds in enumerate(seconds_each(cost, sizes).tolist()):
-        load, rank = loads[0]
-        own[rank].append(place)
-        heapq.heapreplace(loads, (load + seconds, rank))
-    limits = np.asarray(limits)
-    return [_groups(places, cheapest_cut(sizes[places], limits[places], cost)) for places in own]
-
-
-def _deal(sizes: Sizes, limits: Limits, cost: MicroBatchCost, ranks: int) -> list[RankGroups]:
-    """Cut the list into groups for all ranks, and deal each group."""
     each = seconds_each(cost, sizes).tolist()
-    cut: list[RankGroups] = [[] for _ in range(ranks)]
+    cut: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
-    for group in _groups(list(range(len(sizes))), _cut_for_all(each, limits, cost.fixed, ranks)):
-        hands = [group[first::ranks] for first in range(ranks)]
+    first = 0
+    for count in _cut_for_all(each, limits, cost.fixed, ranks):
+        hands = [list(range(start, first + count, ranks)) for start in range(first, first + ranks)]
+        first += count
         # The rank with the least work takes the most.
         hands.sort(key=lambda hand: len(hand) * each[hand[0]] if hand else 0.0, reverse=True)
         for rank, hand in zip(sorted(range(ranks), key=loads.__getitem__), hands, strict=True):
@@ -110,11 +71,3 @@ def _cut_for_all(each: list[float], limits: Limits, fixed: float, ranks: int) ->
         if math.isfinite(best[0]):
             break
     return followed(taken)
-
-
-def _groups(places: list[int], counts: Sequence[int]) -> RankGroups:
-    groups, first = [], 0
-    for count in counts:
-        groups.append(places[first : first + count])
-        first += count
-    return groups
