@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader, TensorDataset
 
 import autobatch
+from autobatch.step.optimizers import build_optimizers
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -110,3 +112,29 @@ def test_the_code_of_a_page_runs_with_what_a_reader_has(page: Path, monkeypatch:
     if page.stem == "data":  # a workload takes the function, a loop the optimizer
         names["optimizer"] = lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate)
     assert run_page(page, names)
+
+
+def test_the_functions_of_the_page_on_optimizers_train() -> None:
+    """The names of their first arguments decide what they get, and each loss reaches its own part alone."""
+    first, second = code_of(ROOT / "docs/optimizers.md")
+    names: dict[str, Any] = {
+        "torch": torch,
+        "functional_call": torch.func.functional_call,
+        "bce": torch.nn.functional.binary_cross_entropy_with_logits,
+    }
+    body, head = nn.Linear(4, 3), nn.Linear(3, 2)
+    model = nn.Sequential(body, head)
+    model.head = head
+    for code, trained in zip(re.split(r"\n\n\n", first), ([3 * 2 + 2], [4 * 3 + 3 * 2, 3 + 2]), strict=True):
+        exec(code, names)
+        workload = reader()["workload"]()
+        made = build_optimizers(replace(workload, optimizer=names["optimizer"]), model, 0.1)
+        groups = [group for one in made for group in one.param_groups]
+        assert [sum(p.numel() for p in group["params"]) for group in groups] == trained
+    exec(second, names)
+    gan = nn.Module()
+    gan.generator, gan.discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
+    generator, discriminator = names["optimizer"](gan, 0.1)
+    names["loss"](gan, torch.randn(5, 4)).backward()
+    for one in (generator, discriminator):
+        assert all(p.grad is not None for group in one.param_groups for p in group["params"])

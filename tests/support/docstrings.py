@@ -39,6 +39,7 @@ def set_up(library: str) -> dict[str, Any]:
                 folder, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
             ),
             "model": gpt2(),
+            "collator": found.default_data_collator,
             "dataset": [{name: ids[:width] for name, ids in one.items()} for one in texts],
         }
     if library == "lightning":
