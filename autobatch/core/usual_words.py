@@ -32,6 +32,12 @@ _OUT = (Answer("out", "give {} FOLDER"),)
 _EPOCHS = (Answer("epochs", "give {} N"),)
 _UNTUNED = (Answer("trials", "give {} 0"),)
 _MEMORY = (Answer("memory_budget", "give {} 6GiB or 80%"),)
+_SHARED = (
+    Answer("parallel", "give {} shard"),
+    Answer(
+        None, "each rank of a run holds a whole model; autobatch estimate predicts what a shared one takes"
+    ),
+)
 USUAL: Mapping[str, tuple[Answer, ...]] = {
     "batch": _BATCH,
     "batch_size": _BATCH,
@@ -59,6 +65,11 @@ USUAL: Mapping[str, tuple[Answer, ...]] = {
     "nproc_per_node": _RANKS,
     "num_processes": _RANKS,
     "cuda": _DEVICE,
+    "parallel": _SHARED[1:],
+    "shard": _SHARED,
+    "fsdp": _SHARED,
+    "fsdp2": _SHARED,
+    "zero": _SHARED,
     "max_steps": _STEPS,
     "iterations": _STEPS,
     "num_epochs": _EPOCHS,

@@ -163,9 +163,9 @@ def _image_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def large(name: str) -> Workload:
     """Return the workload of a model by its name in the table."""
-    if name == "ViT-H/14":
+    if name == "ViT-H":
         return _workload(name, Vision, Images(), _image_loss)
     return _workload(name, lambda: Decoder(SHAPES[name]), Rows(LENGTH), token_loss)
 
 
-MODELS = (*SHAPES, "ViT-H/14")
+MODELS = (*SHAPES, "ViT-H")
