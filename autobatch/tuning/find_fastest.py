@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -177,7 +178,10 @@ def _open_study(
     axes: Sequence[SearchAxis], budget: Budget, seed: int, place: StudyLocation
 ) -> OptunaStudy[Measurement]:
     # Only here: Optuna takes half a second to import.
-    from autobatch.tuning.study import OptunaStudy
+    with warnings.catch_warnings():
+        # Its progress bar, which nothing here shows, warns in notebooks without widgets.
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        from autobatch.tuning.study import OptunaStudy
 
     base = defaults(axes)
 
