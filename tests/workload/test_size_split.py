@@ -149,7 +149,7 @@ def test_a_digest_tells_other_sizes() -> None:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(40, 120))
 def test_joined_samples_take_the_fewest_contiguous_micro_batches(sizes: list[int], room: int) -> None:
     ordered = np.array(sorted(sizes, reverse=True), dtype=float)
-    counts = fewest_joined(ordered, lambda means: (room // means).astype(np.int64))
+    counts = fewest_joined(ordered, lambda means: np.floor(room / means + 1e-9).astype(np.int64))
     assert sum(counts) == len(sizes)
     ends = list(itertools.accumulate(counts))
     assert all(ordered[end - n : end].sum() <= room for end, n in zip(ends, counts, strict=True))
