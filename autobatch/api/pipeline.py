@@ -139,6 +139,10 @@ def run_estimate(
     if options.all:
         settings = replace(settings, profiles=(), device="auto")
     ranks, home = unpack.rank_settings(options), data_home(environ)
+    if ranks is not None and options.memory_viz is not None:
+        raise InputError(
+            f"--memory-viz {options.memory_viz} shows one GPU, found --ranks {options.ranks}: leave one out"
+        )
     found = (
         estimate_limits(made, settings, home=home)
         if ranks is None

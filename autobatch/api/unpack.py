@@ -112,11 +112,6 @@ def rank_settings(options: EstimateOptions) -> RankSettings | None:
         InputError: the model would be shared by a single rank.
     """
     if options.ranks is not None and options.ranks > 1:
-        if options.memory_viz is not None:
-            raise InputError(
-                f"--memory-viz {options.memory_viz} shows one GPU, found --ranks {options.ranks}: leave out "
-                "one of them"
-            )
         return RankSettings(
             ranks=options.ranks,
             parallel=options.parallel,

@@ -50,7 +50,8 @@ def settings_of(command: str, info: SetupInfo, values: dict[str, Any]) -> list[o
     """Return everything that the options of a command are unpacked into."""
     options: Any = options_from(COMMANDS[command], {**required(command), **values})
     if command == "estimate":
-        return [unpack.estimate_settings(options)]
+        ranks = unpack.rank_settings(options)
+        return [unpack.estimate_settings(options), *([] if ranks is None else [ranks])]
     if command == "probe":
         return [unpack.setup_settings(options), unpack.probe_limits(options)]
     batch = options.target_batch
@@ -75,7 +76,9 @@ def test_an_option_changes_some_settings_unless_a_stage_reads_it(
     command: str, field: str, info: SetupInfo
 ) -> None:
     # A base batch counts only with a rule.
-    base = {"lr_rule": "linear"} if field == "base_batch" else {}
+    base: dict[str, Any] = {"lr_rule": "linear"} if field == "base_batch" else {}
+    if field in ("parallel", "shard_sync", "shard_modules"):
+        base = {"ranks": 4}
     before = settings_of(command, info, base)
     after = settings_of(command, info, {**base, field: CHANGED[field]})
     is_read_elsewhere = field in PRINTING | READ_BY_STAGES[command]
