@@ -106,6 +106,7 @@ def test_the_json_of_estimates():
         "schema": SCHEMA,
         "autobatch": __version__,
         "estimates": [],
+        "over_ranks": [],
         "notes": ["a note"],
     }
 
