@@ -194,7 +194,7 @@ def ask(asked: WrongInput, folder: Path) -> Answer:
     own = {"AUTOBATCH_HOME": str(folder / "home"), "XDG_CONFIG_HOME": str(folder / "config")}
     out, err = io.StringIO(), io.StringIO()
 
-    def in_this_process(workload: object, settings: object, *, isolated: bool) -> object:
+    def in_this_process(workload: object, settings: object, **_: object) -> object:
         return open_process(workload, settings, isolated=False)  # type: ignore[arg-type]
 
     open_process = pipeline.open_process

@@ -33,6 +33,7 @@ from autobatch.footprint.program import Program, Untraceable, largest
 from autobatch.footprint.selftest import self_test
 from autobatch.footprint.trace_mode import Label, Recording
 from autobatch.footprint.trace_step import Setting, record
+from autobatch.workload.rng import preserved_random_state
 
 SIZES = (2, 3, 5, 8)
 """Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it. If
@@ -211,7 +212,8 @@ def _fit(setting: Setting, first: Trace) -> Program:
 def record_apart(setting: Setting, size: int) -> Recording:
     """Trace a size in a process of its own, from a batch that is read here."""
     try:
-        batch = setting.batch_of(size)
+        with preserved_random_state():
+            batch = setting.batch_of(size)
         with_batch = replace(setting, batch_of=lambda _: batch)
         return run_apart(lambda: _recorded(with_batch, size))
     except AutobatchError:

@@ -203,7 +203,8 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
     with preserved_random_state():
         setup.worst_case.check_collate()
         key = _key(setup, device)
-    sizes = None if setup.stream is not None else setup.worst_case.sizes()
+        sizes = None if setup.stream is not None else setup.worst_case.sizes()
+        size_unit = None if sizes is None else setup.worst_case.size_unit()
     return SetupInfo(
         device=device,
         key=key,
@@ -221,7 +222,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
         largest_sample=setup.worst_case.largest(),
-        size_unit=None if sizes is None else setup.worst_case.size_unit(),
+        size_unit=size_unit,
         sizes_digest=None if sizes is None else digest_of(sizes),
         notes=[
             *device.notes,

@@ -19,6 +19,7 @@ from autobatch.footprint.size_replay import replay_batches
 from autobatch.footprint.trace_mode import Recording
 from autobatch.footprint.trace_step import Setting, record
 from autobatch.workload.data import load_micro_batch
+from autobatch.workload.rng import preserved_random_state
 
 Sizes = NDArray[np.float64]
 SECONDS = 30.0
@@ -91,7 +92,8 @@ def _spread(sizes: Sizes) -> list[int]:
 
 def _record(setting: Setting, micro_batch: int, index: int) -> Recording:
     try:
-        batch = load_micro_batch(setting.workload, [index] * micro_batch)
+        with preserved_random_state():
+            batch = load_micro_batch(setting.workload, [index] * micro_batch)
     except AutobatchError:
         raise
     except Exception as error:

@@ -55,7 +55,7 @@ def test_the_reported_noise_scale_is_that_of_the_samples(counted: bool) -> None:
     gradients = -2 * values
     true = gradients.var(dim=0, correction=1).sum() / gradients.mean(dim=0).square().sum()
     found = loop.noise.estimate()
-    assert found.batches == 400
+    assert found.batches == 256 // 4 + (1600 - 256) // 16
     assert found.low < true < found.high
     assert found.noise_scale == pytest.approx(float(true), rel=0.25)
 

@@ -57,7 +57,7 @@ def test_halving_the_micro_batch_runs_more_of_them() -> None:
 def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time()
 
-    def compiled(forward: Any) -> Any:
+    def compiled(forward: Any, mode: str) -> Any:
         left = [200.0]
 
         def run(*args: Any) -> Any:
