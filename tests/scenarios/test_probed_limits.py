@@ -154,7 +154,7 @@ def test_a_limit_leaves_room_for_state_that_the_first_step_makes(
 
 def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -> None:
     """A first step of two micro-batches fragments the cache in another way than a step of one."""
-    workload = WORKLOADS["resnet-bn"]()
+    workload = WORKLOADS["experts"]()
     options = {"device": "sim:t4", "memory_budget": "2MiB"}
     setup = open_setup(workload, SetupSettings(**options))
     found = autobatch.probe(workload, **options).micro_batch
@@ -169,9 +169,9 @@ def test_a_size_that_runs_in_one_order_of_steps_only_does_not_fit(monkeypatch) -
 def test_the_other_order_is_traced_once_it_makes_a_difference(isolated, tmp_path) -> None:
     """The second prediction is right then: one error, two runs, and every larger size fails."""
     options = SetupSettings(device="sim:t4", memory_budget="2MiB")
-    here = open_setup(WORKLOADS["resnet-bn"](), options)
+    here = open_setup(WORKLOADS["experts"](), options)
     file = tmp_path / "train.py"
-    file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['resnet-bn']\n")
+    file.write_text("from benchmarks.workloads import WORKLOADS\n\ntrain = WORKLOADS['experts']\n")
     with open_process(f"{file}:train", options, isolated=isolated) as process:
         found = find_limit(process, ProbeLimits(), home=tmp_path, progress=Progress()).probe
     assert [one.fits for one in found.attempts] == [False, True]
