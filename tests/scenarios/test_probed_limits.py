@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autobatch
-from autobatch import Workload
+from autobatch import Loss, Workload
 from autobatch.core.progress import Progress
 from autobatch.probing import attempt as attempts
 from autobatch.probing.attempt import TrainSetup, attempt
@@ -115,9 +115,12 @@ def survives(setup: TrainSetup, size: int, steps: int, seed: int = 0) -> bool:
                         ids = torch.randint(len(data), (size,), generator=generator).tolist()
                         batch = collate([data[index] for index in ids])
                     meter.count(batch)
-                    # The loss is divided, so that there are as many operators as in a step.
-                    (workload.loss(model, batch) / 2).backward()
-                    del batch
+                    loss = workload.loss(model, batch)
+                    total = loss.total if isinstance(loss, Loss) else loss
+                    # As in a step, only what autograd needs is alive from here on.
+                    del batch, loss
+                    total.backward(torch.full_like(total, 0.5))
+                    del total
                 optimizer.step()
                 optimizer.zero_grad()
         except torch.OutOfMemoryError:
