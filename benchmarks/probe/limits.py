@@ -149,17 +149,17 @@ def later(setup: TrainSetup, size: int, steps: int = LATER) -> int:
             learning_rate=setup.workload.learning_rate,
         )
 
-        def batches():
-            for _ in range(2):
-                with meter.uncounted():
-                    ids = torch.randint(count, (size,), generator=generator).tolist()
-                    batch = load_micro_batch(setup.workload, ids)
-                meter.count(tensors_of(batch))
-                yield batch, size
+        def micro_batch(_):
+            with meter.uncounted():
+                ids = torch.randint(count, (size,), generator=generator).tolist()
+                batch = load_micro_batch(setup.workload, ids)
+            meter.count(tensors_of(batch))
+            return batch, size
 
         try:
             for _ in range(steps):
-                train_step(train_state, batches(), 2 * size)
+                # No generator: its frame would hold each micro-batch through the backward pass.
+                train_step(train_state, map(micro_batch, range(2)), 2 * size)
                 done += 1
         except Exception as error:
             if not is_oom(error):
