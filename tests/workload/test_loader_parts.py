@@ -55,6 +55,7 @@ def init(number: int) -> None:
     del number
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one CPU
 def test_everything_but_the_batch_size_is_taken() -> None:
     loader = DataLoader(
         DATA, batch_size=5, collate_fn=stack, num_workers=2, prefetch_factor=3, worker_init_fn=init
