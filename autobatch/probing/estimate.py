@@ -29,7 +29,7 @@ from autobatch.device.simulated import simulated_budget
 from autobatch.footprint.apart import run_apart
 from autobatch.footprint.explain import explain
 from autobatch.footprint.memory_viz import dump
-from autobatch.footprint.predict import Footprint, footprint, predict
+from autobatch.footprint.predict import Footprint, Prediction, footprint, predict
 from autobatch.footprint.remedies import NATIVE_BF16, Spending, Trace, find_remedies, in_words, trace_change
 from autobatch.footprint.trace_step import Setting
 from autobatch.planning import make_plan
@@ -256,11 +256,32 @@ def _estimate(
         micro_batch=settings.micro_batch,
         workspaces=gpu.workspaces,
     )
+    plan = _plan(tracer, found.micro_batch, precision, settings) if found.fits else None
+    made = estimate_from(step, found, gpu, (budget, source), precision)
+    return msgspec.structs.replace(made, plan=plan, seconds=time.perf_counter() - start)
+
+
+def estimate_from(
+    step: Footprint,
+    found: Prediction,
+    gpu: HardwareProfile,
+    budget: tuple[int, str],
+    precision: Precision,
+) -> Estimate:
+    """Build the estimate for a GPU from a prediction, without a plan and its duration.
+
+    Args:
+        step: the footprint that was predicted from.
+        found: the prediction.
+        gpu: the GPU.
+        budget: bytes of the budget, and its origin in words.
+        precision: precision of the step.
+    """
     where = explain(step, max(1, found.micro_batch))
     return Estimate(
         profile=gpu.name,
-        budget_bytes=budget,
-        budget_source=source,
+        budget_bytes=budget[0],
+        budget_source=budget[1],
         precision=precision,
         micro_batch=found.micro_batch,
         micro_batch_low=found.micro_batch_low,
@@ -268,8 +289,8 @@ def _estimate(
         fits=found.fits,
         peak_allocated_bytes=found.peak_allocated_bytes,
         peak_reserved_bytes=found.peak_reserved_bytes,
-        seconds=time.perf_counter() - start,
-        plan=_plan(tracer, found.micro_batch, precision, settings) if found.fits else None,
+        seconds=0.0,
+        plan=None,
         retries=found.outcome.retries,
         memory=where.by_kind,
         modules=where.by_module,

@@ -28,7 +28,6 @@ from autobatch.device.profiles import list_profiles
 from autobatch.device.simulated import context_bytes
 from autobatch.footprint.apart import run_apart
 from autobatch.footprint.depth import DeepFootprint, deep_footprint
-from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint, Prediction, predict, with_workspaces
 from autobatch.footprint.program import largest
 from autobatch.footprint.remedies import NATIVE_BF16, find_remedies
@@ -38,6 +37,7 @@ from autobatch.probing.estimate import (
     EstimateSettings,
     cap_of,
     device_notes,
+    estimate_from,
     named_gpus,
     nothing_fits,
     precision_on,
@@ -181,24 +181,12 @@ class _Estimator:
             micro_batch=self.settings.micro_batch,
             workspaces=gpu.workspaces,
         )
-        where = explain(step, max(1, found.micro_batch))
-        return Estimate(
-            profile=gpu.name,
-            budget_bytes=budget,
-            budget_source=source,
-            precision=precision_on(self.settings, gpu.compute_capability),
-            micro_batch=found.micro_batch,
-            micro_batch_low=found.micro_batch_low,
-            micro_batch_high=found.micro_batch_high,
-            fits=found.fits,
-            peak_allocated_bytes=found.peak_allocated_bytes,
-            peak_reserved_bytes=found.peak_reserved_bytes,
-            seconds=time.perf_counter() - start,
+        precision = precision_on(self.settings, gpu.compute_capability)
+        made = estimate_from(step, found, gpu, (budget, source), precision)
+        return msgspec.structs.replace(
+            made,
             plan=self._plan(gpu, found),
-            retries=found.outcome.retries,
-            memory=where.by_kind,
-            modules=where.by_module,
-            phase=where.phase,
+            seconds=time.perf_counter() - start,
             world_size=layout.world,
             parallel=layout.parallel,
             shard_sync=layout.sync if layout.parallel == "shard" else None,
