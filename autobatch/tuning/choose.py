@@ -42,11 +42,22 @@ def choose(
     progress: Progress,
     *,
     is_expired: Callable[[], bool],
+    most: int | None = None,
 ) -> Answer:
-    """Compare the best trials with the default, and return the best that fits."""
+    """Compare the best trials with the default, and return the best that fits.
+
+    Args:
+        measure: runs a configuration.
+        finished: the trials.
+        base: the default.
+        confirm_fits: runs a configuration inside the enforced budget before it is chosen.
+        progress: receives every round.
+        is_expired: whether there is no time to compare.
+        most: number of configurations that there is time to compare; None for any number.
+    """
     known = find_result(finished, base)
     baseline = known if known is not None and known.feasible else None
-    others = _candidates(finished, base, baseline)
+    others = _candidates(finished, base, baseline)[:most]
     choice = Choice([], baseline, [], 0)
     if others and not is_expired():
 

@@ -116,13 +116,13 @@ def compare(
         measure: runs a configuration.
         default: kept unless another is faster.
         others: the candidates.
-        is_expired: asked before every round; the default is kept unless enough rounds were run.
+        is_expired: asked once enough rounds for an answer were run.
         on_round: called before every round.
     """
     contenders = [_Contender(values) for values in others]
     defaults: list[Measurement] = []
     rounds = 0
-    while rounds < MOST_ROUNDS and not is_expired():
+    while rounds < MOST_ROUNDS and not (rounds >= LEAST_ROUNDS and is_expired()):
         if all(one.is_slower() or one.is_better() for one in contenders):
             break
         rounds += 1

@@ -30,6 +30,8 @@ class DriftingMachine:
     started: str
     latest: Measurement | None = None
     """Of the default; None if it has not run in this search."""
+    measured: int = 0
+    """Measurements in this search."""
     _trials_since: int = 0
 
     def run(self, values: Configuration) -> Measurement:
@@ -39,7 +41,7 @@ class DriftingMachine:
         else:
             if self._is_due():
                 self._run_default()
-            found = self.measure(values)
+            found = self._measure(values)
             self._trials_since += 1
         default = self.latest.samples_per_s if self.latest is not None else 0.0
         return found._replace(default_samples_per_s=default, started=self.started)
@@ -50,6 +52,10 @@ class DriftingMachine:
         return self.latest.feasible and self._trials_since >= DEFAULT_EVERY
 
     def _run_default(self) -> Measurement:
-        self.latest = self.measure(self.default)
+        self.latest = self._measure(self.default)
         self._trials_since = 0
         return self.latest
+
+    def _measure(self, values: Configuration) -> Measurement:
+        self.measured += 1
+        return self.measure(values)

@@ -20,8 +20,8 @@ import msgspec
 from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
 from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records import Trial, Tuning
-from autobatch.tuning.choose import Answer, choose, find_result, speed_of
-from autobatch.tuning.compare import changes
+from autobatch.tuning.choose import REMEASURED, Answer, choose, find_result, speed_of
+from autobatch.tuning.compare import LEAST_ROUNDS, changes
 from autobatch.tuning.configuration import (
     CONSTRAINTS,
     ConfirmFits,
@@ -108,13 +108,19 @@ def find_fastest(
     sampler_seconds = study.optimize(
         search.run,
         trials=budget.trials,
-        is_expired=lambda: budget.expired() or not search.pays_back(),
+        is_expired=lambda: budget.expired() or not search.has_time_to_try(),
         on_trial=search.report,
         clock=clock,
     )
-    finished, is_stopped = study.finished(), not search.pays_back()
+    finished, is_stopped = study.finished(), not search.has_time_to_try()
     answer = choose(
-        measure, finished, base, confirm_fits, progress, is_expired=lambda: not search.pays_back()
+        measure,
+        finished,
+        base,
+        confirm_fits,
+        progress,
+        is_expired=lambda: not search.pays_back(),
+        most=search.most_candidates(),
     )
     if is_stopped:
         stop = _explain_stop(len(finished), search.default(), budget)
@@ -155,7 +161,30 @@ class _Search(NamedTuple):
 
     def pays_back(self) -> bool:
         """Return whether the search has taken less time than the run can pay back."""
-        return self.clock() - self.start <= _worth_seconds(self.budget, self.default())
+        return self._seconds_left() >= 0
+
+    def has_time_to_try(self) -> bool:
+        """Return whether one more trial, and a comparison with the default after it, can pay back.
+
+        Without the comparison the default is kept, so that the trials before it would be wasted.
+        """
+        candidates = min(REMEASURED, self.machine.measured)
+        runs = 1 + LEAST_ROUNDS * (1 + candidates) if candidates else 0
+        return runs * self._run_seconds() <= self._seconds_left()
+
+    def most_candidates(self) -> int | None:
+        """Return how many configurations there is time to compare with the default; None for any number."""
+        left, round_seconds = self._seconds_left(), LEAST_ROUNDS * self._run_seconds()
+        if math.isinf(left) or not round_seconds:
+            return None
+        return max(1, int(left / round_seconds) - 1)
+
+    def _seconds_left(self) -> float:
+        return _worth_seconds(self.budget, self.default()) - (self.clock() - self.start)
+
+    def _run_seconds(self) -> float:
+        """Return the mean seconds of a measurement; 0 before the first one."""
+        return (self.clock() - self.start) / self.machine.measured if self.machine.measured else 0.0
 
 
 def _record(
