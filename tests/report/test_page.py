@@ -150,7 +150,7 @@ def test_averaged_weights_name_their_file():
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
-@pytest.mark.slow
+@pytest.mark.program
 @in_a_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
@@ -165,11 +165,13 @@ def test_the_page_at_a_width_in_a_theme(tmp_path, width, theme):
     assert seen["split"] == [], "options break across lines"
     assert seen["smallest"] >= 10, "too small to read"
     assert seen["tallest"] < 900
+    assert seen["copied"] == [a_run().command]
+    assert seen["button"] == "Copied"
     assert seen["paper"] == ("rgb(251, 251, 249)" if theme == "light" else "rgb(20, 24, 26)")
     assert seen["accent"] == ("rgb(11, 107, 114)" if theme == "light" else "rgb(92, 192, 196)")
 
 
-@pytest.mark.slow
+@pytest.mark.program
 @in_a_browser
 def test_long_words_do_not_widen_a_phone(tmp_path):
     long = "a" * 200

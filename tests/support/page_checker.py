@@ -84,8 +84,14 @@ def check(text):
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MEASURE = """
 <script>
-onload = () => {
-  const page = document.getElementById("page").contentDocument, root = page.documentElement
+onload = async () => {
+  const frame = document.getElementById("page")
+  const page = frame.contentDocument, root = page.documentElement
+  const copied = [], clipboard = {writeText: async (text) => { copied.push(text) }}
+  Object.defineProperty(frame.contentWindow.navigator, "clipboard", {value: clipboard})
+  const button = page.querySelector("button.copy")
+  button?.click()
+  await new Promise((resolve) => setTimeout(resolve, 50))
   const shows = (node) => node.getBoundingClientRect().width > 0
   const colour = (node, name) => getComputedStyle(node)[name]
   page.querySelectorAll("details").forEach((details) => { details.open = true })
@@ -109,6 +115,8 @@ onload = () => {
       .map((box) => box.getAttribute("aria-label")),
     split: [...page.querySelectorAll(".unbroken")].filter((word) => word.getClientRects().length > 1)
       .map((word) => word.textContent),
+    copied: copied,
+    button: button?.textContent,
     paper: colour(page.body, "backgroundColor"),
     accent: colour(line, "stroke"),
   })
