@@ -17,7 +17,8 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.ranks import Ranks, open_ranks
-from autobatch.training.checkpoint import Loaded, list_checkpoints
+from autobatch.training.checkpoint import Loaded, list_checkpoints, load_checkpoint
+from autobatch.training.checkpoint_content import check_content
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
 from autobatch.workload.contract import WholeBatchLoss, Workload
@@ -132,20 +133,16 @@ def claim_of_ranks(
 
 
 def load_of_ranks(out: Path, ranks: Ranks) -> Loaded:
-    """Load the newest valid checkpoint on every rank, the one that rank 0 finds.
+    """Load the newest valid checkpoint on every rank, the one that rank 0 finds and whose sums it compares.
 
     Raises:
-        InputError: the run has no valid checkpoint, or a rank finds another one.
+        InputError: the run has no valid checkpoint.
+        CheckpointError: a rank finds other files.
     """
-    if ranks.world == 1:
-        return load_run_state(out)
     found = load_run_state(out) if ranks.rank == 0 else None
     # The others only after rank 0 has cleaned up.
-    path = ranks.once(lambda: None if found is None else found.path.name)
-    found = load_run_state(out) if found is None else found
-    check_equal(ranks.gather({"the newest checkpoint": found.path.name}))
-    assert found.path.name == path
-    return found
+    name = ranks.once(lambda: "" if found is None else found.path.name)
+    return load_checkpoint(out / CHECKPOINTS / name, check_content, sums=False) if found is None else found
 
 
 def _check_shared(out: Path, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from autobatch.step.loss_share import StepTotals
     from autobatch.step.train_state import TrainState
@@ -48,6 +49,10 @@ class Engine(Protocol):
     @property
     def ranks(self) -> Ranks:
         """The processes."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks that share every parameter; None if each rank holds all of them."""
 
     @property
     def limits(self) -> list[int]:
@@ -94,6 +99,7 @@ class OneProcess:
     """The engine of a process that trains alone."""
 
     name = None
+    mesh = None
     ranks: Ranks = Alone()
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from autobatch.core.signals import SharedRequest, StopRequest
 from autobatch.distributed.engine import OutOfMemory
@@ -25,6 +26,9 @@ class GroupEngine:
         kinds: the kind of each rank; those of one kind have one limit.
         tensors: the process group that reduces tensors; None for the default.
     """
+
+    mesh: DeviceMesh | None = None
+    """See `Engine.mesh`."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -78,34 +78,83 @@ def save_checkpoint(
     Raises:
         CheckpointError: the disk is full or not writable; earlier checkpoints are intact.
     """
-    target = folder / f"step-{step:08d}"
-    temporary = folder / f"{target.name}.tmp-{os.getpid()}"
-    try:
+    temporary = begin_checkpoint(folder, step)
+    path = publish_checkpoint(temporary, state=state, facts=facts)
+    prune(path, keep_last=keep_last, protected=protected)
+    return path
+
+
+def begin_checkpoint(folder: Path, step: int) -> Path:
+    """Make the folder that becomes a checkpoint when it is published.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    temporary = folder / f"step-{step:08d}.tmp-{os.getpid()}"
+    with _as_checkpoint_error(temporary):
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        files = {STATE: write_state(temporary / STATE, state)}
-        write_manifest(temporary / MANIFEST, {"step": step, "files": files, "facts": dict(facts)})
+    return temporary
+
+
+def publish_checkpoint(
+    temporary: Path,
+    *,
+    state: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Path:
+    """Write the state and the manifest, and give the folder its name.
+
+    Args:
+        temporary: of `begin_checkpoint`.
+        state: see `save_checkpoint`.
+        facts: see `save_checkpoint`.
+        files: sizes and sums of files that are flushed there already.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: see `save_checkpoint`; nothing is left of this one.
+    """
+    folder, target = temporary.parent, temporary.with_suffix("")
+    with _as_checkpoint_error(temporary):
+        listed = {STATE: write_state(temporary / STATE, state), **(files or {})}
+        write_manifest(temporary / MANIFEST, {"step": _number(target), "files": listed, "facts": dict(facts)})
         _sync_directory(temporary)
         if target.exists():
             # A resumed run reached the same step: keep the old checkpoint until the new one is published.
             target.rename(_trash(target) if is_valid(target) else _damaged(target))
         temporary.rename(target)
         _sync_directory(folder)
+    shutil.rmtree(_trash(target), ignore_errors=True)
+    return target
+
+
+def discard_checkpoint(temporary: Path) -> None:
+    """Delete a checkpoint that was not published."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(temporary: Path) -> Iterator[None]:
+    """Undo a failed checkpoint, and name the cause if the system refused something within the block."""
+    target = temporary.with_suffix("")
+    try:
+        yield
     except BaseException as error:
         with contextlib.suppress(OSError):
             if _trash(target).exists() and not target.exists():
                 _trash(target).rename(target)
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard_checkpoint(temporary)
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}. "
-            "Free some space there; no earlier checkpoint is lost"
+            f"the checkpoint of step {_number(target)} could not be written to {temporary.parent}: "
+            f"{error.strerror or error}. Free some space there; no earlier checkpoint is lost"
         ) from error
-    shutil.rmtree(_trash(target), ignore_errors=True)
-    _prune(folder, step=step, keep_last=keep_last, protected={target, protected})
-    return target
 
 
 def load_newest(folder: Path, check: Check = lambda *_: None) -> Loaded | None:
@@ -125,24 +174,41 @@ def load_newest(folder: Path, check: Check = lambda *_: None) -> Loaded | None:
     passed_over: list[str] = []
     for path in reversed(list_checkpoints(folder)):
         try:
-            manifest = verify(path)
-            state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-            check(path, state, manifest["facts"])
+            return load_checkpoint(path, check)._replace(passed_over=passed_over)
         except CheckpointError as error:
             passed_over.append(str(error))
-            continue
-        except Exception as error:  # a hostile or foreign file may make the reader raise anything
-            if is_oom(error):
-                raise
-            passed_over.append(f"{path}: {STATE} cannot be read ({type(error).__name__})")
-            continue
-        return Loaded(path, state, manifest["facts"], passed_over)
     if passed_over:
         raise InputError(
             f"no checkpoint in {folder} is valid ({', '.join(passed_over)}): start without --resume, or "
             "restore one of them from a copy"
         )
     return None
+
+
+def load_checkpoint(path: Path, check: Check = lambda *_: None, *, sums: bool = True) -> Loaded:
+    """Load a checkpoint.
+
+    Args:
+        path: its folder.
+        check: see `load_newest`.
+        sums: compare sums too, and not only sizes.
+
+    Raises:
+        CheckpointError: it is damaged; names the fault.
+        Exception: memory ran out; see `load_newest`.
+    """
+    manifest = read_manifest(path)
+    check_files(path, manifest, sums=sums)
+    try:
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        check(path, state, manifest["facts"])
+    except CheckpointError:
+        raise
+    except Exception as error:  # a hostile or foreign file may make the reader raise anything
+        if is_oom(error):
+            raise
+        raise CheckpointError(f"{path}: {STATE} cannot be read ({type(error).__name__})") from None
+    return Loaded(path, state, manifest["facts"], [])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -153,24 +219,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Check the files of a checkpoint against its manifest.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointError: it is damaged or has another format; names the file and the fault.
-    """
-    manifest = read_manifest(path)
-    check_files(path, manifest)
-    return manifest
-
-
 def is_valid(path: Path) -> bool:
     """Return whether a checkpoint is unchanged since it was written."""
     try:
-        verify(path)
+        check_files(path, read_manifest(path))
     except CheckpointError:
         return False
     return True
@@ -200,14 +252,19 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _prune(folder: Path, *, step: int, keep_last: int, protected: set[Path | None]) -> None:
+def prune(newest: Path, *, keep_last: int, protected: Path | None) -> None:
     """Delete the oldest checkpoints over ``keep_last``, each by one rename, so that none is ever incomplete.
 
     Damaged checkpoints are neither counted nor deleted. Neither are later steps: the run passed over them.
+
+    Args:
+        newest: the checkpoint that was just published.
+        keep_last: checkpoints to keep.
+        protected: see `save_checkpoint`.
     """
-    complete = [path for path in list_checkpoints(folder) if _number(path) <= step and _looks_complete(path)]
-    for path in complete[:-keep_last]:
-        if path in protected:
+    known = [path for path in list_checkpoints(newest.parent) if _number(path) <= _number(newest)]
+    for path in [path for path in known if _looks_complete(path)][:-keep_last]:
+        if path in (newest, protected):
             continue
         # A checkpoint that cannot be deleted now (permissions) is tried again at the next one.
         with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
 from autobatch.training.loop import Loop
 from autobatch.training.oom_errors import available_host_memory
+from autobatch.training.sharded_checkpoint import with_shards
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_rank
 from autobatch.workload.streams import stream_state
@@ -60,7 +62,9 @@ def capture_loop(loop: Loop) -> dict[str, Any]:
     }
 
 
-def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
+def restore_loop(
+    loop: Loop, state: Mapping[str, Any], *, same_hardware: bool, folder: Path | None = None
+) -> None:
     """Restore a state that `capture_loop` returned.
 
     Args:
@@ -68,6 +72,7 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
         state: what `capture_loop` returned.
         same_hardware: also restore the micro-batch and the random states of the GPUs, so that the rest of the
             run is bit-exact. Otherwise the loop keeps its micro-batch, and the batches are still the same.
+        folder: of the checkpoint, which may have a part of the state; None if it has none.
 
     Raises:
         InputError: the state belongs to another model, optimizer or schedule.
@@ -76,7 +81,7 @@ def restore_loop(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -
     watch = _OomWatch()
     try:
         with watch:
-            _restore_train_state(loop, state)
+            _restore_train_state(loop, with_shards(loop, state, folder))
             _restore_random_of_rank(loop, state, same_hardware=same_hardware)
     except AutobatchError:
         raise

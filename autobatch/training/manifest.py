@@ -116,6 +116,10 @@ def check_files(path: Path, manifest: Mapping[str, Any], *, sums: bool = True) -
             raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
         if found != expected["sha256"]:
             raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
+    # A reader of shards takes every such file of the folder.
+    for name in sorted(one.name for one in path.glob("*.safetensors")):
+        if name not in manifest["files"]:
+            raise CheckpointError(f"{path}: {name} is not listed in {MANIFEST}")
 
 
 class _HashingFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.oom_file import OOM_FILE
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.training.run_settings import RunSettings
+from autobatch.training.sharded_checkpoint import save_sharded
 
 
 class RunCheckpoints:
@@ -88,24 +88,26 @@ class RunCheckpoints:
         )
 
     def _write_checkpoint(self) -> None:
-        self._loop.engine.share(self._loop.train_state.model.buffers())
-        state = capture_loop(self._loop)
+        loop, settings = self._loop, self._settings
+        loop.engine.share(loop.train_state.model.buffers())
+        state = capture_loop(loop)
         check_checkpoint_state(state)
-        self.newest = Path(self._loop.engine.ranks.once(lambda: self._publish(state)))
-        self._saved_at = self._loop.clock()
-
-    def _publish(self, state: Mapping[str, Any]) -> str:
-        path = save_checkpoint(
-            self._settings.out / CHECKPOINTS,
-            step=self._loop.batches_seen,
-            state=state,
-            facts=self._settings.facts,
-            keep_last=self._settings.keep_last,
-            protected=self._resumed_from,
-        )
-        # From now on the checkpoint has the smaller micro-batch.
-        (self._settings.out / OOM_FILE).unlink(missing_ok=True)
-        return str(path)
+        more: dict[str, Any] = {
+            "state": state,
+            "facts": settings.facts,
+            "keep_last": settings.keep_last,
+            "protected": self._resumed_from,
+        }
+        folder, ranks = settings.out / CHECKPOINTS, loop.engine.ranks
+        if loop.engine.mesh is None:
+            path = ranks.once(lambda: str(save_checkpoint(folder, step=loop.batches_seen, **more)))
+        else:
+            path = str(save_sharded(loop, folder, **more))
+        self.newest = Path(path)
+        if ranks.rank == 0:
+            # From now on the checkpoint has the smaller micro-batch.
+            (settings.out / OOM_FILE).unlink(missing_ok=True)
+        self._saved_at = loop.clock()
 
 
 def _step_of(checkpoint: Path) -> int:

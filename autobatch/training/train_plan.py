@@ -131,9 +131,10 @@ def _facts(
 
 def _restore(loop: Loop, resume: Resume, sampler: GlobalBatchSampler, progress: Progress) -> None:
     """Restore the loop, and the place in the stream if the run reads one."""
-    restore_loop(loop, resume.checkpoint.state, same_hardware=resume.is_exact)
+    checkpoint = resume.checkpoint
+    restore_loop(loop, checkpoint.state, same_hardware=resume.is_exact, folder=checkpoint.path)
     if isinstance(sampler, StreamSampler):
-        progress.note(sampler.view.load_state_dict(resume.checkpoint.state["stream"]))
+        progress.note(sampler.view.load_state_dict(checkpoint.state["stream"]))
 
 
 def _check_split(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autobatch.core.errors import CheckpointError
-from autobatch.training.checkpoint import load_newest, verify
+from autobatch.training.checkpoint import load_checkpoint, load_newest
 from autobatch.training.manifest import check_files, read_manifest, write_manifest, write_state
 from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
@@ -26,7 +26,7 @@ def test_a_change_of_any_byte_is_detected(tmp_path: Path, name: str) -> None:
         changed[place] ^= 1 << place % 8
         (path / name).write_bytes(changed)
         with pytest.raises(CheckpointError, match="step-00000002"):
-            verify(path)
+            load_checkpoint(path)
     loaded = load_newest(tmp_path)
     assert loaded.state["step"] == 1
     assert len(loaded.passed_over) == 1
@@ -73,7 +73,7 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     content = (path / MANIFEST).read_text()
     (path / MANIFEST).write_text(content.replace('"schema": 2', '"schema": 3'))
     with pytest.raises(CheckpointError, match="has format 3, and this version reads 2"):
-        verify(path)
+        load_checkpoint(path)
 
 
 def test_the_manifest_lists_what_is_on_the_disk(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Sharded tensors within the state of a run: taken out for a checkpoint, and put back.
+
+A tensor is known by its place, which are the keys that lead to it: ``model.blocks.0.weight`` or
+``optimizers.0.state.3.exp_avg``. A state without its sharded tensors has None in their places.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from autobatch.step.train_state import TrainState
+
+
+class Separated(NamedTuple):
+    """A state without its sharded tensors."""
+
+    state: Any
+    """The state, with None in their places."""
+    shards: dict[str, DTensor]
+    """The sharded tensors by their places."""
+    notes: dict[str, dict[str, Any]]
+    """Shape, type and sharded dimension of each, as plain values for those who read them."""
+
+
+def separate(state: Any) -> Separated:
+    """Take the sharded tensors out of a state."""
+    shards: dict[str, DTensor] = {}
+
+    def take(place: str, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        shards[place] = leaf
+        return None
+
+    rest = map_leaves(state, take)
+    return Separated(rest, shards, {place: _note_of(shard) for place, shard in shards.items()})
+
+
+def fill(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a state with tensors in their places."""
+    return map_leaves(state, tensors.get)
+
+
+def shard_like(train_state: TrainState, state: Any, mesh: DeviceMesh) -> Any:
+    """Shard the whole tensors of a state as the parameters that they belong to; each rank keeps its parts."""
+    owners = _owners(train_state)
+
+    def cut(place: str, leaf: Any) -> Any:
+        owner = owners.get(place, owners.get(place.rpartition(".")[0]))
+        if not isinstance(owner, DTensor) or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            return leaf
+        if not leaf.dim():  # numbers of steps
+            return leaf
+        placements = owner.placements if leaf.shape == owner.shape else [Replicate()]
+        return distribute_tensor(leaf, mesh, placements, src_data_rank=None)
+
+    return map_leaves(state, cut)
+
+
+def sharded_parameters(train_state: TrainState) -> dict[str, Tensor]:
+    """Return the sharded tensors of a model by their places in a state."""
+    own = train_state.model.state_dict()
+    return {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
+
+
+def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
+    """Return nested containers with each leaf changed; those in which nothing changes are kept.
+
+    Args:
+        value: dicts, lists and tuples of leaves.
+        change: receives the place of a leaf, which are the keys joined by dots, and the leaf.
+        place: of the value.
+    """
+
+    def inner(key: object, item: Any) -> Any:
+        return map_leaves(item, change, f"{place}.{key}" if place else str(key))
+
+    if isinstance(value, dict):
+        changed = {key: inner(key, item) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        # The state dict of a model has attributes.
+        copied = copy.copy(value)
+        copied.update(changed)
+        return copied
+    if type(value) in (list, tuple):
+        items = [inner(number, item) for number, item in enumerate(value)]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    return change(place, value)
+
+
+def _owners(train_state: TrainState) -> dict[str, Tensor]:
+    """Return the parameter that each tensor of a state belongs to, by its place or the place around it."""
+    owners = sharded_parameters(train_state)
+    for number, parameter in enumerate(train_state.parameters):
+        owners[f"average.averages.{number}"] = parameter
+    for place, optimizer in enumerate(train_state.optimizers):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(parameters):
+            owners[f"optimizers.{place}.state.{number}"] = parameter
+    return owners
+
+
+def _note_of(shard: DTensor) -> dict[str, Any]:
+    (placement,) = shard.placements
+    return {
+        "shape": list(shard.shape),
+        "dtype": str(shard.dtype).removeprefix("torch."),
+        "dim": placement.dim if isinstance(placement, Shard) else None,
+    }

@@ -1,0 +1,87 @@
+"""Loops over sharded parameters, as every rank of a test builds its own, and digests of what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autobatch.distributed.group import Group
+from autobatch.distributed.group_engine import GroupEngine
+from autobatch.distributed.shard import Sharding
+from autobatch.distributed.sharded_state import map_leaves
+from autobatch.distributed.shares import RankSplit
+from autobatch.step.train_step import train_step
+from autobatch.training.loop import Loop
+from autobatch.training.loop_state import capture_loop
+from autobatch.workload.contract import Workload
+from autobatch.workload.split import CountSplit
+from tests.support.training import make_loop, make_workload, points
+
+SAMPLES = 12
+
+
+def blocks() -> nn.Module:
+    """Build a small model with blocks, a buffer, and rows that are fewer than ranks."""
+    torch.manual_seed(1)
+    inner = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.Sequential(*inner), nn.BatchNorm1d(5), nn.Linear(5, 3, bias=False))
+
+
+def block_workload() -> Workload:
+    """Return a workload with an optimizer that has state."""
+    return make_workload(
+        model=blocks,
+        train_data=points(SAMPLES, dtype=torch.float32),
+        optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, amsgrad=True),
+        learning_rate=0.01,
+    )
+
+
+def sharded_loop(group: Group, workload: Workload, **options: Any) -> Loop:
+    """Build the loop of a rank that has a part of every parameter."""
+    mesh = init_device_mesh("cpu", (group.world,))
+    arranged: list[Any] = []
+
+    def model() -> nn.Module:
+        whole = workload.model()
+        arranged.append(Sharding(mesh=mesh)(whole, "fp32"))
+        return whole
+
+    split = RankSplit(CountSplit(), group.rank, [SAMPLES] * group.world)
+    engine = GroupEngine(group, split, range(group.world))
+    engine.mesh = mesh
+    loop = make_loop(replace(workload, model=model), engine=engine, **options)
+    arranged[0].attach(loop.train_state)
+    return loop
+
+
+def step_together(loop: Loop, steps: int) -> None:
+    """Take so many steps, each over all samples; every rank has its share of them."""
+    rank, world = loop.engine.ranks.rank, loop.engine.ranks.world
+    size = SAMPLES // world
+    rows = [loop.workload.train_data[index] for index in range(rank * size, (rank + 1) * size)]
+    for _ in range(steps):
+        train_step(loop.train_state, [(torch.utils.data.default_collate(rows), size)], SAMPLES)
+        loop.batches_seen += 1
+        loop.steps_applied += 1
+
+
+def digests(loop: Loop) -> dict[str, str]:
+    """Return a sum of every tensor that a loop keeps in a checkpoint, whole, by its place."""
+    found: dict[str, str] = {}
+
+    def note(place: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not place.startswith(("random", "ranks")):
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            content = whole.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            found[place] = hashlib.sha256(content).hexdigest()
+        return leaf
+
+    map_leaves(capture_loop(loop), note)
+    return found
