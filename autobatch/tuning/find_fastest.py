@@ -113,14 +113,9 @@ def find_fastest(
         clock=clock,
     )
     finished, is_stopped = study.finished(), not search.has_time_to_try()
+    most = search.most_candidates()
     answer = choose(
-        measure,
-        finished,
-        base,
-        confirm_fits,
-        progress,
-        is_expired=lambda: not search.pays_back(),
-        most=search.most_candidates(),
+        measure, finished, base, confirm_fits, progress, is_expired=lambda: not search.pays_back(), most=most
     )
     if is_stopped:
         stop = _explain_stop(len(finished), search.default(), budget)
