@@ -199,8 +199,11 @@ def _result_of(
 ) -> Result | Estimates:
     from autobatch.probing.spare import spare_child
     from autobatch.report.terminal import Terminal
+    from autobatch.workload.reference import check_reference
 
     with contextlib.ExitStack() as held:
+        if workload is not None:
+            check_reference(workload)  # before the seconds that torch takes to import
         # It imports torch while this process does.
         is_resume = name == "fit" and cast("FitOptions", options).resume
         spare = None if is_resume or name == "estimate" else held.enter_context(spare_child())

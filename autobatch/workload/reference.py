@@ -30,11 +30,7 @@ def load_workload(reference: str) -> Workload:
     Raises:
         InputError: the file, module or function does not exist, or the function returns no `Workload`.
     """
-    place, colon, function = reference.rpartition(":") if ":" in reference else (reference, "", "")
-    if not place or (colon and not function):
-        raise InputError(
-            f"{reference!r} is not a workload: write file.py, path/to/file.py:function or module:function"
-        )
+    place, function = check_reference(reference)
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     function = function or _only_workload_of(module, place)
     make = getattr(module, function, None)
@@ -57,6 +53,38 @@ def load_workload(reference: str) -> Workload:
     # of two files, which are often called the same.
     name = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     return replace(workload, name=name if function == Workload.name else function)
+
+
+def check_reference(reference: str) -> tuple[str, str]:
+    """Check a reference as far as is possible without running code; return its place and its function.
+
+    It takes milliseconds. A process that opens the workload imports torch first.
+
+    Raises:
+        InputError: it is no reference, or there is no such file or module.
+    """
+    place, colon, function = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    if not place or (colon and not function):
+        raise InputError(
+            f"{reference!r} is not a workload: write file.py, path/to/file.py:function or module:function"
+        )
+    if place.endswith(".py"):
+        if not is_file(Path(place)):
+            raise InputError(f"there is no file {cut(place, LONGEST_VALUE)} (looked from {Path.cwd()})")
+        return place, function
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise InputError(
+            f"{place!r} is not a module: write file.py, path/to/file.py:function or module:function"
+        )
+    _make_importable(Path.cwd())
+    package = place.partition(".")[0]
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise _no_module(place)
+    return place, function
+
+
+def _no_module(name: str) -> InputError:
+    return InputError(f"there is no module {name!r} to import from {Path.cwd()}")
 
 
 def _only_workload_of(module: Any, place: str) -> str:
@@ -102,11 +130,6 @@ def _functions_of(module: Any) -> list[str]:
 
 
 def _load_module(name: str) -> Any:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise InputError(
-            f"{name!r} is not a module: write file.py, path/to/file.py:function or module:function"
-        )
-    _make_importable(Path.cwd())
     try:
         # This imports the parent packages, which are user code too.
         with user_code(name):
@@ -118,14 +141,12 @@ def _load_module(name: str) -> Any:
     except ValueError:
         found = None
     if found is None:
-        raise InputError(f"there is no module {name!r} to import from {Path.cwd()}")
+        raise _no_module(name)
     with user_code(name):
         return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> Any:
-    if not is_file(path):
-        raise InputError(f"there is no file {cut(str(path), LONGEST_VALUE)} (looked from {Path.cwd()})")
     _make_importable(path.resolve().parent)
     # Registered so that worker processes and pickles find its definitions, but never in place of another
     # module.

@@ -10,7 +10,7 @@ import pytest
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload
-from autobatch.workload.reference import load_workload
+from autobatch.workload.reference import check_reference, load_workload
 from autobatch.workload.user_code import describe, failed_part, user_frame
 
 MAKES = (
@@ -135,3 +135,17 @@ def test_several_functions_that_could_be_meant_are_named(tmp_path: Path) -> None
     (tmp_path / "two_file.py").write_text(both)
     with pytest.raises(InputError, match=r"two_file\.py names no workload, and it has one, two"):
         load_workload("two_file.py")
+
+
+def test_a_reference_is_checked_without_running_code(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    for name in ("file.py", "package/__init__.py", "package/inner.py"):
+        (tmp_path / name).write_text("raise SystemExit")
+    assert check_reference("file.py") == ("file.py", "")
+    assert check_reference("package.inner:make") == ("package.inner", "make")
+    assert "package" not in sys.modules
+    assert check_reference("sys:make") == ("sys", "make")
+    with pytest.raises(InputError, match=r"there is no file other\.py \(looked from "):
+        check_reference("other.py:make")
+    with pytest.raises(InputError, match=r"there is no module 'elsewhere\.inner' to import from "):
+        check_reference("elsewhere.inner:make")
