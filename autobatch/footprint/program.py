@@ -50,6 +50,10 @@ class Polynomial(NamedTuple):
             raise Untraceable(f"an allocation would have {size} bytes at micro-batch {m}")
         return size
 
+    def plus(self, size: int) -> Polynomial:
+        """Return the rule of so many bytes more."""
+        return self._replace(constant=self.constant + size * self.denominator)
+
 
 @dataclass(frozen=True, slots=True)
 class Program:

@@ -11,7 +11,6 @@ from torch import nn
 from autobatch.distributed.fake_group import fake_ranks
 from autobatch.distributed.replicas import in_buckets
 from autobatch.distributed.shard import Sharding
-from autobatch.footprint import depth
 from autobatch.footprint.apart import run_apart
 from autobatch.footprint.depth import cut_to, deep_footprint, like_layers
 from autobatch.footprint.predict import Footprint, footprint
@@ -112,21 +111,3 @@ def test_a_cut_model_shares_its_tensors():
     cut = cut_to(model, like_layers(model), 2)
     assert (len(cut.blocks), len(model.blocks)) == (2, 4)
     assert cut.head.weight is cut.embedding.weight is model.embedding.weight
-
-
-def test_runs_of_events_are_found_where_layers_add_them():
-    few = [[*"abab"], [*"xaabbz"]]
-    more = [[*"ababab"], [*"xaaabbbz"]]
-    for one, other in zip(few, more, strict=True):
-        sites = depth._inserted([(c,) for c in one], [(c,) for c in other])
-        built, done = [], 0
-        for site in sites:
-            built += one[done : site.at]
-            start = len(built)
-            built += other[start : start + site.length]
-            done = site.at
-        assert built + one[done:] == other
-    assert depth._parts([*"ab"], [*"aabb"]) == [1, 1]
-    assert depth._parts([*"ab"], [*"abab"]) == [2]
-    with pytest.raises(depth.Untraceable):
-        depth._parts([*"ab"], [*"abba"])
