@@ -44,6 +44,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import commit, versions
+from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.probing.attempt import TrainSetup
@@ -66,7 +67,6 @@ from autobatch.training.run_folder import (
     move_earlier_run,
 )
 from autobatch.training.train_plan import PreparedRun, Resume, train_plan
-from autobatch.tuning.context import usable_cores
 from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.sampler_order import epoch_of

@@ -23,6 +23,11 @@ class HostMemory(NamedTuple):
     """Source of the figures, in words."""
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Files(NamedTuple):
     limit: str
     usage: str

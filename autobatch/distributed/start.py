@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from autobatch.core.errors import RestartSmallerError
+from autobatch.device.host import usable_cores
 from autobatch.distributed.bell import read_verdict
 
 RESTARTS = 3
@@ -59,7 +60,7 @@ def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) ->
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault(_HANDLED, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     store = TCPStore(ADDRESS, 0, None, is_master=True, wait_for_workers=False)
-    threads = max(1, len(os.sched_getaffinity(0)) // count) if hasattr(os, "sched_getaffinity") else 1
+    threads = max(1, usable_cores() // count)
     common = {
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(threads)),
         "WORLD_SIZE": str(count),

@@ -109,8 +109,7 @@ def prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
 def missing_parts() -> list[str]:
     """Return the private parts of torch that the policy needs and this torch lacks."""
     needed = {
-        "torch._C._dispatch_has_kernel_for_dispatch_key": torch._C,
-        "torch._C._dispatch_get_all_op_names": torch._C,
+        "torch._C._dispatch_get_registrations_for_dispatch_key": torch._C,
         "torch._C._ExcludeDispatchKeyGuard": torch._C,
         "torch._C._get_mkldnn_enabled": torch._C,
         "torch._C._set_mkldnn_enabled": torch._C,
@@ -128,17 +127,19 @@ def missing_parts() -> list[str]:
 
 def _exchange_autocast(library: Any) -> None:
     """Give the CPU's autocast key CUDA's policy. The CPU keeps its kernel if both cast an operator."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in torch._C._dispatch_get_all_op_names():
-        if not name.startswith("aten::"):
-            continue
-        cuda, cpu = has(name, "AutocastCUDA"), has(name, "AutocastCPU")
-        if cpu and not cuda:
-            _replace(library, name[6:], torch.library.fallthrough_kernel, "AutocastCPU")
-        elif cuda and not cpu:
-            cast = _policy_of(name[6:])
-            if cast is not None:
-                _replace(library, name[6:], _autocast_kernel(name[6:], cast), "AutocastCPU")
+    cuda, cpu = _autocast_names("AutocastCUDA"), _autocast_names("AutocastCPU")
+    for name in cpu - cuda:
+        _replace(library, name, torch.library.fallthrough_kernel, "AutocastCPU")
+    for name in cuda - cpu:
+        cast = _policy_of(name)
+        if cast is not None:
+            _replace(library, name, _autocast_kernel(name, cast), "AutocastCPU")
+
+
+def _autocast_names(key: str) -> set[str]:
+    """Return the names of torch's own operators with a kernel at a dispatch key."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
 def _replace(library: Any, name: str, kernel: Callable[..., Any], key: str) -> None:

@@ -62,7 +62,8 @@ class DeepFootprint:
         shallow = setting
         if self.layers is not None:
             shallow = replace(setting, model=cut_to(setting.model, _stack_of(setting.model), self.layers))
-        growth = _growth(self.traced, _as_footprint(record_apart(shallow, SIZES[0]), self.traced))
+        (recording,) = record_apart((shallow, SIZES[0]))
+        growth = _growth(self.traced, _as_footprint(recording, self.traced))
         if growth is None:
             return deep_footprint(setting)
         events = tuple(
@@ -128,7 +129,8 @@ def _form_of(layer: nn.Module) -> tuple[object, ...]:
 def _deepened(setting: Setting, stack: Stack, *, tested: bool) -> DeepFootprint:
     few, middle, many = (replace(setting, model=cut_to(setting.model, stack, depth)) for depth in DEPTHS)
     step = footprint(middle, tested=tested)
-    others = [events_of(_as_footprint(record_apart(one, SIZES[0]), step)) for one in (few, many)]
+    recordings = record_apart((few, SIZES[0]), (many, SIZES[0]))
+    others = [events_of(_as_footprint(one, step)) for one in recordings]
     events = deepen((others[0], events_of(step), others[1]), stack.layers - DEPTHS[1])
     origins = tuple(event.origin for event in events if event.kind in ("take", "free"))
     return DeepFootprint(footprint_of(step, events), step, DEPTHS[1], origins)

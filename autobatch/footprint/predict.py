@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,14 +25,15 @@ from torch import nn
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.trace import Replay, Trace, replay
+from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
-from autobatch.footprint.apart import run_apart
+from autobatch.footprint.apart import run_each_apart
 from autobatch.footprint.cuda_policy import missing_parts
 from autobatch.footprint.program import Program, Untraceable, largest
 from autobatch.footprint.selftest import self_test
 from autobatch.footprint.trace_mode import Label, Recording
 from autobatch.footprint.trace_step import Setting, record
+from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
 
 SIZES = (2, 3, 5, 8)
@@ -109,9 +110,8 @@ def footprint(
     reason = None if tested else _why_untrusted()
     if reason:
         raise Unpredictable(f"cannot predict: {reason}")
-    first = record_apart(setting, SIZES[0])
     try:
-        program = _fit(setting, first.trace)
+        first, program = _fit(setting)
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
     return Footprint(
@@ -196,35 +196,46 @@ def _why_untrusted() -> str | None:
     return f"this torch has no {', '.join(missing)}" if missing else self_test()
 
 
-def _fit(setting: Setting, first: Trace) -> Program:
-    """Fit a program to traces at the first sizes, and check it by the start of a trace at the next one."""
-    points = [(SIZES[0], first)]
+def _fit(setting: Setting) -> tuple[Recording, Program]:
+    """Fit a program to traces at the first sizes, and check it by the start of a trace at the next one.
+
+    Returns:
+        The trace at the first size, and the program.
+    """
     # All steps follow the same rule, so the first step is enough for the check.
     short = replace(setting, steps=setting.steps[:1])
-    for size, check in pairwise(SIZES[1:]):
-        points.append((size, record_apart(setting, size).trace))
-        program = Program.fit(points)
-        if program.begins_with(check, record_apart(short, check).trace):
-            return program
+    first, second, third, fourth = SIZES
+    one, two, check = record_apart((setting, first), (setting, second), (short, third))
+    points = [(first, one.trace), (second, two.trace)]
+    program = Program.fit(points)
+    if program.begins_with(third, check.trace):
+        return one, program
+    three, check = record_apart((setting, third), (short, fourth))
+    program = Program.fit([*points, (third, three.trace)])
+    if program.begins_with(fourth, check.trace):
+        return one, program
     raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
 
 
-def record_apart(setting: Setting, size: int) -> Recording:
-    """Trace a size in a process of its own, from a batch that is read here."""
+def record_apart(*traced: tuple[Setting, int]) -> list[Recording]:
+    """Trace settings at sizes, each in a process of its own, from batches that are read here."""
     try:
-        with preserved_random_state():
-            batch = setting.batch_of(size)
-        with_batch = replace(setting, batch_of=lambda _: batch)
-        return run_apart(lambda: _recorded(with_batch, size))
+        return run_each_apart([partial(_recorded, *one, _batch_of(*one)) for one in traced])
     except AutobatchError:
         raise
     except Exception as error:
         raise Unpredictable(f"cannot predict: {_reason(error)}") from error
 
 
-def _recorded(setting: Setting, size: int) -> Recording:
+def _batch_of(setting: Setting, size: int) -> Collated:
+    """Read a batch. Augmented data draw the same random numbers for each size."""
+    with preserved_random_state():
+        return setting.batch_of(size)
+
+
+def _recorded(setting: Setting, size: int, batch: Collated) -> Recording:
     try:
-        return record(setting, size)
+        return record(replace(setting, batch_of=lambda _: batch), size)
     except InputError:
         raise
     except Exception as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +13,13 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.footprint.apart import run_apart
+from autobatch.footprint.apart import run_each_apart
 from autobatch.footprint.program import Untraceable, last_fitting
 from autobatch.footprint.size_program import TRACED_STEPS, Shape, SizeProgram, fit_size_program
 from autobatch.footprint.size_replay import replay_batches
 from autobatch.footprint.trace_mode import Recording
 from autobatch.footprint.trace_step import Setting, record
+from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.rng import preserved_random_state
 
@@ -60,16 +62,16 @@ def trace_sizes(
     """
     samples = _spread(sizes)
     plan = [(m, index) for index in samples[:3] for m in (2, 3)] + [(5, samples[3])]
-    points: list[tuple[Shape, Recording]] = []
-    start = 0.0
-    for number, (m, index) in enumerate(plan):
-        points.append((Shape(m, float(sizes[index])), _record(setting, m, index)))
-        # The first trace also imports and compiles what the others use.
-        start = start if number else clock()
-        expected = (clock() - start) / max(1, number) * len(plan)
-        if expected > SECONDS:
-            raise Untraceable(f"tracing the sizes of the samples would take {expected:.0f} s")
-    return fit_size_program(points)
+    # The first trace also imports what the others use, so the second one is timed.
+    found = _record(setting, plan[:1])
+    start = clock()
+    found += _record(setting, plan[1:2])
+    expected = (clock() - start) * len(plan)
+    if expected > SECONDS:
+        raise Untraceable(f"tracing the sizes of the samples would take {expected:.0f} s")
+    found += _record(setting, plan[2:])
+    shapes = [Shape(m, float(sizes[index])) for m, index in plan]
+    return fit_size_program(list(zip(shapes, found, strict=True)))
 
 
 def _spread(sizes: Sizes) -> list[int]:
@@ -90,21 +92,28 @@ def _spread(sizes: Sizes) -> list[int]:
     return [int(different[at]) for at in [*chosen, check]]
 
 
-def _record(setting: Setting, micro_batch: int, index: int) -> Recording:
+def _record(setting: Setting, plan: Sequence[tuple[int, int]]) -> list[Recording]:
+    """Trace micro-batches that repeat one sample, given their numbers of samples and its index."""
+    functions = []
+    for micro_batch, index in plan:
+        batch = _repeated(setting.workload, micro_batch, index)
+        functions.append(partial(_recorded, setting, micro_batch, batch))
+    return run_each_apart(functions)
+
+
+def _repeated(workload: Workload, micro_batch: int, index: int) -> Collated:
     try:
         with preserved_random_state():
-            batch = load_micro_batch(setting.workload, [index] * micro_batch)
+            return load_micro_batch(workload, [index] * micro_batch)
     except AutobatchError:
         raise
     except Exception as error:
         raise _untraceable(error) from error
-    with_batch = replace(setting, batch_of=lambda _: batch, steps=TRACED_STEPS)
-    return run_apart(lambda: _recorded(with_batch, micro_batch))
 
 
-def _recorded(setting: Setting, micro_batch: int) -> Recording:
+def _recorded(setting: Setting, micro_batch: int, batch: Collated) -> Recording:
     try:
-        return record(setting, micro_batch)
+        return record(replace(setting, batch_of=lambda _: batch, steps=TRACED_STEPS), micro_batch)
     except AutobatchError:
         raise
     except Exception as error:

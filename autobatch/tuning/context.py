@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from autobatch.core.knobs import TuningContext
 from autobatch.device.base import Device
+from autobatch.device.host import usable_cores
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import stand_in_optimizers
 from autobatch.step.apply_knobs import find_blocks
@@ -58,11 +57,6 @@ def describe_context(
         reads_pinned_memory=setup.device.reads_pinned_memory,
         segments=setup.device.why_not_expandable(),
     )
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def why_not_workers(setup: TrainSetup) -> str | None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
+import threading
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 import autobatch
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.footprint import apart
-from autobatch.footprint.apart import run_apart
+from autobatch.footprint import apart, stuck
+from autobatch.footprint.apart import run_apart, run_each_apart
 
 needs_fork = pytest.mark.skipif(not apart.can_run_apart(), reason="this process cannot be copied")
 
@@ -60,9 +64,60 @@ def test_a_foreign_error_is_raised_with_its_own_traceback():
 def test_a_copy_that_is_killed_or_hangs_is_an_error(monkeypatch):
     with pytest.raises(AutobatchError, match=r"exit code -9"):
         run_apart(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(apart, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(apart, "ANSWER_SECONDS", 0.05)
     with pytest.raises(AutobatchError, match="gave no answer"):
         run_apart(signal.pause)
+
+
+@needs_fork
+def test_a_copy_that_waits_for_a_lock_of_another_thread_leaves_the_call_to_this_process(monkeypatch):
+    """The thread that holds the lock at the fork does not exist in the copy."""
+    monkeypatch.setattr(apart, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stuck, "STUCK_SECONDS", 0.03)
+    lock, is_held, done = threading.Lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            done.wait()
+
+    def call() -> int:
+        if os.getpid() == here:
+            done.set()
+        with lock:
+            return os.getpid()
+
+    here = os.getpid()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    try:
+        assert run_apart(call) == here
+    finally:
+        done.set()
+        thread.join()
+
+
+@needs_fork
+def test_calls_come_back_in_order_whatever_ends_first(monkeypatch):
+    monkeypatch.setattr(apart, "usable_cores", lambda: 2)
+    assert run_each_apart([partial(late, 3 - number) for number in range(4)]) == [3, 2, 1, 0]
+
+
+def late(number: int) -> int:
+    time.sleep(0.02 * number)
+    return number
+
+
+@needs_fork
+def test_one_call_that_fails_is_the_error_of_all():
+    def fail() -> None:
+        raise InputError("asked 3, found 2")
+
+    with pytest.raises(InputError, match="asked 3"):
+        run_each_apart([os.getpid, fail, os.getpid])
+    assert multiprocessing.active_children() == []
 
 
 def test_without_a_copy_the_function_runs_here(monkeypatch):

@@ -12,10 +12,18 @@ from torch import nn
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.records import Remedy
 from autobatch.core.units import MiB
+from autobatch.footprint.predict import footprint
 from autobatch.footprint.remedies import trace_change
 from autobatch.probing import estimate as estimating
 from autobatch.probing.cache import CachedLimit, store
-from autobatch.probing.estimate import EstimateSettings, estimate_limits, on_meta
+from autobatch.probing.estimate import (
+    EstimateSettings,
+    cap_of,
+    device_notes,
+    estimate_limits,
+    on_meta,
+    precision_on,
+)
 from autobatch.report.terminal import Terminal
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
@@ -25,7 +33,7 @@ NOWHERE = Path("nowhere")
 
 @pytest.fixture(scope="module")
 def found():
-    workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
+    workload = make(lambda: Transformer(width=32), data=Tokens(), loss=token_loss)
     return estimate_limits(
         workload, EstimateSettings(profiles=["rtx-4090"], memory_budget=f"{24 * MiB}"), home=NOWHERE
     )
@@ -48,6 +56,20 @@ def test_an_estimate_for_one_gpu_explains_its_memory(found):
     ]
 
 
+@pytest.fixture
+def traced_once(monkeypatch):
+    """Estimates of one workload for GPUs that run it in the same way, which share one trace."""
+    traces = []
+
+    def trace(setting, **more):
+        traces[:] = traces or [footprint(setting, **more)]
+        return traces[0]
+
+    monkeypatch.setattr(estimating, "run_apart", lambda function: function())
+    monkeypatch.setattr(estimating, "footprint", trace)
+
+
+@pytest.mark.usefixtures("traced_once")
 def test_saved_runs_that_took_more_memory_widen_the_interval(tmp_path):
     """One of two runs on this GPU took a quarter more than its trace. A run on another GPU does not count."""
     workload = make(lambda: Transformer(width=128, depth=3), data=Tokens(), loss=token_loss)
@@ -114,21 +136,26 @@ def test_estimates_for_several_gpus_have_no_remedies():
 def test_a_simulated_device_names_the_gpu():
     options = EstimateSettings(device="sim:l4", max_micro_batch=4)
     found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
-    assert [one.profile for one in found.estimates] == ["l4"]
+    assert [(one.profile, one.micro_batch) for one in found.estimates] == [("l4", 4)]
+    assert found.notes == []
 
 
-@pytest.mark.parametrize(("device", "profiles"), [("cuda:9999", ["l4"]), ("cpu", ["l4"]), ("sim:t4", ["l4"])])
-def test_a_device_that_is_left_out_is_named(device: str, profiles: list[str]):
-    options = EstimateSettings(device=device, profiles=profiles, max_micro_batch=4)
-    notes = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE).notes
-    assert f"an estimate touches no device, so --device {device} was left out" in notes[0]
-    for kept in (EstimateSettings(device="sim:l4", max_micro_batch=4), EstimateSettings(profiles=["l4"])):
-        assert estimate_limits(WORKLOADS["perceptron"](), kept, home=NOWHERE).notes == []
+@pytest.mark.parametrize("device", ["cuda:9999", "cpu", "sim:t4"])
+def test_a_device_that_is_left_out_is_named(device: str):
+    (note,) = device_notes(EstimateSettings(device=device, profiles=["l4"]))
+    assert f"an estimate touches no device, so --device {device} was left out" in note
+    assert device_notes(EstimateSettings(device="sim:l4")) == []
+
+
+def test_a_device_that_is_left_out_is_a_note_of_the_estimate():
+    options = EstimateSettings(device="cpu", profiles=["l4", "a100-40gb"], max_micro_batch=4)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    assert found.notes == device_notes(options)
 
 
 def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
-    workload = make(lambda: Transformer(width=32, depth=3), data=Tokens(), loss=token_loss)
-    options = EstimateSettings(profiles=["t4"], memory_budget=f"{18 * MiB}", precision="fp32")
+    workload = make(lambda: Transformer(width=32, depth=1), data=Tokens(), loss=token_loss)
+    options = EstimateSettings(profiles=["t4"], memory_budget=f"{17 * MiB}", precision="fp32")
     with pytest.raises(DoesNotFitError, match=r"optimizer state.*What helps: a larger GPU"):
         estimate_limits(workload, options, home=NOWHERE)
 
@@ -150,17 +177,15 @@ def test_an_estimate_plans_the_batch_within_its_micro_batch(monkeypatch):
 )
 def test_an_estimate_is_capped_by_the_data_and_the_options(settings, cap):
     options = EstimateSettings(profiles=["a100-80gb"], **settings)
-    (one,) = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE).estimates
-    assert one.micro_batch == cap
+    assert cap_of(WORKLOADS["perceptron"](), options) == cap
 
 
 def test_the_precision_follows_the_gpu_unless_one_is_given():
-    names = ["t4", "l4"]
-    found = estimate_limits(WORKLOADS["perceptron"](), EstimateSettings(profiles=names), home=NOWHERE)
+    options = EstimateSettings(profiles=["t4", "l4"])
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
     assert [one.precision for one in found.estimates] == ["fp32", "bf16"]
-    options = EstimateSettings(profiles=names, precision="fp16")
-    given = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
-    assert [one.precision for one in given.estimates] == ["fp16", "fp16"]
+    given = EstimateSettings(profiles=["t4", "l4"], precision="fp16")
+    assert [precision_on(given, capability) for capability in ((7, 5), (8, 9))] == ["fp16", "fp16"]
 
 
 def test_a_micro_batch_is_predicted_for_models_of_any_size():

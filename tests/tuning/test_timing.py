@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.tuning.context import usable_cores
+from autobatch.device.host import usable_cores
 from autobatch.tuning.timing import Timing, fetch_share, time_steps
 from tests.support.kinds import Augmented
 from tests.support.training import mean_loss, points
