@@ -34,7 +34,7 @@ FILE_BYTES = GiB
 """Bytes of a file, unless one tensor has more. A rank holds two copies of a file in host memory."""
 
 
-def check_can_save() -> None:
+def check_writer() -> None:
     """Check that this torch writes sharded tensors as safetensors.
 
     Raises:
@@ -105,7 +105,8 @@ def read_shards(
         The tensors by place.
     """
     found = {}
-    for place, note in notes.items():
+    for place in {note["kept_at"]: None for note in notes.values()}:
+        note = notes[place]
         target = (into or {}).get(place)
         is_fit = target is not None and list(target.shape) == note["shape"]
         found[place] = target.detach() if target is not None and is_fit else _empty(note, mesh)
@@ -117,7 +118,7 @@ def read_shards(
         except CheckpointException as error:
             (cause, _), *_ = error.failures.values()
             raise cause from None
-    return found
+    return {place: found[note["kept_at"]] for place, note in notes.items()}
 
 
 def _empty(note: Mapping[str, Any], mesh: DeviceMesh | None) -> Tensor:

@@ -10,7 +10,8 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -23,23 +24,28 @@ class Separated(NamedTuple):
     state: Any
     """The state, with None in their places."""
     shards: dict[str, DTensor]
-    """The sharded tensors by their places."""
+    """The sharded tensors by their places, tied ones once."""
     notes: dict[str, dict[str, Any]]
-    """Shape, type and sharded dimension of each, as plain values for those who read them."""
+    """For each place the shape, type and sharded dimension, and the place that has the values; plain."""
 
 
 def separate(state: Any) -> Separated:
     """Take the sharded tensors out of a state."""
     shards: dict[str, DTensor] = {}
+    notes: dict[str, dict[str, Any]] = {}
+    known: dict[Any, str] = {}
 
     def take(place: str, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        shards[place] = leaf
+        kept_at = known.setdefault(_memory_of(leaf), place)
+        notes[place] = _note_of(leaf, kept_at)
+        if kept_at == place:
+            shards[place] = leaf
         return None
 
     rest = map_leaves(state, take)
-    return Separated(rest, shards, {place: _note_of(shard) for place, shard in shards.items()})
+    return Separated(rest, shards, notes)
 
 
 def fill(state: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -67,6 +73,29 @@ def sharded_parameters(train_state: TrainState) -> dict[str, Tensor]:
     """Return the sharded tensors of a model by their places in a state."""
     own = train_state.model.state_dict()
     return {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
+
+
+@torch.no_grad()
+def gather_weights(model: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """Return the state dict of a sharded model with whole tensors on the CPU; all ranks call it.
+
+    One tensor at a time is whole on the device.
+
+    Args:
+        model: the model.
+        keep: False on ranks that do not need it, which get an empty one.
+    """
+    found: dict[str, Any] = {}
+    known: dict[int, Tensor] = {}
+    # With the parameters themselves, which tell tied ones.
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in known and isinstance(value, DTensor):
+            whole = value.full_tensor()
+            # A copy: what was gathered may have the padding of the last part.
+            known[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
+        if keep:
+            found[name] = known.get(id(value), value.detach() if isinstance(value, Tensor) else value)
+    return found
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
@@ -107,10 +136,17 @@ def _owners(train_state: TrainState) -> dict[str, Tensor]:
     return owners
 
 
-def _note_of(shard: DTensor) -> dict[str, Any]:
+def _memory_of(shard: DTensor) -> tuple[int, ...]:
+    """Return what tied tensors have in common, on every rank: also an empty part has memory of its own."""
+    own = shard.to_local()
+    return (own.untyped_storage()._cdata, own.storage_offset(), *shard.shape)
+
+
+def _note_of(shard: DTensor, kept_at: str) -> dict[str, Any]:
     (placement,) = shard.placements
     return {
         "shape": list(shard.shape),
         "dtype": str(shard.dtype).removeprefix("torch."),
         "dim": placement.dim if isinstance(placement, Shard) else None,
+        "kept_at": kept_at,
     }

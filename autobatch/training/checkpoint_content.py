@@ -19,6 +19,7 @@ from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.records import Plan
 from autobatch.device.oom import is_oom
 from autobatch.training.manifest import MANIFEST, STATE
+from autobatch.training.shard_content import ShardNote, check_shards
 from autobatch.workload.order import LastBatch
 
 _Count = Annotated[int, Meta(ge=0)]
@@ -105,6 +106,7 @@ class _State(msgspec.Struct):
     random: _Random
     counters: _Counters
     ranks: _Ranks | None = None
+    sharded: dict[str, ShardNote] | None = None
     stream: _Stream | None = None
 
 
@@ -126,6 +128,7 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
         found = msgspec.convert(state, _State)
         if found.scaler:
             msgspec.convert(found.scaler, _Scaler)
+        check_shards(path, found.sharded or {})
         _check_counters(found.counters, int(path.name.removeprefix("step-")))
         for random_state in [found.random, *(found.ranks.random if found.ranks else [])]:
             _check_random(random_state)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import create_file
 from autobatch.core.version import __version__
 from autobatch.device.oom import is_oom
+from autobatch.distributed.engine import Engine, OneProcess
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of
@@ -21,16 +25,22 @@ METADATA = {"format": "pt", "autobatch": __version__}
 """Written into every file; transformers reads only files whose format it knows."""
 
 
-def export_weights(train_state: TrainState, folder: Path) -> None:
+def export_weights(train_state: TrainState, folder: Path, engine: Engine | None = None) -> None:
     """Write the weights as safetensors, and their averages if there are any.
+
+    Args:
+        train_state: the model.
+        folder: of the files.
+        engine: the ranks, all of which call this, and rank 0 writes; None if this process trains alone.
 
     Raises:
         CheckpointError: a file cannot be written.
     """
-    _export(train_state.model, folder / WEIGHTS)
+    engine = engine or OneProcess()
+    _export_on_first(train_state.model, folder / WEIGHTS, engine)
     if train_state.average is not None:
         with train_state.average.swapped_in():
-            _export(train_state.model, folder / AVERAGED_WEIGHTS)
+            _export_on_first(train_state.model, folder / AVERAGED_WEIGHTS, engine)
 
 
 def check_exportable(model: nn.Module) -> None:
@@ -47,6 +57,8 @@ def check_exportable(model: nn.Module) -> None:
                 f"the weights could not be exported after training: {name} is {reason}, which safetensors "
                 "cannot hold. Keep it in another type, or out of the state dict (persistent=False)"
             )
+        if hasattr(value, "to_local"):  # ranks share it, and it is exported whole
+            continue
         storage = value.untyped_storage()
         is_whole = value.numel() * value.element_size() == storage.nbytes()
         if storage.data_ptr():
@@ -76,7 +88,19 @@ def _not_exportable(value: object) -> str | None:
     return None
 
 
-def _export(model: nn.Module, path: Path) -> None:
+def _export_on_first(model: nn.Module, path: Path, engine: Engine) -> None:
+    """Write one file on rank 0, with whole tensors."""
+    if engine.mesh is None:
+        engine.ranks.once(lambda: _export(model.state_dict(), path))
+        return
+    # Only here: one process needs no torch.distributed.
+    from autobatch.distributed.sharded_state import gather_weights
+
+    weights = gather_weights(model, keep=engine.ranks.rank == 0)
+    engine.ranks.once(lambda: _export(weights, path))
+
+
+def _export(weights: Mapping[str, Any], path: Path) -> None:
     """Write one file atomically; tied parameters are stored once."""
     from safetensors.torch import save_model
 
@@ -85,6 +109,8 @@ def _export(model: nn.Module, path: Path) -> None:
         temporary.unlink(missing_ok=True)
         os.close(create_file(temporary))
         mode = temporary.stat().st_mode & 0o777
+        # It asks the model for nothing else.
+        model: Any = SimpleNamespace(state_dict=lambda: dict(weights))
         save_model(model, str(temporary), metadata=dict(METADATA))
         _sort_metadata(temporary)
         temporary.chmod(mode)  # safetensors makes it readable for its owner only

@@ -30,7 +30,7 @@ from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
 from autobatch.training.loop import Loop
 from autobatch.training.oom_errors import available_host_memory
-from autobatch.training.sharded_checkpoint import with_shards
+from autobatch.training.sharded_checkpoint import sharded_bytes, with_shards
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_rank
 from autobatch.workload.streams import stream_state
@@ -180,7 +180,7 @@ class _OomWatch(TorchFunctionMode):
 
 
 def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:
-    size = sum(tensor.nbytes for tensor in tensors_of(dict(state)))
+    size = sum(tensor.nbytes for tensor in tensors_of(dict(state))) + sharded_bytes(loop, state)
     return (
         f"not enough memory to resume: the state of the checkpoint takes {format_bytes(size)}, and the "
         f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error).rstrip('.')}. The "

@@ -8,9 +8,12 @@ intact. A checkpoint of shards is read by any number of ranks, sharded or not, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.training.checkpoint import begin_checkpoint, discard_checkpoint, prune, publish_checkpoint
@@ -18,6 +21,18 @@ from autobatch.training.loop import Loop
 
 SHARDED = "sharded"
 """Entry of a state that tells about the tensors that are in files of their own; None if there are none."""
+
+
+def check_can_save(loop: Loop) -> None:
+    """Check before the first step that the checkpoints of a loop can be written.
+
+    Raises:
+        InputError: this torch cannot write those of sharded parameters.
+    """
+    if loop.engine.mesh is not None:
+        from autobatch.distributed.shard_files import check_writer
+
+        check_writer()
 
 
 def save_sharded(
@@ -78,3 +93,10 @@ def with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Ma
         into = sharded_parameters(loop.train_state)
         state = fill(state, read_shards(folder, notes, mesh=mesh, into=into))
     return state if mesh is None else shard_like(loop.train_state, state, mesh)
+
+
+def sharded_bytes(loop: Loop, state: Mapping[str, Any]) -> int:
+    """Return the bytes that the sharded tensors of a checkpoint take in the loop of this rank."""
+    notes = [note for place, note in (state.get(SHARDED) or {}).items() if note["kept_at"] == place]
+    whole: int = sum(math.prod(note["shape"]) * getattr(torch, note["dtype"]).itemsize for note in notes)
+    return whole if loop.engine.mesh is None else -(-whole // loop.engine.ranks.world)

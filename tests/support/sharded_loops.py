@@ -1,4 +1,4 @@
-"""Loops over sharded parameters, as every rank of a test builds its own, and digests of what they hold."""
+"""Loops over sharded parameters, as every rank of a test builds its own, and the tensors that they hold."""
 
 from __future__ import annotations
 
@@ -26,18 +26,35 @@ from tests.support.training import make_loop, make_workload, points
 SAMPLES = 12
 
 
-def blocks() -> nn.Module:
-    """Build a small model with blocks, a buffer, and rows that are fewer than ranks."""
-    torch.manual_seed(1)
-    inner = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2)]
-    return nn.Sequential(nn.Sequential(*inner), nn.BatchNorm1d(5), nn.Linear(5, 3, bias=False))
+class Blocks(nn.Module):
+    """A model with blocks, a tied weight, a buffer, and a weight with fewer rows than some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.full((5,), 0.5))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2)])
+        self.mix = nn.Linear(5, 5, bias=False)
+        self.mix_again = nn.Linear(5, 5, bias=False)
+        self.mix_again.weight = self.mix.weight
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.mix(inputs + self.offset)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.mix_again(hidden))
 
 
 def block_workload() -> Workload:
-    """Return a workload with an optimizer that has state."""
+    """Return a workload with an optimizer that has state, in float64."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return Blocks().double()
+
     return make_workload(
-        model=blocks,
-        train_data=points(SAMPLES, dtype=torch.float32),
+        model=model,
+        train_data=points(SAMPLES),
         optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, amsgrad=True),
         learning_rate=0.01,
     )
@@ -72,16 +89,22 @@ def step_together(loop: Loop, steps: int) -> None:
         loop.steps_applied += 1
 
 
-def digests(loop: Loop) -> dict[str, str]:
-    """Return a sum of every tensor that a loop keeps in a checkpoint, whole, by its place."""
-    found: dict[str, str] = {}
+def tensors(loop: Loop) -> dict[str, Tensor]:
+    """Return every tensor that a loop keeps in a checkpoint, whole, by its place; all ranks call it."""
+    found: dict[str, Tensor] = {}
 
     def note(place: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and not place.startswith(("random", "ranks")):
-            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            content = whole.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            found[place] = hashlib.sha256(content).hexdigest()
+            found[place] = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).detach().clone()
         return leaf
 
     map_leaves(capture_loop(loop), note)
     return found
+
+
+def digests(loop: Loop) -> dict[str, str]:
+    """Return the SHA-256 of each of these tensors."""
+    return {
+        place: hashlib.sha256(one.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for place, one in tensors(loop).items()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.version import __version__
 from autobatch.training.export import check_exportable, export_weights
-from autobatch.training.run_folder import WEIGHTS
-from tests.support.training import make_loop, make_workload
+from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group
+from tests.support.sharded_loops import Blocks, block_workload, sharded_loop, step_together
+from tests.support.training import apart, make_loop, make_workload, weights
 
 
 class Tied(nn.Module):
@@ -154,3 +158,50 @@ def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
     assert len(contents) == 1
     with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
         assert file.metadata().items() > {"format": "pt", "autobatch": __version__}.items()
+
+
+def export_shards(folder: Path) -> None:
+    group = open_group()
+    loop = sharded_loop(group, block_workload(), ema=0.9)
+    step_together(loop, 2)
+    export_weights(loop.train_state, folder, loop.engine)
+    group.close()
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_a_model_export_whole_weights(server: RankServer, tmp_path: Path) -> None:
+    server.values(export_shards, tmp_path, world=4)  # the head has 3 rows
+    loop = make_loop(block_workload(), ema=0.9)
+    step_together(loop, 2)
+    found = Blocks().double()
+    load_model(found, str(tmp_path / WEIGHTS))
+    assert apart(weights(found), weights(loop.train_state.model)) <= 1e-12
+    with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
+        assert file.metadata()["format"] == "pt"
+        assert file.metadata()["mix_again.weight"] == "mix.weight"
+        assert "mix_again.weight" not in file.keys()  # noqa: SIM118 - it is no mapping
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([WEIGHTS, AVERAGED_WEIGHTS])
+
+
+def check_shards_exportable() -> str:
+    group = open_group()
+    check_exportable(sharded_loop(group, block_workload()).train_state.model)
+    odd = sharded_loop(group, replace(block_workload(), model=OddBlocks))
+    try:
+        check_exportable(odd.train_state.model)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+class OddBlocks(Blocks):
+    """A model with a buffer that no file can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("odd", torch.zeros(2).to_sparse())
+
+
+@pytest.mark.distributed
+def test_a_shared_model_is_checked_too(server: RankServer) -> None:
+    assert "odd is a tensor in the layout sparse_coo" in server.values(check_shards_exportable, world=2)[1]

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autobatch.training.checkpoint import load_newest, save_checkpoint
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.distributed import shard_files
+from autobatch.training.checkpoint import (
+    clean_leftovers,
+    is_valid,
+    list_checkpoints,
+    load_newest,
+    save_checkpoint,
+)
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, restore_loop
-from autobatch.training.sharded_checkpoint import save_sharded
+from autobatch.training.manifest import MANIFEST, STATE
+from autobatch.training.sharded_checkpoint import check_can_save, save_sharded
+from tests.support.checkpoints import leftovers
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
-from tests.support.sharded_loops import block_workload, digests, sharded_loop, step_together
+from tests.support.sharded_loops import block_workload, digests, sharded_loop, step_together, tensors
 from tests.support.training import make_loop
 
 pytestmark = pytest.mark.distributed
@@ -20,52 +35,217 @@ pytestmark = pytest.mark.distributed
 
 def restored(loop: Loop, folder: Path) -> Loop:
     found = load_newest(folder)
-    assert found is not None
-    restore_loop(loop, found.state, same_hardware=False, folder=found.path)
+    if found is not None:
+        restore_loop(loop, found.state, same_hardware=False, folder=found.path)
     return loop
 
 
-def train_and_save(folder: Path, steps: int, *, resume: bool = False) -> dict[str, str]:
-    """Train sharded, from the newest checkpoint if asked for, and write another."""
+def on_ranks(folder: Path, steps: int, look: Callable[[Loop], Any] = digests) -> Any:
+    """Continue from the newest checkpoint, if any, on sharded ranks; write another after the last step."""
+    group = open_group()
+    loop = restored(sharded_loop(group, block_workload(), ema=0.9), folder)
+    step_together(loop, steps)
+    if steps:
+        save_sharded(loop, folder, state=capture_loop(loop), facts={})
+    found = look(loop)
+    group.close()
+    return found
+
+
+def alone(folder: Path, steps: int, look: Callable[[Loop], Any] = digests) -> Any:
+    """Do the same in one process."""
+    loop = restored(make_loop(block_workload(), ema=0.9), folder)
+    step_together(loop, steps)
+    if steps:
+        save_checkpoint(folder, step=loop.batches_seen, state=capture_loop(loop), facts={})
+    return look(loop)
+
+
+def numbers(loop: Loop) -> dict[str, Any]:
+    # Bytes: a tensor in shared memory is lost with the rank that sent it.
+    return {place: one.double().flatten().tolist() for place, one in tensors(loop).items()}
+
+
+def test_any_number_of_ranks_reads_the_same_tensors(server: RankServer, tmp_path: Path) -> None:
+    written, *others = server.values(on_ranks, tmp_path, 2, world=2)
+    assert others == [written]
+    assert {"model.mix.weight", "model.offset", "optimizers.0.state.0.max_exp_avg_sq"} <= written.keys()
+    assert "average.averages.0" in written
+    (path,) = list_checkpoints(tmp_path)
+    shards = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    assert sorted(one.name for one in path.iterdir()) == sorted([MANIFEST, STATE, *shards])
+    assert alone(tmp_path, 0) == written
+    for world in (2, 4):  # the head has 3 rows
+        assert server.values(on_ranks, tmp_path, 0, world=world) == [written] * world
+
+
+def test_sharded_ranks_read_the_checkpoint_of_one_process(server: RankServer, tmp_path: Path) -> None:
+    written = alone(tmp_path, 2)
+    assert server.values(on_ranks, tmp_path, 0, world=2) == [written] * 2
+
+
+def test_a_run_continues_bit_for_bit_on_as_many_ranks(server: RankServer, tmp_path: Path) -> None:
+    straight = server.values(on_ranks, tmp_path / "straight", 4, world=2)
+    server.values(on_ranks, tmp_path / "parts", 2, world=2)
+    assert server.values(on_ranks, tmp_path / "parts", 2, world=2) == straight
+
+
+def test_a_run_moves_from_two_ranks_to_one_process_to_three_ranks(server: RankServer, tmp_path: Path) -> None:
+    straight = alone(tmp_path / "straight", 6, numbers)
+    server.values(on_ranks, tmp_path / "parts", 2, world=2)
+    alone(tmp_path / "parts", 2)
+    found = server.values(on_ranks, tmp_path / "parts", 2, numbers, world=3)[2]
+    assert found.keys() == straight.keys()
+    for place, values in found.items():
+        # Only sums differ, by their order.
+        assert values == pytest.approx(straight[place], rel=1e-9, abs=1e-12), place
+
+
+def test_tensors_fill_several_files(server: RankServer, tmp_path: Path) -> None:
+    written = server.values(with_small_files, tmp_path, world=2)
+    assert len(list(list_checkpoints(tmp_path)[0].glob("shard-00002-model-*"))) > 2
+    assert server.values(on_ranks, tmp_path, 0, world=2) == written
+
+
+def with_small_files(folder: Path) -> Any:
+    shard_files.FILE_BYTES = 300
+    return on_ranks(folder, 2)
+
+
+def test_every_changed_file_is_noticed(server: RankServer, tmp_path: Path) -> None:
+    for _ in range(2):
+        server.values(on_ranks, tmp_path, 1, world=2)
+    older, newer = list_checkpoints(tmp_path)
+    for file in newer.iterdir():
+        content = file.read_bytes()
+        for place in range(0, len(content), len(content) // 5):
+            changed = bytearray(content)
+            changed[place] ^= 1
+            file.write_bytes(changed)
+            assert load_newest(tmp_path).path == older, (file.name, place)
+        file.unlink()
+        found = load_newest(tmp_path)
+        assert found.path == older
+        assert file.name in found.passed_over[0]
+        file.write_bytes(content)
+    assert load_newest(tmp_path).path == newer
+
+
+def fail_on_rank_1(folder: Path, error: BaseException) -> str:
+    """Write a checkpoint, then one in which rank 1 fails; return what is raised on this rank."""
     group = open_group()
     loop = sharded_loop(group, block_workload(), ema=0.9)
-    if resume:
-        restored(loop, folder)
-    step_together(loop, steps)
-    loop.engine.share(loop.train_state.model.buffers())
+    step_together(loop, 1)
     save_sharded(loop, folder, state=capture_loop(loop), facts={})
-    found = digests(loop)
+    step_together(loop, 1)
+    fsync = os.fsync
+
+    def fail(_: int) -> None:
+        raise error
+
+    if group.rank == 1:
+        os.fsync = fail
+    try:
+        save_sharded(loop, folder, state=capture_loop(loop), facts={})
+    except AutobatchError as raised:
+        told = f"{type(raised).__name__}: {raised}"
+    os.fsync = fsync
+    # The run may continue, and write the next one.
+    step_together(loop, 1)
+    save_sharded(loop, folder, state=capture_loop(loop), facts={})
     group.close()
-    return found
+    return told
 
 
-def load_sharded(folder: Path) -> dict[str, str]:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            "CheckpointError: rank 1 could not write its part",
+        ),
+        (MemoryError(), "DoesNotFitError: rank 1 ran out of host memory"),
+    ],
+)
+def test_a_rank_that_cannot_write_is_named_on_every_rank(
+    server: RankServer, tmp_path: Path, error: BaseException, told: str
+) -> None:
+    first, second = server.values(fail_on_rank_1, tmp_path, error, world=2)
+    assert first == second
+    assert first.startswith(told)
+    assert "\n" not in first
+    assert [int(path.name[-1]) for path in list_checkpoints(tmp_path)] == [1, 3]
+    assert not leftovers(tmp_path)
+
+
+def killed_at(folder: Path, rank: int, call: int) -> int:
+    """Write two checkpoints, and kill this rank before a call of the system of the second.
+
+    Returns:
+        The calls of this rank that change a folder.
+    """
     group = open_group()
-    found = digests(restored(sharded_loop(group, block_workload(), ema=0.9), folder))
+    loop = sharded_loop(group, block_workload(), ema=0.9)
+    step_together(loop, 1)
+    save_sharded(loop, folder, state=capture_loop(loop), facts={})
+    calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            nonlocal calls
+            if group.rank == rank and calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls += 1
+            return function(*args, **more)
+
+        return run
+
+    for name in ("mkdir", "rename", "fsync", "open", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    step_together(loop, 1)
+    save_sharded(loop, folder, state=capture_loop(loop), facts={}, keep_last=1)
+    (folder / f"acknowledged-{group.rank}").touch()
     group.close()
-    return found
+    return calls
 
 
-def load_whole(folder: Path) -> dict[str, str]:
-    return digests(restored(make_loop(block_workload(), ema=0.9), folder))
+def check_kill(server: RankServer, folder: Path, rank: int, call: int) -> None:
+    ended = server.run(killed_at, folder, rank, call, world=2)
+    assert ended[rank].code == -signal.SIGKILL
+    if ended[1 - rank].code:
+        assert "RankLost" in ended[1 - rank].error
+    clean_leftovers(folder)
+    found = load_newest(folder)
+    assert not found.passed_over
+    assert not leftovers(folder)
+    assert all(is_valid(path) for path in list_checkpoints(folder))
+    if list(folder.glob("acknowledged-*")):
+        assert found.path.name == "step-00000002"
+    assert server.values(on_ranks, folder, 0, world=2)
 
 
-def save_whole(folder: Path, steps: int) -> dict[str, str]:
-    loop = make_loop(block_workload(), ema=0.9)
-    step_together(loop, steps)
-    save_checkpoint(folder, step=steps, state=capture_loop(loop), facts={})
-    return digests(loop)
+@pytest.mark.parametrize(("rank", "call"), [(0, 4), (1, 0)])
+def test_a_kill_loses_no_checkpoint(server: RankServer, tmp_path: Path, rank: int, call: int) -> None:
+    check_kill(server, tmp_path, rank, call)
 
 
-def test_other_ranks_and_one_process_read_the_same_tensors(server: RankServer, tmp_path: Path) -> None:
-    written, *others = server.values(train_and_save, tmp_path, 2, world=2)
-    assert others == [written]
-    assert {"model.0.0.0.weight", "optimizers.0.state.0.exp_avg", "average.averages.0"} <= written.keys()
-    assert load_whole(tmp_path) == written
-    for world in (2, 3, 4):
-        assert server.values(load_sharded, tmp_path, world=world) == [written] * world
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_at_any_call_loses_no_checkpoint(server: RankServer, tmp_path: Path, rank: int) -> None:
+    calls = server.values(killed_at, tmp_path / "counted", 2, 0, world=2)[rank]
+    assert calls >= (10, 1)[rank]
+    for call in range(calls):
+        check_kill(server, tmp_path / str(call), rank, call)
 
 
-def test_the_checkpoint_of_one_process_is_read_by_sharded_ranks(server: RankServer, tmp_path: Path) -> None:
-    written = save_whole(tmp_path, 2)
-    assert server.values(load_sharded, tmp_path, world=2) == [written] * 2
+def test_a_torch_that_cannot_write_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OldWriter:
+        def __init__(self, path: str) -> None:
+            pass
+
+    loop = make_loop(block_workload())
+    monkeypatch.setattr(shard_files, "HuggingFaceStorageWriter", OldWriter)
+    check_can_save(loop)
+    monkeypatch.setattr(type(loop.engine), "mesh", object())
+    with pytest.raises(InputError, match=r"need HuggingFaceStorageWriter\(save_distributed=…\), which torch"):
+        check_can_save(loop)
