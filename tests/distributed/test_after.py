@@ -81,9 +81,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "partly used": ({"model": Partly}, mean_loss),
 }
 LIMITS: list[Any] = [
-    [5, 3],
-    [7, 2, 4, 1],
-    *(pytest.param(one, marks=pytest.mark.slow) for one in ([12, 12], [5, 5], [7, 2, 4], [1, 30, 30, 30])),
+    [5, 3, 1],
+    *(
+        pytest.param(one, marks=pytest.mark.slow)
+        for one in ([5, 3], [12, 12], [5, 5], [7, 2, 4], [7, 2, 4, 1], [1, 30, 30, 30])
+    ),
 ]
 BATCHES = [24, 7, 2]
 """Targets: a whole epoch, one with a short last batch, and one with fewer samples than ranks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -112,6 +113,9 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     # The first optimizer of a process imports many modules.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    # A collection in a rank would write to every object of the imports, and so copy their memory.
+    gc.collect()
+    gc.freeze()
     connection.send("ready")
     with contextlib.suppress(EOFError):
         while (asked := connection.recv()) is not None:

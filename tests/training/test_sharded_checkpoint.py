@@ -6,8 +6,10 @@ import errno
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -66,7 +68,7 @@ def numbers(loop: Loop) -> dict[str, Any]:
     return {place: one.double().flatten().tolist() for place, one in tensors(loop).items()}
 
 
-def test_any_number_of_ranks_reads_the_same_tensors(server: RankServer, tmp_path: Path) -> None:
+def test_a_run_moves_between_numbers_of_ranks(server: RankServer, tmp_path: Path) -> None:
     written, *others = server.values(on_ranks, tmp_path, 2, world=2)
     assert others == [written]
     assert {"model.mix.weight", "model.offset", "optimizers.0.state.0.max_exp_avg_sq"} <= written.keys()
@@ -74,37 +76,33 @@ def test_any_number_of_ranks_reads_the_same_tensors(server: RankServer, tmp_path
     (path,) = list_checkpoints(tmp_path)
     shards = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
     assert sorted(one.name for one in path.iterdir()) == sorted([MANIFEST, STATE, *shards])
+    assert server.values(on_ranks, tmp_path, 0, world=4) == [written] * 4  # the head has 3 rows
     assert alone(tmp_path, 0) == written
-    for world in (2, 4):  # the head has 3 rows
-        assert server.values(on_ranks, tmp_path, 0, world=world) == [written] * world
-
-
-def test_sharded_ranks_read_the_checkpoint_of_one_process(server: RankServer, tmp_path: Path) -> None:
-    written = alone(tmp_path, 2)
-    assert server.values(on_ranks, tmp_path, 0, world=2) == [written] * 2
-
-
-def test_a_run_continues_bit_for_bit_on_as_many_ranks(server: RankServer, tmp_path: Path) -> None:
-    straight = server.values(on_ranks, tmp_path / "straight", 4, world=2)
-    server.values(on_ranks, tmp_path / "parts", 2, world=2)
-    assert server.values(on_ranks, tmp_path / "parts", 2, world=2) == straight
-
-
-def test_a_run_moves_from_two_ranks_to_one_process_to_three_ranks(server: RankServer, tmp_path: Path) -> None:
+    alone(tmp_path, 2)
+    found = server.values(on_ranks, tmp_path, 2, numbers, world=3)[2]
     straight = alone(tmp_path / "straight", 6, numbers)
-    server.values(on_ranks, tmp_path / "parts", 2, world=2)
-    alone(tmp_path / "parts", 2)
-    found = server.values(on_ranks, tmp_path / "parts", 2, numbers, world=3)[2]
     assert found.keys() == straight.keys()
     for place, values in found.items():
         # Only sums differ, by their order.
         assert values == pytest.approx(straight[place], rel=1e-9, abs=1e-12), place
 
 
-def test_tensors_fill_several_files(server: RankServer, tmp_path: Path) -> None:
-    written = server.values(with_small_files, tmp_path, world=2)
-    assert len(list(list_checkpoints(tmp_path)[0].glob("shard-00002-model-*"))) > 2
-    assert server.values(on_ranks, tmp_path, 0, world=2) == written
+def interrupted(folder: Path) -> bool:
+    """Compare a run that continues from a checkpoint with one that goes straight on."""
+    group = open_group()
+    straight = sharded_loop(group, block_workload(), ema=0.9)
+    step_together(straight, 2)
+    save_sharded(straight, folder, state=capture_loop(straight), facts={})
+    again = restored(sharded_loop(group, block_workload(), ema=0.9), folder)
+    for loop in (straight, again):
+        step_together(loop, 2)
+    is_same = digests(again) == digests(straight)
+    group.close()
+    return is_same
+
+
+def test_a_run_continues_bit_for_bit_on_as_many_ranks(server: RankServer, tmp_path: Path) -> None:
+    assert server.values(interrupted, tmp_path, world=2) == [True, True]
 
 
 def with_small_files(folder: Path) -> Any:
@@ -112,9 +110,23 @@ def with_small_files(folder: Path) -> Any:
     return on_ranks(folder, 2)
 
 
-def test_every_changed_file_is_noticed(server: RankServer, tmp_path: Path) -> None:
+def test_tensors_fill_several_files(server: RankServer, tmp_path: Path) -> None:
+    written = server.values(with_small_files, tmp_path, world=2)
+    assert len(list(list_checkpoints(tmp_path)[0].glob("shard-00002-model-*"))) > 2
+    assert alone(tmp_path, 0) == written[0]
+
+
+def save_twice(folder: Path) -> None:
+    group = open_group()
+    loop = sharded_loop(group, block_workload(), ema=0.9)
     for _ in range(2):
-        server.values(on_ranks, tmp_path, 1, world=2)
+        step_together(loop, 1)
+        save_sharded(loop, folder, state=capture_loop(loop), facts={})
+    group.close()
+
+
+def test_every_changed_file_is_noticed(server: RankServer, tmp_path: Path) -> None:
+    server.values(save_twice, tmp_path, world=2)
     older, newer = list_checkpoints(tmp_path)
     for file in newer.iterdir():
         content = file.read_bytes()
@@ -131,25 +143,21 @@ def test_every_changed_file_is_noticed(server: RankServer, tmp_path: Path) -> No
     assert load_newest(tmp_path).path == newer
 
 
-def fail_on_rank_1(folder: Path, error: BaseException) -> str:
-    """Write a checkpoint, then one in which rank 1 fails; return what is raised on this rank."""
+def fail_on_rank_1(folder: Path, *errors: BaseException) -> list[str]:
+    """Write a checkpoint, then one after another in which rank 1 fails; return what this rank is told."""
     group = open_group()
     loop = sharded_loop(group, block_workload(), ema=0.9)
     step_together(loop, 1)
     save_sharded(loop, folder, state=capture_loop(loop), facts={})
-    step_together(loop, 1)
-    fsync = os.fsync
-
-    def fail(_: int) -> None:
-        raise error
-
-    if group.rank == 1:
-        os.fsync = fail
-    try:
-        save_sharded(loop, folder, state=capture_loop(loop), facts={})
-    except AutobatchError as raised:
-        told = f"{type(raised).__name__}: {raised}"
-    os.fsync = fsync
+    told = []
+    for error in errors:
+        step_together(loop, 1)
+        failing = patch.object(os, "fsync", side_effect=error) if group.rank == 1 else nullcontext()
+        try:
+            with failing:
+                save_sharded(loop, folder, state=capture_loop(loop), facts={})
+        except AutobatchError as raised:
+            told.append(f"{type(raised).__name__}: {raised}")
     # The run may continue, and write the next one.
     step_together(loop, 1)
     save_sharded(loop, folder, state=capture_loop(loop), facts={})
@@ -157,24 +165,16 @@ def fail_on_rank_1(folder: Path, error: BaseException) -> str:
     return told
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (
-            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-            "CheckpointError: rank 1 could not write its part",
-        ),
-        (MemoryError(), "DoesNotFitError: rank 1 ran out of host memory"),
-    ],
-)
-def test_a_rank_that_cannot_write_is_named_on_every_rank(
-    server: RankServer, tmp_path: Path, error: BaseException, told: str
-) -> None:
-    first, second = server.values(fail_on_rank_1, tmp_path, error, world=2)
+def test_a_rank_that_cannot_write_is_named_on_every_rank(server: RankServer, tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    first, second = server.values(fail_on_rank_1, tmp_path, full, MemoryError(), world=2)
     assert first == second
-    assert first.startswith(told)
-    assert "\n" not in first
-    assert [int(path.name[-1]) for path in list_checkpoints(tmp_path)] == [1, 3]
+    disk, memory = first
+    assert disk.startswith("CheckpointError: rank 1 could not write its part of the checkpoint to ")
+    assert ": No space left on device. Free some space there" in disk
+    assert memory.startswith("DoesNotFitError: rank 1 ran out of host memory")
+    assert "\n" not in disk + memory
+    assert [int(path.name[-1]) for path in list_checkpoints(tmp_path)] == [1, 4]
     assert not leftovers(tmp_path)
 
 
@@ -221,7 +221,7 @@ def check_kill(server: RankServer, folder: Path, rank: int, call: int) -> None:
     assert all(is_valid(path) for path in list_checkpoints(folder))
     if list(folder.glob("acknowledged-*")):
         assert found.path.name == "step-00000002"
-    assert server.values(on_ranks, folder, 0, world=2)
+    assert alone(folder, 0)
 
 
 @pytest.mark.parametrize(("rank", "call"), [(0, 4), (1, 0)])
