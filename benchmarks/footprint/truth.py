@@ -52,7 +52,9 @@ class Onlooker:
 def profiled(setup: TrainSetup, micro_batch: int) -> Trace:
     """Run the steps of an attempt, and return the allocations and frees of the process."""
     prepared = replace(setup, worst_case=Prepared(setup.worst_case.batch(micro_batch)))
-    with preserved_random_state(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    # Without acc_events, torch 2.11 warns that a later cycle would clear the events.
+    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with preserved_random_state(), recorded as prof:
         train(prepared, micro_batch, Onlooker())
     return trace_of(prof.profiler.kineto_results.experimental_event_tree())
 
