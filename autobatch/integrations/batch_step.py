@@ -212,9 +212,8 @@ def _set_optimizers(
     """Make these optimizers the ones that the next step uses."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            several = ": write batch.step(*optimizers)" if isinstance(optimizer, list | tuple) else ""
             raise InputError(
-                f"batch.step() takes optimizers of torch.optim, found {kind_of(optimizer)}{several}"
+                f"batch.step() takes optimizers of torch.optim, one per argument, found {kind_of(optimizer)}"
             )
     if not (optimizers or train_state.optimizers or (is_alone and not micro_batches_done)):
         raise InputError("batch.step() has no optimizer: give it one, or use autobatch.batches(optimizer=…)")
