@@ -1,27 +1,24 @@
-"""The command line: the only module that prints or exits. It imports nothing heavy before a command runs."""
+"""The command line. It imports nothing heavy before a command runs."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
-from autobatch.core.text import encodable, one_line, printable_lines, quoted
+from autobatch.cli.output import SafeStream, print_error, undelivered_code
+from autobatch.core.text import printable_lines, quoted
 from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch.api.pipeline import RunContext
     from autobatch.cli.failures import RunLog
-    from autobatch.cli.output import SafeStream
-    from autobatch.core.options import EstimateOptions, FitOptions, Options
+    from autobatch.core.options import FitOptions
     from autobatch.distributed.group import Group
     from autobatch.distributed.ranks import Ranks
-    from autobatch.report.result import Estimates, Result
 
 
 HELP = """\
@@ -55,14 +52,6 @@ RUNNING = ("fit", "plan", "probe", "tune", "estimate")
 OTHER = ("profiles", "doctor", "report", "compare")
 OVER_RANKS = ("fit", "plan")
 """Commands that several processes may run."""
-PARTS: dict[str, tuple[str, ...]] = {
-    "fit": (),
-    "plan": ("device", "probe", "plan", "profile", "report"),
-    "probe": ("device", "probe"),
-    "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
-    "estimate": (),
-}
-"""Parts of the JSON of a command; empty for all."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -76,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except OSError as error:
-        code = _undelivered(error)
+        code = undelivered_code(error)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # A rank must not wait at exit for connections to ranks that are gone.
         sys.stderr.flush()
@@ -97,7 +86,7 @@ def run(arguments: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         near = difflib.get_close_matches(name, RUNNING + OTHER, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(RUNNING + OTHER)}"
-        _print_error(f"there is no {kind} {quoted(name)}; {hint}")
+        print_error(f"there is no {kind} {quoted(name)}; {hint}")
         return 2
     return _guarded(name, rest)
 
@@ -119,13 +108,14 @@ def _guarded(name: str, arguments: list[str]) -> int:
         if name in OTHER:
             return _run_other(name, arguments)
         from autobatch.cli.parser import parse
+        from autobatch.cli.run_workload import run_workload
 
         try:
             workload, options = parse(name, arguments, folder=Path.cwd(), environ=os.environ)
         except SystemExit:
             return 0  # the help was printed
         except OSError as error:  # the help could not be printed
-            return _undelivered(error)
+            return undelivered_code(error)
         verbose = options.verbose
         count = cast("FitOptions", options).ranks if name == "fit" else None
         with raise_on_termination():
@@ -135,7 +125,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
             if ranks.world > 1 and count is None:
                 per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))
                 log.command = f"torchrun --nproc-per-node {per_host} -m {log.command}"
-            code = _run_workload(name, workload, options, log, ranks)
+            code = run_workload(name, workload, options, log, ranks)
             ranks.close()
             return code
     except BaseException as error:
@@ -150,7 +140,7 @@ def _start_ranks(words: list[str], count: int) -> int:
     if ended.killed is not None:
         rank, name = ended.killed
         cause = ": the system may be out of memory" if name == "SIGKILL" else ""
-        _print_error(f"rank {rank} was ended by {name}{cause}; --resume continues from the newest checkpoint")
+        print_error(f"rank {rank} was ended by {name}{cause}; --resume continues from the newest checkpoint")
     return ended.code
 
 
@@ -162,7 +152,6 @@ def _home() -> Path:
 
 def _run_other(name: str, arguments: list[str]) -> int:
     from autobatch.cli.commands import compare, doctor, profiles, report
-    from autobatch.cli.output import SafeStream
 
     stream = SafeStream(sys.stdout)
     # JSON escapes control characters by its own rules.
@@ -171,100 +160,7 @@ def _run_other(name: str, arguments: list[str]) -> int:
         arguments, lambda text: print(show(text), file=cast("TextIO", stream))
     )
     stream.flush()
-    return code if stream.failure is None else _undelivered(stream.failure)
-
-
-def _run_workload(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> int:
-    from autobatch.cli.output import SafeStream, reserve_stdout
-
-    with reserve_stdout() if options.json else contextlib.nullcontext():
-        stream = SafeStream(sys.stderr if options.json else sys.stdout)
-        if ranks.rank:
-            _run_silently(name, workload, options, log, ranks)
-            return 0
-        result = _result_of(name, workload, options, log, stream=stream, ranks=ranks)
-    if options.json:
-        import msgspec
-
-        try:
-            sys.stdout.write(msgspec.json.encode(result.to_json(*PARTS[name])).decode() + "\n")
-            sys.stdout.flush()
-        except OSError as error:
-            return _undelivered(error)
-    return 0 if stream.failure is None else _undelivered(stream.failure)
-
-
-def _result_of(
-    name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
-) -> Result | Estimates:
-    from autobatch.probing.spare import spare_child
-    from autobatch.report.terminal import Terminal
-    from autobatch.workload.reference import check_reference
-
-    with contextlib.ExitStack() as held:
-        if workload is not None:
-            check_reference(workload)  # before the seconds that torch takes to import
-        # It imports torch while this process does.
-        is_resume = name == "fit" and cast("FitOptions", options).resume
-        spare = None if is_resume or name == "estimate" else held.enter_context(spare_child())
-        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
-        terminal.begin(workload, predicts=name == "estimate")
-        terminal.doing("importing torch")
-        from autobatch.api.pipeline import RunContext, run_estimate
-
-        if name == "estimate":
-            terminal.doing("predicting what fits")
-            estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
-            terminal.estimated(estimates)
-            return estimates
-        context = RunContext(
-            progress=terminal,
-            ranks=ranks,
-            isolated=True,
-            spare=spare,
-            environ=os.environ,
-            command=log.command,
-            entered=log.enter,
-        )
-        result = _runner(name)(workload, options, context)
-        terminal.finish(result)
-    return result
-
-
-def _runner(name: str) -> Callable[[Any, Any, RunContext], Result]:
-    """Return the function of a command that runs a workload."""
-    from autobatch.api.fit import run_fit
-    from autobatch.api.pipeline import run_plan, run_probe, run_tune
-
-    functions: dict[str, Callable[[Any, Any, RunContext], Result]] = {
-        "fit": run_fit,
-        "plan": run_plan,
-        "probe": run_probe,
-        "tune": run_tune,
-    }
-    return functions[name]
-
-
-def _run_silently(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> None:
-    """Run a command on a rank that prints nothing, and writes a log into the folder of the run."""
-    from autobatch.api.pipeline import RunContext
-    from autobatch.cli.rank_log import RankLog
-
-    progress = RankLog(ranks.rank)
-
-    def enter(folder: Path) -> None:
-        log.enter(folder)
-        progress.enter(folder)
-
-    context = RunContext(
-        progress=progress,
-        ranks=ranks,
-        isolated=True,
-        environ=os.environ,
-        command=log.command,
-        entered=enter,
-    )
-    _runner(name)(workload, options, context)
+    return code if stream.failure is None else undelivered_code(stream.failure)
 
 
 def _complain(error: BaseException, log: RunLog, ranks: Ranks | None, *, verbose: bool) -> int:
@@ -286,33 +182,10 @@ def _complain(error: BaseException, log: RunLog, ranks: Ranks | None, *, verbose
     if complaint.logged:
         path = log.write(error)
         where = f"; full traceback: {path}" if path else "; for the traceback add --verbose"
-    _print_error(complaint.line + where)
+    print_error(complaint.line + where)
     if verbose:
         print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     return complaint.exit_code
-
-
-def _print_error(line: str) -> None:
-    """Print one line, red on a terminal with colours."""
-    text = encodable(f"autobatch: {one_line(line)}", sys.stderr.encoding)
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.text import Text
-
-        Console(stderr=True, highlight=False).print(Text(text, style="red"), soft_wrap=True)
-        return
-    print(text, file=sys.stderr)
-
-
-def _undelivered(error: OSError) -> int:
-    """Return the exit code after output could not be written: 0 if the reader closed the pipe."""
-    with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
-        # Python must not try to write the rest of the buffer at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):
-        return 0
-    _print_error(f"cannot write to standard output: {error.strerror or error}")
-    return 1
 
 
 if __name__ == "__main__":

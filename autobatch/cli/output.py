@@ -1,4 +1,4 @@
-"""Standard output: reserved for JSON if asked, and safe to write after the reader left."""
+"""Standard output, reserved for JSON if asked and safe to write after the reader left; and error lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Iterator
 from typing import TextIO
+
+from autobatch.core.text import encodable, one_line
 
 
 class SafeStream:
@@ -70,3 +72,26 @@ def reserve_stdout() -> Iterator[None]:
     finally:
         os.dup2(kept, number)
         os.close(kept)
+
+
+def print_error(line: str) -> None:
+    """Print one line, red on a terminal with colours."""
+    text = encodable(f"autobatch: {one_line(line)}", sys.stderr.encoding)
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        Console(stderr=True, highlight=False).print(Text(text, style="red"), soft_wrap=True)
+        return
+    sys.stderr.write(text + "\n")
+
+
+def undelivered_code(error: OSError) -> int:
+    """Return the exit code after output could not be written: 0 if the reader closed the pipe."""
+    with contextlib.suppress(OSError, ValueError):  # captured output has no descriptor
+        # Python must not try to write the rest of the buffer at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 0
+    print_error(f"cannot write to standard output: {error.strerror or error}")
+    return 1

@@ -1,0 +1,128 @@
+"""A command that opens a workload: its run, and its result as lines on a terminal or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from autobatch.cli.output import SafeStream, reserve_stdout, undelivered_code
+
+if TYPE_CHECKING:
+    from autobatch.api.pipeline import RunContext
+    from autobatch.cli.failures import RunLog
+    from autobatch.core.options import EstimateOptions, FitOptions, Options
+    from autobatch.distributed.ranks import Ranks
+    from autobatch.report.result import Estimates, Result
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "fit": (),
+    "plan": ("device", "probe", "plan", "profile", "report"),
+    "probe": ("device", "probe"),
+    "tune": ("device", "probe", "plan", "tuning", "profile", "report"),
+    "estimate": (),
+}
+"""Parts of the JSON of a command; empty for all."""
+
+
+def run_workload(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> int:
+    """Run a command on this rank and return its exit code; rank 0 prints.
+
+    Args:
+        name: of the command.
+        workload: its reference; None for the demo.
+        options: of the command.
+        log: learns the folder of the run.
+        ranks: the processes that run the command together.
+    """
+    with reserve_stdout() if options.json else contextlib.nullcontext():
+        stream = SafeStream(sys.stderr if options.json else sys.stdout)
+        if ranks.rank:
+            _run_silently(name, workload, options, log, ranks)
+            return 0
+        result = _result_of(name, workload, options, log, stream=stream, ranks=ranks)
+    if options.json:
+        import msgspec
+
+        try:
+            sys.stdout.write(msgspec.json.encode(result.to_json(*PARTS[name])).decode() + "\n")
+            sys.stdout.flush()
+        except OSError as error:
+            return undelivered_code(error)
+    return 0 if stream.failure is None else undelivered_code(stream.failure)
+
+
+def _result_of(
+    name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
+) -> Result | Estimates:
+    from autobatch.probing.spare import spare_child
+    from autobatch.report.terminal import Terminal
+    from autobatch.workload.reference import check_reference
+
+    with contextlib.ExitStack() as held:
+        if workload is not None:
+            check_reference(workload)  # before the seconds that torch takes to import
+        # It imports torch while this process does.
+        is_resume = name == "fit" and cast("FitOptions", options).resume
+        spare = None if is_resume or name == "estimate" else held.enter_context(spare_child())
+        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
+        terminal.begin(workload, predicts=name == "estimate")
+        terminal.doing("importing torch")
+        from autobatch.api.pipeline import RunContext, run_estimate
+
+        if name == "estimate":
+            terminal.doing("predicting what fits")
+            estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
+            terminal.estimated(estimates)
+            return estimates
+        context = RunContext(
+            progress=terminal,
+            ranks=ranks,
+            isolated=True,
+            spare=spare,
+            environ=os.environ,
+            command=log.command,
+            entered=log.enter,
+        )
+        result = _runner(name)(workload, options, context)
+        terminal.finish(result)
+    return result
+
+
+def _runner(name: str) -> Callable[[Any, Any, RunContext], Result]:
+    """Return the function of a command that runs a workload."""
+    from autobatch.api.fit import run_fit
+    from autobatch.api.pipeline import run_plan, run_probe, run_tune
+
+    functions: dict[str, Callable[[Any, Any, RunContext], Result]] = {
+        "fit": run_fit,
+        "plan": run_plan,
+        "probe": run_probe,
+        "tune": run_tune,
+    }
+    return functions[name]
+
+
+def _run_silently(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> None:
+    """Run a command on a rank that prints nothing, and writes a log into the folder of the run."""
+    from autobatch.api.pipeline import RunContext
+    from autobatch.cli.rank_log import RankLog
+
+    progress = RankLog(ranks.rank)
+
+    def enter(folder: Path) -> None:
+        log.enter(folder)
+        progress.enter(folder)
+
+    context = RunContext(
+        progress=progress,
+        ranks=ranks,
+        isolated=True,
+        environ=os.environ,
+        command=log.command,
+        entered=enter,
+    )
+    _runner(name)(workload, options, context)
