@@ -29,7 +29,7 @@ def test_json_is_all_of_standard_output(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_wrong_reference_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no file nowhere.py"):
+    with pytest.raises(InputError, match=r"there is no file nowhere\.py"):
         estimate(tmp_path, workload="nowhere.py")
 
 
