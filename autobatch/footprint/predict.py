@@ -155,8 +155,9 @@ def predict(
     try:
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
         high = largest(program, lambda: CountingAllocator(budget_bytes), cap, neighbours=0) or 0
-        best = largest(program, allocator, high) or 0
-        low = largest(program, lambda: allocator(1 - step.margin), best, neighbours=0) or 0
+        best = largest(program, allocator, high, near_cap=True) or 0
+        cautious = partial(allocator, 1 - step.margin)
+        low = largest(program, cautious, best, neighbours=0, near_cap=True) or 0
         asked = best if micro_batch is None else micro_batch
         outcome = replay(program.at(max(1, asked)), allocator())
         fits = outcome.fits and asked > 0

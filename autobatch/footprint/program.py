@@ -17,8 +17,9 @@ from fractions import Fraction
 from typing import NamedTuple, Self
 
 from autobatch.core.errors import AutobatchError
-from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
+from autobatch.footprint.live_bytes import LiveBytes
 
 _NEIGHBOURS = 16
 """Default number of sizes above the answer that `largest` tries: near the limit, a larger size may still fit
@@ -204,6 +205,7 @@ def largest(
     *,
     other: Program | None = None,
     neighbours: int = _NEIGHBOURS,
+    near_cap: bool = False,
 ) -> int | None:
     """Return the largest micro-batch whose replay fits, None if none is found.
 
@@ -218,25 +220,54 @@ def largest(
         cap: the largest micro-batch to try, at least 1.
         other: a second order of the same step, which must fit as well; None for no second order.
         neighbours: number of sizes above the answer to try.
+        near_cap: search from ``cap`` downwards, because the answer is probably near it.
 
     Raises:
         Untraceable: the program is invalid at a size that was tried.
     """
     known: dict[int, bool] = {}
+    orders = [fits_in(order, make_allocator) for order in (program, other) if order is not None]
 
     def fits(m: int) -> bool:
         if m not in known:
-            orders = (program,) if other is None else (program, other)
-            known[m] = all(replay(order.at(m), make_allocator()).fits for order in orders)
+            known[m] = all(order(m) for order in orders)
         return known[m]
 
-    low = last_fitting(fits, 0, cap)
+    low = last_fitting_below(fits, cap) if near_cap else last_fitting(fits, 0, cap)
     for _ in range(_ROUNDS):
         later = [m for m in range(low + 2, min(low + neighbours, cap) + 1) if fits(m)]
         if not later:
             break
         low = last_fitting(fits, later[-1], cap)
     return low or None
+
+
+def fits_in(program: Program, make_allocator: Callable[[], Allocator]) -> Callable[[int], bool]:
+    """Return a function that tells whether a program fits at a micro-batch.
+
+    Args:
+        program: the step.
+        make_allocator: returns an empty allocator with the budget as its limit.
+
+    Raises:
+        Untraceable: from the function, if the program is invalid at that size.
+    """
+    allocator = make_allocator()
+    if not isinstance(allocator, CountingAllocator):
+        return lambda m: replay(program.at(m), make_allocator()).fits
+    live, limit = LiveBytes(program.events), allocator.limit
+    return lambda m: limit is None or live.peak_at(m) <= limit
+
+
+def last_fitting_below(fits: Callable[[int], bool], cap: int) -> int:
+    """Return an m that fits while m + 1 does not or exceeds ``cap``, 0 if none does; searched from ``cap``."""
+    if cap < 1 or fits(cap):
+        return max(cap, 0)
+    high, stride = cap, 1
+    while high > stride and not fits(high - stride):
+        high -= stride
+        stride *= 2
+    return _between(fits, max(0, high - stride), high)
 
 
 def last_fitting(fits: Callable[[int], bool], low: int, cap: int) -> int:
@@ -247,6 +278,11 @@ def last_fitting(fits: Callable[[int], bool], low: int, cap: int) -> int:
         low = high
         stride *= 2
         high = min(low + stride, cap) if low < cap else cap + 1
+    return _between(fits, low, high)
+
+
+def _between(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return an m that fits while m + 1 does not, given that ``low`` fits or is 0, and ``high`` does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -21,6 +21,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.onednn_workspace import Workspaces
 from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
+from autobatch.device.allocator.updates import UPDATES
 from autobatch.footprint.attention import backward_scratch_bytes
 
 aten = torch.ops.aten
@@ -42,25 +43,6 @@ of their reduction argument. The storage keeps its size (ATen/native/Loss.cpp), 
 show."""
 _SELECTIONS = frozenset({aten.nonzero.default, aten.masked_select.default, aten.index.Tensor})
 """Operators whose result has a size that depends on values."""
-_UPDATES = frozenset(
-    getattr(getattr(aten, name), overload)
-    for name, overload in (
-        ("add_", "Tensor"),
-        ("add_", "Scalar"),
-        ("sub_", "Tensor"),
-        ("mul_", "Tensor"),
-        ("mul_", "Scalar"),
-        ("div_", "Tensor"),
-        ("lerp_", "Scalar"),
-        ("lerp_", "Tensor"),
-        ("addcmul_", "default"),
-        ("addcdiv_", "default"),
-        ("copy_", "default"),
-        ("zero_", "default"),
-        ("fill_", "Scalar"),
-    )
-)
-"""Operators in place that change values only. Running them on fakes takes half of an optimizer step."""
 GATHERED = "gathered layers"
 """Kind of the parameters of all ranks that a rank holds while a layer runs."""
 _COLLECTIVES = {
@@ -185,7 +167,8 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             return args[0].fake_device if func is _DEVICE else self._value_of(args[0])
         if _is_in_place_foreach(func):
             return None
-        if (func in _UPDATES and _is_plain(args[0])) or func.name() == _WAIT:
+        if (func in UPDATES and _is_plain(args[0])) or func.name() == _WAIT:
+            # Running an update on fakes takes half of an optimizer step.
             self.settle()
             return args[0]
         if self._on_gpu and func is aten.lift_fresh.default:

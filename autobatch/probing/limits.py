@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.trace import Trace, replay
-from autobatch.footprint.program import Program, Untraceable, largest
+from autobatch.device.allocator.trace import Trace
+from autobatch.footprint.program import Program, Untraceable, fits_in, largest
 from autobatch.footprint.scratch import Envelope
 from autobatch.probing.attempt import Outcome
 
@@ -85,8 +85,9 @@ class ReplayPredictor:
             self._peaks[size] = peak
         if outcome.trace is None:
             return
-        self._points.append((size, outcome.trace))
-        if self._agrees(size, outcome.trace):
+        trace = outcome.trace.canonical()
+        self._points.append((size, trace))
+        if self._agrees(size, trace):
             self._confirmed = True
             return
         self._confirmed = False
@@ -164,7 +165,7 @@ class ReplayPredictor:
 
     def _fits(self, program: Program, micro_batch: int) -> bool | None:
         try:
-            return replay(program.at(micro_batch), self._new_allocator()).fits
+            return fits_in(program, self._new_allocator)(micro_batch)
         except Untraceable:
             return None
 
@@ -208,6 +209,8 @@ class ReplayPredictor:
 
     def _bound(self) -> Envelope | None:
         """Bound the scratch of libraries, and fit the rest; None for too few runs."""
+        if len(self._points) < 2:
+            return None
         try:
             return Envelope.fit(self._points)
         except Untraceable:

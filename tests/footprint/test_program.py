@@ -142,15 +142,15 @@ def test_blocks_that_stay_are_inserted_at_their_events():
 
 
 @settings(max_examples=50, deadline=None)
-@given(recipes(), st.integers(1, 60 * MiB), st.integers(1, 90), st.booleans())
-def test_the_largest_against_brute_force(recipe, limit, cap, caching):
+@given(recipes(), st.integers(1, 60 * MiB), st.integers(1, 90), st.booleans(), st.booleans())
+def test_the_largest_against_brute_force(recipe, limit, cap, caching, near_cap):
     program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3))])
 
     def allocator():
         return CachingAllocator(limit) if caching else CountingAllocator(limit)
 
     truth = [replay(program.at(m), allocator()).fits for m in range(1, cap + 1)]
-    answer = largest(program, allocator, cap)
+    answer = largest(program, allocator, cap, near_cap=near_cap)
     if answer is None:
         assert not any(truth[:16])
     else:

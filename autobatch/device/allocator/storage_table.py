@@ -179,6 +179,11 @@ class StorageTable:
         self._sum = (watch, weakref.ref(storage))
         return True
 
+    @property
+    def is_undecided(self) -> bool:
+        """True if `settle` has something to decide."""
+        return self._sum is not None
+
     def settle(self) -> None:
         """Count a deferred output whose summand is still alive.
 

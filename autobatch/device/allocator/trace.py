@@ -6,7 +6,7 @@ A meter records a `Trace`, or a `autobatch.footprint.program.Program` makes one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autobatch.device.allocator.ledger import Allocator, BudgetExceeded
@@ -23,6 +23,8 @@ class Trace:
     """``(block, bytes)`` for an allocation, ``(block, FREE)`` for a free. A freed number may be reused."""
     marks: tuple[tuple[int, str], ...] = ()
     """``(number of events before, phase)``: the phase that begins there."""
+    is_canonical: bool = field(default=False, compare=False)
+    """True if `canonical` would change nothing."""
 
     def phase_at(self, index: int) -> str | None:
         """Return the phase of an event; None before the first mark."""
@@ -40,6 +42,8 @@ class Trace:
         blocks in any order, so sorting them changes no replay. Frees of unknown blocks, and frees after the
         last allocation, are left out: no peak depends on them.
         """
+        if self.is_canonical:
+            return self
         numbers: dict[int, int] = {}
         events: list[tuple[int, int]] = []
         marks: list[tuple[int, str]] = []
@@ -63,7 +67,7 @@ class Trace:
             events.pop()
         marks = [(min(position, len(events)), phase) for position, phase in marks]
         marks.extend((len(events), phase) for _, phase in reversed(coming))
-        return Trace(tuple(events), tuple(marks))
+        return Trace(tuple(events), tuple(marks), is_canonical=True)
 
 
 class Repetition(NamedTuple):

@@ -23,6 +23,7 @@ from autobatch.device.allocator.ledger import Allocator, BudgetExceeded, MemoryS
 from autobatch.device.allocator.output_size import output_bytes
 from autobatch.device.allocator.storage_table import StorageTable
 from autobatch.device.allocator.trace import Trace
+from autobatch.device.allocator.updates import UPDATES
 
 
 class _Kind(Enum):
@@ -31,6 +32,8 @@ class _Kind(Enum):
     VIEW = 0
     IN_PLACE = 1
     NEW = 2
+    UPDATE = 3
+    """In place, and never of another size."""
 
 
 _MADE_UNSEEN = "aten::lift_fresh"
@@ -166,13 +169,14 @@ class StorageTracker(TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         if self._aside:
             return func(*args, **kwargs)
-        if has_wrappers(types):
+        if types and has_wrappers(types):
             return NotImplemented
-        self._book.settle()
+        if self._book.is_undecided:
+            self._book.settle()
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
-        if kind is _Kind.VIEW:
+        if kind is _Kind.VIEW or (kind is _Kind.UPDATE and args[0].layout is torch.strided):
             return func(*args, **kwargs)
         if kind is _Kind.NEW and self._checks_first:
             self._refuse_early(func, args, kwargs)
@@ -237,6 +241,8 @@ def _kind_of(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.name == _MADE_UNSEEN:
         return _Kind.NEW
+    if func in UPDATES:
+        return _Kind.UPDATE
     if any(each.alias_info is None for each in schema.returns):
         return _Kind.NEW
     if any(each.alias_info.is_write for each in schema.returns):

@@ -105,3 +105,10 @@ def test_frees_of_unknown_blocks_are_left_out():
     one = Trace(((7, FREE), (8, 5), (8, FREE), (8, 6)), ((1, "forward"),))
     assert one.canonical() == Trace(((0, 5), (0, FREE), (1, 6)), ((0, "forward"),))
     assert replay(one, CountingAllocator()).peak_allocated_bytes == 6
+
+
+def test_a_canonical_trace_stays_the_same_object():
+    trace = Trace(((7, 100), (8, 50), (7, FREE), (9, 1)), ((0, "forward"),))
+    once = trace.canonical()
+    assert once.canonical() is once
+    assert once == Trace(((0, 100), (1, 50), (0, FREE), (2, 1)), ((0, "forward"),))
