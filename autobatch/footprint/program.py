@@ -260,7 +260,7 @@ def fits_in(program: Program, make_allocator: Callable[[], Allocator]) -> Callab
 
 
 def last_fitting_below(fits: Callable[[int], bool], cap: int) -> int:
-    """Return an m that fits while m + 1 does not or exceeds ``cap``, 0 if none does; searched from ``cap``."""
+    """Return an m that fits while m + 1 does not or exceeds ``cap``, 0 if none does, from ``cap`` down."""
     if cap < 1 or fits(cap):
         return max(cap, 0)
     high, stride = cap, 1
