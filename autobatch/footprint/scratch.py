@@ -106,6 +106,29 @@ class Envelope:
         return cls(*_with_scratch(seen, upper, [(m, last)]), m, True)
 
 
+def order_of_tensors(trace: Trace) -> int:
+    """Return a number that two traces share if their tensors are taken and freed in the same order."""
+    return hash(_shape(split(trace).tensors.events))
+
+
+def in_proportion(m: int, trace: Trace) -> Program:
+    """Return a program whose blocks grow in proportion to the micro-batch, from one trace.
+
+    Blocks of the size of one that the setup takes are constant: parameters, gradients, the optimizer's state.
+    It serves for steps whose order of allocations depends on the values of the data, as that of packed
+    sequences does.
+
+    Args:
+        m: the micro-batch of the trace.
+        trace: the events of an attempt.
+    """
+    events = trace.canonical().events
+    start = next((index for index, phase in trace.canonical().marks if phase != "setup"), 0)
+    constant = {size for _, size in events[:start]}
+    rules = {size: Polynomial(size) if size in constant else _proportional(m, size) for _, size in events}
+    return Program(tuple((block, None if size == FREE else rules[size]) for block, size in events), ())
+
+
 def _alike(parts: Sequence[tuple[int, Split]]) -> list[tuple[int, Split]]:
     """Return the parts whose tensors have the order of the last."""
     last = _shape(parts[-1][1].tensors.events) if parts else ()

@@ -23,6 +23,7 @@ from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
 from autobatch.device.allocator.updates import UPDATES
 from autobatch.footprint.attention import backward_scratch_bytes
+from autobatch.footprint.fake_kernels import kernel_of
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
@@ -32,15 +33,6 @@ _DEVICE = torch.ops.prim.device.default
 _QUERIES = frozenset({_DEVICE, aten._local_scalar_dense.default})
 _RECURRENT = aten.mkldnn_rnn_layer.default
 _OVERFLOW_CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
-_REDUCED = {
-    aten.mse_loss.default: 2,
-    aten.smooth_l1_loss.default: 2,
-    aten.soft_margin_loss.default: 2,
-    aten.binary_cross_entropy.default: 3,
-}
-"""Losses that write one value per element into their result and then shrink it to one number, with the index
-of their reduction argument. The storage keeps its size (ATen/native/Loss.cpp), which meta kernels do not
-show."""
 _SELECTIONS = frozenset({aten.nonzero.default, aten.masked_select.default, aten.index.Tensor})
 """Operators whose result has a size that depends on values."""
 GATHERED = "gathered layers"
@@ -177,10 +169,8 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._observe(func, args, kwargs)
         if func in _SELECTIONS:
             func, args, kwargs = self._select_all(func, args, kwargs)
-        if func in _REDUCED and (args[_REDUCED[func]] if len(args) > _REDUCED[func] else 1):
-            out: Any = self._reduced(args[0], args[1])
-        else:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+        kernel = kernel_of(func, args, on_gpu=self._on_gpu)
+        out = super().__torch_dispatch__(kernel, types, args, kwargs)
         if func in _PRODUCTS:
             self._products.append(self.position)
         if func is _RECURRENT:
@@ -232,13 +222,6 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         """Count a tensor that an operator allocates unseen."""
         made: Tensor = super().__torch_dispatch__(aten.empty.memory_format, (), (shape,), _on_cpu(dtype))
         return made
-
-    def _reduced(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return one number in a storage with one element per pair of broadcast elements."""
-        shape = torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
-        dtype = torch.promote_types(x.dtype, y.dtype)
-        one: Tensor = aten.as_strided.default(self._empty(shape, dtype), [], [])
-        return one
 
     def _select_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None

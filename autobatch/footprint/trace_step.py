@@ -148,9 +148,10 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
         return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
     if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
         made = copy.copy(batch)
-        for name, value in vars(batch).items():
+        # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
+        for name, value in list(vars(made).items()):
             if isinstance(value, Tensor | Mapping | list | tuple):
-                setattr(made, name, fake_batch(value, mode))
+                vars(made)[name] = fake_batch(value, mode)
         return made
     return batch
 

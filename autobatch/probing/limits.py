@@ -15,7 +15,7 @@ from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.program import Program, Untraceable, fits_in, largest
-from autobatch.footprint.scratch import Envelope
+from autobatch.footprint.scratch import Envelope, in_proportion, order_of_tensors
 from autobatch.probing.attempt import Outcome
 
 FIRST_SIZE = 2
@@ -31,6 +31,10 @@ ENOUGH_POINTS = 3
 """Number of sizes that shows whether the events are lines, parabolas or neither."""
 FAR = 4
 """Ratio of a size that did not fit to the largest that did, above which the limit may lie anywhere."""
+NEAR = 1.1
+"""Ratio of a size predicted in proportion to the largest that ran, up to which it is taken as it is."""
+CAREFUL = 0.7
+"""Share of the way to such a size that is taken if it is further."""
 REFUSED_SHARE = 1 / 16
 """Share of the budget that a prediction leaves free after a size did not fit; doubled each time. Scratch that
 small sizes do not show takes about as much."""
@@ -66,7 +70,10 @@ class ReplayPredictor:
         self._refused = 0
         """The last size that did not fit."""
         self._points: list[tuple[int, Trace]] = []
+        self._orders: list[int] = []
         self._peaks: dict[int, int] = {}
+        self._live: dict[int, int] = {}
+        """Peaks of the bytes in live blocks, without what the allocator keeps beside them."""
 
     def learn(self, outcome: Outcome) -> None:
         """Check the program against an attempt, and fit another if they differ."""
@@ -83,10 +90,12 @@ class ReplayPredictor:
             self._other = None
         if peak is not None:
             self._peaks[size] = peak
+            self._live[size] = outcome.attempt.peak_allocated_bytes or peak
         if outcome.trace is None:
             return
         trace = outcome.trace.canonical()
         self._points.append((size, trace))
+        self._orders.append(order_of_tensors(trace))
         if self._agrees(size, trace):
             self._confirmed = True
             return
@@ -107,6 +116,7 @@ class ReplayPredictor:
             room = self._in_proportion(known[0], cap) - known[0]
             return known[0] + next((distance for distance in DISTANCES if distance <= room), 1)
         undecided = (self._envelope is None or self._needs_points) and not self._confirmed
+        undecided = undecided and not self._changes_order
         # Far below a refusal, the next size upward is a better third point than one between two small ones.
         is_far = self._refusals and self._refused > FAR * known[-1]
         if undecided and self._refusals < 2 and not is_far and 0 < len(self._points) < ENOUGH_POINTS:
@@ -120,15 +130,23 @@ class ReplayPredictor:
     def largest(self, cap: int) -> int | None:
         """Predict the largest micro-batch that fits, at most ``cap`` and possibly 0; None if unknown."""
         if self._program is not None:
+            # A trace that the first run refuted misses a little more often than a lot.
+            is_refuted = self._refusals == 1 and not self._points
+            program = self._with_room(self._program) if is_refuted else self._program
             try:
-                return largest(self._program, self._new_allocator, cap, other=self._other) or 0
+                return largest(program, self._new_allocator, cap, other=self._other) or 0
             except Untraceable:
                 self._program = None
         if self._envelope is not None and not self._needs_points:
             return self._largest_within(self._envelope, cap)
-        if 0 < len(self._points) < ENOUGH_POINTS:
-            return None
-        return self._from_peaks(cap)
+        if self._points and (len(self._points) >= ENOUGH_POINTS or self._changes_order):
+            return self._in_proportion_to_largest(cap)
+        return None if self._points else self._from_peaks(cap)
+
+    @property
+    def _changes_order(self) -> bool:
+        """True if no two runs have the same order of tensors, so that a third one hardly gives a program."""
+        return len(set(self._orders)) == len(self._points) > 1
 
     @property
     def _needs_points(self) -> bool:
@@ -174,18 +192,24 @@ class ReplayPredictor:
 
     def _largest_within(self, bounds: Envelope, cap: int) -> int:
         """Return the largest that fits with the most scratch."""
-        most = bounds.upper if not self._refusals else bounds.upper.with_blocks([(0, self._left_free())])
+        most = self._with_room(bounds.upper) if self._refusals else bounds.upper
         return largest(most, self._new_allocator, cap) or 0
 
-    def _left_free(self) -> int:
-        """Return the bytes of the budget that a prediction leaves free after refusals."""
+    def _with_room(self, program: Program) -> Program:
+        """Return a program with a block for what a prediction leaves free after refusals."""
         budget = self._new_allocator().limit or 0
-        return int(budget * min(REFUSED_SHARE * 2 ** (self._refusals - 1), 1))
+        return program.with_blocks([(0, int(budget * min(REFUSED_SHARE * 2 ** (self._refusals - 1), 1)))])
 
     def _in_proportion(self, known: int, cap: int) -> int:
         """Return a size that fits, because memory has a fixed part and grows less than proportionally."""
         budget = self._new_allocator().limit
-        return cap if budget is None else min(cap, known * budget // max(self._peaks[known], 1))
+        return cap if budget is None else min(cap, known * budget // max(self._live[known], 1))
+
+    def _in_proportion_to_largest(self, cap: int) -> int:
+        """Return the largest size that fits if memory grows in proportion to that of the largest run."""
+        size, trace = max(self._points, key=lambda point: point[0])
+        guess = largest(in_proportion(size, trace), self._new_allocator, cap) or 0
+        return guess if guess <= NEAR * size else size + int(CAREFUL * (guess - size))
 
     def _fit(self) -> Program | None:
         """Fit a line to two sizes, else a parabola to three; None if neither holds, or for too few."""

@@ -21,6 +21,9 @@ PREDICTIONS = 6
 
 REFUTED = 3
 """Failures from which on no prediction counts: memory is taken where no replay sees it."""
+NEAR_SHARE = 0.1
+"""Distance of a size that failed from one that fits, as a share of that, up to which the limit is probably
+just below: predictions are right by a few sizes there."""
 NARROW_SHARE = 0.25
 """Distance of two bounds, as a share of the lower, up to which the upper was a prediction that missed."""
 
@@ -53,7 +56,8 @@ class _Bracket:
     climbs: int = 0
     descents: int = 0
     is_narrow: bool = False
-    """Since a size last fitted, another has run to its end in one order and does not fit."""
+    """Since a size last fitted, another does not fit that was predicted near it, or ran to its end in one
+    order."""
     is_error: bool = False
     """True if ``high`` failed for another reason than memory."""
     tried: set[int] = field(default_factory=set)
@@ -71,8 +75,8 @@ class _Bracket:
             return self.cap
         return (self.low + self.high) // 2
 
-    def note(self, outcome: Outcome) -> None:
-        """Narrow the bounds by an attempt."""
+    def note(self, outcome: Outcome, guess: int | None) -> None:
+        """Narrow the bounds by an attempt, whose size was perhaps a guess."""
         attempt = outcome.attempt
         size = attempt.micro_batch
         self.tried.add(size)
@@ -86,7 +90,8 @@ class _Bracket:
         elif size > self.low:
             if self.high is None or size < self.high:
                 self.high, self.is_error = size, attempt.is_error
-            self.is_narrow = self.is_narrow or outcome.trace is not None
+            is_near = size == guess and size - self.low <= NEAR_SHARE * self.low
+            self.is_narrow = self.is_narrow or outcome.trace is not None or is_near
 
 
 def search(
@@ -125,7 +130,7 @@ def search(
             stopped_by = "interrupt"
             break
         attempts.append(outcome.attempt)
-        bracket.note(outcome)
+        bracket.note(outcome, guess)
         if not outcome.attempt.is_error:
             predictor.learn(outcome)
         bound = _upper_bound(bracket, predictor)
@@ -189,7 +194,7 @@ def _below(bracket: _Bracket, guess: int | None) -> int | None:
     """Choose a size a growing stride below one that failed narrowly; None if another choice is better."""
     if not bracket.is_narrow or bracket.guided >= PREDICTIONS or not bracket.high or bracket.high <= 1:
         return None
-    if guess is not None and bracket.low < guess < bracket.high:
+    if guess is not None and bracket.low < guess < bracket.high and guess != bracket.within:
         return None
     bracket.guided += 1
     bracket.descents += 1

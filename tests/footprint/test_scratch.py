@@ -10,7 +10,7 @@ from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program, Untraceable
-from autobatch.footprint.scratch import Envelope, split
+from autobatch.footprint.scratch import Envelope, in_proportion, order_of_tensors, split
 
 A, B, C, D = range(4)
 
@@ -142,3 +142,18 @@ def test_another_order_of_tensors_at_the_largest_run_gives_no_bounds() -> None:
     other = trace_of((A, 100_001), (B, 4096), (A, FREE), (C, 2000), (D, 8))
     with pytest.raises(Untraceable, match="do not occur"):
         Envelope.fit([(8, sorted_step(8)), (37, sorted_step(37)), (100, other)])
+
+
+def test_blocks_in_proportion_grow_unless_the_setup_has_their_size() -> None:
+    trace = Trace(((0, 400), (1, 30), (2, 400), (1, FREE), (3, 90)), ((0, "setup"), (1, "forward")))
+    program = in_proportion(3, trace)
+    assert program.at(3).events == trace.canonical().events
+    assert [size for _, size in program.at(5).events] == [400, 50, 400, FREE, 150]
+
+
+def test_scratch_leaves_the_order_of_tensors_as_it_is() -> None:
+    plain = Trace(((0, 8), (1, 16), (0, FREE), (2, 4)))
+    scratch = Trace(((0, 8), (5, 99), (5, FREE), (1, 16), (0, FREE), (2, 4)))
+    other = Trace(((0, 8), (1, 16), (1, FREE), (0, FREE), (2, 4)))
+    assert order_of_tensors(plain) == order_of_tensors(scratch)
+    assert order_of_tensors(plain) != order_of_tensors(other)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, replay
@@ -147,6 +148,23 @@ def test_fake_copies_keep_ties_shapes_and_containers():
     assert made["object"].x.stride() == (1, 2)
     assert batch["object"].x.untyped_storage().nbytes() == 24
     assert type(batch["object"].x) is torch.Tensor
+
+
+def test_fake_copies_reach_tensors_of_an_object_that_sets_attributes_elsewhere():
+    """A graph of torch-geometric keeps its tensors in a mapping, where its ``__setattr__`` puts everything."""
+
+    class Graph:
+        def __init__(self, store):
+            vars(self)["store"] = store
+
+        def __setattr__(self, name, value):
+            self.store[name] = value
+
+    graph = Graph({"nodes": torch.zeros(5)})
+    made = fake_batch(graph, new_mode())
+    assert type(made.store["nodes"]) is FakeTensor
+    assert list(made.store) == ["nodes"]
+    assert type(graph.store["nodes"]) is torch.Tensor
 
 
 def test_fake_copies_reach_weights_that_layers_keep_elsewhere():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program
+from autobatch.probing.attempt import Outcome
 from autobatch.probing.limits import (
     ReplayPredictor,
     has_ample_room,
@@ -258,3 +260,39 @@ def test_the_peak_is_reserved_memory_if_the_device_reserves_any() -> None:
         )
 
     assert [peak_bytes(attempt(*pair)) for pair in ((3, None), (3, 8), (None, None))] == [3, 8, None]
+
+
+def test_runs_whose_order_changes_are_extended_in_proportion() -> None:
+    """Each sequence of a packed batch adds its own length, and the longest decides on the number of events."""
+    lengths = [7 + 13 * number % 24 for number in range(400)]
+
+    def trace(size: int) -> Trace:
+        own = lengths[:size]
+        steps = [30 * sum(length > at for length in own) for at in range(max(own))]
+        taken = [(0, 900), *enumerate(steps, 1)]
+        return Trace((*taken, *((number, FREE) for number, _ in taken[1:]), (99, 1)), ((1, "forward"),))
+
+    def run(size: int) -> Outcome:
+        # Reserved memory shows nothing until a segment is full.
+        outcome = outcome_of(size, True, 900 + 30 * sum(lengths[:size]), trace(size))
+        return outcome._replace(attempt=msgspec.structs.replace(outcome.attempt, peak_reserved_bytes=BUDGET))
+
+    predictor = predictor_of()
+    predictor.learn(run(2))
+    second = predictor.next_calibration_size(400)
+    assert second == 9
+    predictor.learn(run(second))
+    assert predictor.next_calibration_size(400) is None
+    limit = next(size for size in range(400) if 900 + 30 * sum(lengths[: size + 1]) > BUDGET)
+    guess = predictor.largest(400)
+    assert guess is not None
+    assert 0.8 * limit <= guess <= limit
+
+
+def test_a_trace_that_was_refuted_leaves_room_once() -> None:
+    predictor = predictor_of(program_of(lambda m: 90 * m, lambda m: 10 * m))
+    assert predictor.largest(1000) == 100
+    predictor.learn(outcome_of(100, False, BUDGET))
+    assert predictor.largest(1000) == 93
+    predictor.learn(outcome_of(93, False, BUDGET))
+    assert predictor.largest(1000) == 100
