@@ -78,7 +78,7 @@ def test_sparse_gradients_are_predicted_with_their_entries(embedding, optimizer)
     shapes = [[(block, size == FREE) for block, size in each.events] for each in (traced, real)]
     assert shapes[0] == shapes[1]
     differ = [(a, b) for (_, a), (_, b) in zip(traced.events, real.events, strict=True) if a != b]
-    # The two micro-batches of a step are the same samples here, so rows occur twice, and the trace counts both.
+    # Both micro-batches of a step are the same samples, so rows occur twice, and the trace counts both.
     assert all(a == 2 * b for a, b in differ)
     assert len(differ) < 0.1 * len(real.events)
 

@@ -151,7 +151,7 @@ def test_fake_copies_keep_ties_shapes_and_containers():
 
 
 def test_fake_copies_reach_tensors_of_an_object_that_sets_attributes_elsewhere():
-    """A graph of torch-geometric keeps its tensors in a mapping, where its ``__setattr__`` puts everything."""
+    """A graph of torch-geometric has its tensors in a mapping, where its ``__setattr__`` puts all."""
 
     class Graph:
         def __init__(self, store):
