@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import nn
 
 from autobatch.api import unpack
 from autobatch.api.over_ranks import (
@@ -23,6 +24,7 @@ from autobatch.api.over_ranks import (
     load_of_ranks,
     options_of_rank,
 )
+from autobatch.api.parallel import asked_layout, check_parallel, layout_of_resume, probe_choice
 from autobatch.api.pipeline import (
     CHECKING_SPLIT,
     OPENING,
@@ -46,6 +48,8 @@ from autobatch.core.text import error_text
 from autobatch.core.version import commit, versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
+from autobatch.distributed.layout import ShardLayout
+from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
@@ -54,6 +58,7 @@ from autobatch.probing.setup import device_key, find_workload, open_setup
 from autobatch.report.result import Result, load_run
 from autobatch.training.build import LoopSettings, build_sampler, count_stream, depends_on_end, split_changes
 from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.export import whole_model
 from autobatch.training.resume import (
     changes_since_checkpoint,
     check_same_data_order,
@@ -83,6 +88,7 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
     """
     ranks = context.ranks
     check_count(options, ranks)
+    check_parallel(options, ranks)
     options = continued(options_of_rank(options, ranks), ranks)
     ranks.limit_wait(options.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)
@@ -102,10 +108,15 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
             progress=context.progress,
             ranks=ranks,
         )
+        whole: nn.Module | None = model
+        if ready.run.plan.parallel == "shard":
+            # The command line has no use for it.
+            is_wanted = ranks.rank == 0 and not context.isolated
+            whole = whole_model(ready.run.setup.model, model, ready.out) if is_wanted else None
         result = msgspec.structs.replace(
             ready.result,
             training=training,
-            model=model,
+            model=whole,
             command=context.command,
             options=msgspec.to_builtins(options),
             surroundings=_surroundings(),
@@ -131,21 +142,25 @@ def _prepare(
 ) -> _Ready:
     """Probe, plan and tune in one process, then open the setup for the training."""
     check_storage_option(options)
-    with open_setup_process(workload, options, context) as process:
+    ranks = context.ranks
+    shard = asked_layout(options, ranks)
+    with ExitStack() as opened:
+        process = opened.enter_context(open_setup_process(workload, options, context, shard))
         samples = _epoch_samples(process, settings, context)
         sampler = build_sampler(samples, settings)
         name = process.info.name
-        out = claim_of_ranks(
-            lambda: folder_of(options.out, name, resume=False), context.ranks, context.entered, held
-        )
-        result = uninterrupted(probe_and_plan(process, options, context))
+        out = claim_of_ranks(lambda: folder_of(options.out, name, resume=False), ranks, context.entered, held)
+        process, result, shard = probe_choice(workload, options, context, process, opened)
         assert result.plan is not None
         # A run that the launcher has started again has no earlier one.
-        is_restart = context.ranks.restart > 0
-        earlier = None if is_restart else context.ranks.once(lambda: move_earlier_run(out))
+        earlier = None if ranks.restart > 0 else ranks.once(lambda: move_earlier_run(out))
         if earlier is not None:
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
+        if shard is not None:
+            if tune_settings.trials:
+                context.progress.note("the configuration is not tuned, because the ranks share the model")
+            tune_settings = replace(tune_settings, trials=0)
         is_tuned = tune_settings.trials or options.tune_lr
         if is_tuned and options.split_check == "error" and result.plan.accumulation_steps > 1:
             context.progress.doing(CHECKING_SPLIT)
@@ -156,11 +171,16 @@ def _prepare(
         if options.tune_lr:
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)
-        result = add_split(process, result, options, context.progress, home=context.home, ranks=context.ranks)
+        if shard is None:
+            result = add_split(process, result, options, context.progress, home=context.home, ranks=ranks)
         sizes = sizes_of(process, result)
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
-    setup = process.setup if isinstance(process, ThisProcess) else _open_setup(workload, options, context)
+    setup = (
+        process.setup
+        if isinstance(process, ThisProcess) and shard is None
+        else _open_setup(workload, options, context, shard)
+    )
     setup = _budgeted(setup, process.info.key)
     sampler = _sampler_of(setup, settings, samples, context)
     if sizes is not None:
@@ -178,14 +198,15 @@ def _prepare_resume(
 ) -> _Ready:
     """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
     progress, ranks = context.progress, context.ranks
-    setup = _open_setup(workload, options, context)
-    sampler = _sampler_of(setup, settings, None, context)
-    name = setup.workload.name
+    name = find_workload(workload).name
     out = claim_of_ranks(lambda: folder_of(options.out, name, resume=True), ranks, context.entered, held)
     stored = load_of_ranks(out, ranks)
     for line in stored.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     plan = load_plan(stored, settings)
+    shard = layout_of_resume(plan, options, ranks)
+    setup = _open_setup(workload, options, context, shard)
+    sampler = _sampler_of(setup, settings, None, context)
     check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
     changes = changes_since_checkpoint(
         stored,
@@ -196,6 +217,7 @@ def _prepare_resume(
         set_budget=None if options.memory_budget is None else setup.device.budget_bytes,
     )
     changes += split_changes(setup, plan, options.split)
+    changes += [] if shard == layout_of(plan) else ["--parallel"]
     changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:
         progress.note(f"resuming from {stored.path} on the same hardware, bit for bit")
@@ -211,9 +233,10 @@ def _prepare_resume(
         f"resuming from {stored.path} with another {' and another '.join(changes)}: the batch, the learning "
         "rate and the order of the data stay, the micro-batch is planned again, and sums differ by rounding"
     )
-    with open_setup_process(workload, options, context) as process:
-        result = uninterrupted(probe_and_plan(process, options, context))
-        result = add_split(process, result, options, progress, home=context.home, ranks=ranks)
+    with open_setup_process(workload, options, context, shard) as process:
+        result = uninterrupted(probe_and_plan(process, options, context, shard=shard))
+        if shard is None:
+            result = add_split(process, result, options, progress, home=context.home, ranks=ranks)
     assert result.plan is not None
     rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
     plan = msgspec.structs.replace(result.plan, **rate)
@@ -224,12 +247,23 @@ def _prepare_resume(
     return _Ready(result, run, out)
 
 
-def _open_setup(workload: Workload | str | None, options: FitOptions, context: RunContext) -> TrainSetup:
-    settings = unpack.setup_settings(options, options.target_batch, world=context.ranks.world)
+def _open_setup(
+    workload: Workload | str | None,
+    options: FitOptions,
+    context: RunContext,
+    shard: ShardLayout | None = None,
+) -> TrainSetup:
+    """Open the setup for the training; rank 0 holds a model that ranks share."""
+    ranks = context.ranks
+    settings = unpack.setup_settings(
+        options, options.target_batch, world=ranks.world, shard=shard, holds_model=ranks.rank == 0
+    )
     context.progress.doing(OPENING)
     found = find_workload(workload)
     check_loss_of_ranks(found, context.ranks)
-    return open_setup(found, settings, environ=context.environ, is_demo=workload is None)
+    return open_setup(
+        found, replace(settings, trains=True), environ=context.environ, is_demo=workload is None
+    )
 
 
 def _budgeted(setup: TrainSetup, key: Mapping[str, KeyValue]) -> TrainSetup:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import FitOptions, PlanOptions
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
@@ -27,7 +27,12 @@ SHARED_SECONDS = 30.0
 """Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""
 OWN_OPTIONS = ("device", "memory_budget", "json", "quiet", "verbose")
 """Options in which ranks may differ."""
+T = TypeVar("T")
 _Options = TypeVar("_Options", bound=PlanOptions)
+
+
+class WholeModelTooLargeError(DoesNotFitError):
+    """Not even a micro-batch of 1 fits with a whole model on some rank; the message is one reason."""
 
 
 @contextmanager
@@ -94,6 +99,25 @@ def check_loss_of_ranks(workload: Workload, ranks: Ranks) -> None:
             f"a WholeBatchLoss sees all samples of a batch, and each of {ranks.world} ranks has a part of "
             "them: train in one process"
         )
+
+
+def agree_on_fit(probe: Callable[[], T], ranks: Ranks) -> T:
+    """Return the answer of a probe, unless not even a micro-batch of 1 fits on some rank; all ranks call it.
+
+    Raises:
+        WholeModelTooLargeError: it does not fit on some rank, on every rank.
+    """
+    failure: str | None = None
+    try:
+        found = probe()
+    except DoesNotFitError as error:
+        failure = str(error).split(". ")[0]
+    for rank, line in enumerate(ranks.gather(failure)):
+        if line is not None:
+            raise WholeModelTooLargeError(
+                f"no whole model fits on rank {rank}, so the ranks share it (--parallel shard): {line}"
+            )
+    return found
 
 
 def continued(options: FitOptions, ranks: Ranks) -> FitOptions:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api import unpack
+from autobatch.api.over_ranks import agree_on_fit
 from autobatch.api.split import add_split
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.files import write_output
@@ -34,13 +35,14 @@ from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Tuning
 from autobatch.device.profiles import data_home
 from autobatch.distributed.launch import check_equal
+from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.rank_plan import plan_over_ranks
 from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
 from autobatch.planning import in_one_size, rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.estimate_ranks import estimate_over_ranks
-from autobatch.probing.find_limit import check_size, find_limit
+from autobatch.probing.find_limit import Limit, check_size, find_limit
 from autobatch.probing.limits_by_size import find_limits_by_size
 from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload
@@ -182,16 +184,35 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
 
 
 def open_setup_process(
-    workload: Workload | str | None, options: PlanOptions, context: RunContext
+    workload: Workload | str | None,
+    options: PlanOptions,
+    context: RunContext,
+    shard: ShardLayout | None = None,
 ) -> AbstractContextManager[SetupProcess]:
-    """Open the setup of a batch in a process that can be asked to try it."""
-    settings = unpack.setup_settings(options, options.target_batch, world=context.ranks.world)
+    """Open the setup of a batch in a process that can be asked to try it.
+
+    Args:
+        workload: what to train.
+        options: options of the command.
+        context: surroundings of the call.
+        shard: the way in which ranks share the model; None if each has a whole one.
+    """
+    ranks = context.ranks
+    settings = unpack.setup_settings(
+        options, options.target_batch, world=ranks.world, shard=shard, holds_model=ranks.rank == 0
+    )
     context.progress.doing(OPENING)
     return open_process(workload, settings, isolated=context.isolated, spare=context.spare)
 
 
 def probe_and_plan(
-    process: SetupProcess, options: PlanOptions, context: RunContext, *, world_size: int = 1
+    process: SetupProcess,
+    options: PlanOptions,
+    context: RunContext,
+    *,
+    world_size: int = 1,
+    shard: ShardLayout | None = None,
+    may_share: bool = False,
 ) -> Result:
     """Find the largest micro-batch and plan the batch, also after an interrupted probe.
 
@@ -200,23 +221,29 @@ def probe_and_plan(
         options: options of the command.
         context: surroundings of the call.
         world_size: data-parallel ranks that share a batch.
+        shard: the way in which ranks share the model; None if each has a whole one.
+        may_share: whether ranks may share a model that does not fit whole.
 
     Raises:
         InputError: a rule for the learning rate lacks the batch that it was tuned for.
-        DoesNotFitError: not even a micro-batch of 1 fits.
+        DoesNotFitError: not even a micro-batch of 1 fits. All ranks raise it if they may share the model.
     """
     info, progress = process.info, context.progress
     # An invalid plan must fail before minutes are spent on a probe.
     unpack.plan_for(info, 1, options, world_size)
     limits = unpack.probe_limits(options, rank_share(options.target_batch, world_size, 0))
-    limit = find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
+
+    def probe() -> Limit:
+        return find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
+
+    limit = agree_on_fit(probe, context.ranks) if may_share else probe()
     order = Order(rank_share(options.target_batch, world_size, 0), options.seed)
     limit = survive_real_batches(process, limit, order, home=context.home, progress=progress)
     # Of a stream, this is what the plan looked at, and rank 0 reads it for all.
     samples = None if info.epoch_samples is None else info.samples
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
     plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)
-    plan = plan_over_ranks(context.ranks, plan, limit.probe.micro_batch, info.device)
+    plan = plan_over_ranks(context.ranks, plan, limit.probe.micro_batch, info.device, shard)
     plan = one_size_if_asked(plan, options, progress)
     progress.planned(plan)
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):

@@ -17,6 +17,7 @@ from autobatch.core.options import (
     TuneOptions,
 )
 from autobatch.core.records import Plan
+from autobatch.distributed.layout import ShardLayout
 from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimate import EstimateSettings
 from autobatch.probing.estimate_ranks import RankSettings
@@ -32,7 +33,12 @@ DEFAULT_TRIALS = 8
 
 
 def setup_settings(
-    options: SearchOptions, target_batch: int | None = None, *, world: int = 1
+    options: SearchOptions,
+    target_batch: int | None = None,
+    *,
+    world: int = 1,
+    shard: ShardLayout | None = None,
+    holds_model: bool = True,
 ) -> SetupSettings:
     """Return how the setup is opened; ``target_batch`` is None if the batch is unknown."""
     return SetupSettings(
@@ -45,8 +51,15 @@ def setup_settings(
         ema=options.ema,
         target_batch=target_batch,
         world=world,
+        shard=shard,
+        holds_model=holds_model,
         scan=options.scan,
     )
+
+
+def shard_layout(options: FitOptions, world: int) -> ShardLayout:
+    """Return how so many ranks share a model."""
+    return ShardLayout(world=world, sync=options.shard_sync, modules=options.shard_modules)
 
 
 def probe_limits(options: SearchOptions, target_batch: int | None = None) -> ProbeLimits:

@@ -92,6 +92,9 @@ class FitKeywords(TuneKeywords, total=False):
     sample_seeds: bool
     ranks: int | None
     grad_sync: Literal["auto", "overlap", "after"]
+    parallel: Literal["auto", "replicate", "shard"]
+    shard_sync: Literal["each", "once"]
+    shard_modules: str | None
     collective_timeout: float
     resume: bool
     out: StrPath | None

@@ -41,6 +41,33 @@ class OptionHelp(NamedTuple):
     """True if ``--help`` shows the option; ``--help-all`` shows every option."""
 
 
+Parallelism = Annotated[
+    Literal["auto", "replicate", "shard"],
+    OptionHelp(
+        "With --ranks: replicate gives each rank a whole model (DDP), shard a part of it (FSDP2). auto: "
+        "shard if no whole model fits.",
+        "what to train",
+    ),
+]
+ShardReduction = Annotated[
+    Literal["each", "once"],
+    OptionHelp(
+        "With --parallel shard: reduce gradients after each micro-batch, or once per step, which takes "
+        "memory for all of them.",
+        "what to train",
+    ),
+]
+ShardedModules = Annotated[
+    str | None,
+    OptionHelp(
+        "With --parallel shard: regular expression for the names of the modules to gather one at a time. "
+        "Without it: the repeated blocks of the model.",
+        "what to train",
+        "REGEX",
+    ),
+]
+
+
 def help_of(field: msgspec.structs.FieldInfo) -> OptionHelp:
     """Return the help data in the annotation of an option."""
     return next(one for one in get_args(field.type) if isinstance(one, OptionHelp))

@@ -18,9 +18,12 @@ from autobatch.core.option_types import (
     Decay,
     LocalRanks,
     OptionHelp,
+    Parallelism,
     Positive,
     Prefetch,
     Seed,
+    ShardedModules,
+    ShardReduction,
     Workers,
 )
 from autobatch.core.records import LearningRateRule
@@ -311,6 +314,9 @@ class FitOptions(TuneOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
             "run",
         ),
     ] = "auto"
+    parallel: Parallelism = "auto"
+    shard_sync: ShardReduction = "each"
+    shard_modules: ShardedModules = None
     collective_timeout: Annotated[
         Positive,
         OptionHelp(
@@ -374,32 +380,9 @@ class EstimateOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
             "Predict for one rank of so many, each with a GPU of its own.", "what to train", "N", common=True
         ),
     ] = None
-    parallel: Annotated[
-        Literal["auto", "replicate", "shard"],
-        OptionHelp(
-            "With --ranks: replicate gives each rank a whole model (DDP), shard a part of it (FSDP2). auto: "
-            "shard if no whole model fits.",
-            "what to train",
-            common=True,
-        ),
-    ] = "auto"
-    shard_sync: Annotated[
-        Literal["each", "once"],
-        OptionHelp(
-            "With --parallel shard: reduce gradients after each micro-batch, or once per step, which takes "
-            "memory for all of them.",
-            "what to train",
-        ),
-    ] = "each"
-    shard_modules: Annotated[
-        str | None,
-        OptionHelp(
-            "With --parallel shard: regular expression for the names of the modules to gather one at a time. "
-            "Without it: the repeated blocks of the model.",
-            "what to train",
-            "REGEX",
-        ),
-    ] = None
+    parallel: Parallelism = "auto"
+    shard_sync: ShardReduction = "each"
+    shard_modules: ShardedModules = None
 
 
 COMMANDS: dict[str, type[Options]] = {

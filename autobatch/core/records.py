@@ -213,6 +213,14 @@ class Plan(Record, frozen=True, kw_only=True):
     """Rule of the split by size; None if batches are split by count."""
     ranks: list[RankPlan] = []
     """The part of each rank, if several train; ``micro_batches`` are those of rank 0."""
+    parallel: Parallel | None = None
+    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
+    parallel_reason: str | None = None
+    """The reason for it; None if it was asked for."""
+    shard_sync: ShardSync | None = None
+    """When sharded gradients are reduced; None if nothing is sharded."""
+    shard_modules: str | None = None
+    """Regular expression for the modules that are gathered one at a time; None for the repeated blocks."""
 
 
 class Trial(Record, frozen=True, kw_only=True):

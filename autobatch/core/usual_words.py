@@ -34,9 +34,7 @@ _UNTUNED = (Answer("trials", "give {} 0"),)
 _MEMORY = (Answer("memory_budget", "give {} 6GiB or 80%"),)
 _SHARED = (
     Answer("parallel", "give {} shard"),
-    Answer(
-        None, "each rank of a run holds a whole model; autobatch estimate predicts what a shared one takes"
-    ),
+    Answer(None, "autobatch fit --parallel shard shares a model among ranks"),
 )
 USUAL: Mapping[str, tuple[Answer, ...]] = {
     "batch": _BATCH,

@@ -100,7 +100,10 @@ class CpuDevice(CpuOperators):
     @contextmanager
     def enforced(self) -> Iterator[Meter]:
         """Raise ``torch.OutOfMemoryError`` over the budget within the block."""
-        with StorageMeter(self.new_allocator(), text=refusal_text) as tracker:
+        with (
+            StorageMeter(self.new_allocator(), text=refusal_text) as tracker,
+            tracker.noticing_resizes(),
+        ):
             yield tracker
 
     @contextmanager

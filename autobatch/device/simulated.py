@@ -151,7 +151,10 @@ class SimulatedDevice(CpuOperators):
     def _tracked(self, *, record: bool) -> Iterator[StorageMeter]:
         outer, self._session = self._session, self.new_allocator()
         try:
-            with StorageMeter(self._session, text=self._text, record=record) as tracker:
+            with (
+                StorageMeter(self._session, text=self._text, record=record) as tracker,
+                tracker.noticing_resizes(),
+            ):
                 yield tracker
         finally:
             self._session = outer

@@ -94,6 +94,9 @@ class Engine(Protocol):
     def agree_on_request(self) -> None:
         """Let all ranks know of a request to stop that one of them has got."""
 
+    def explained(self, error: Exception) -> Exception:
+        """Return the error of a step; a `RankLost` in its place if it tells that another rank has ended."""
+
 
 class OneProcess:
     """The engine of a process that trains alone."""
@@ -133,3 +136,7 @@ class OneProcess:
 
     def agree_on_request(self) -> None:
         """Do nothing."""
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the error itself."""
+        return error

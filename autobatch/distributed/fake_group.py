@@ -38,3 +38,20 @@ def fake_ranks(world: int, *, device_type: str = "cpu") -> Iterator[DeviceMesh]:
         yield init_device_mesh(device_type, (world,))
     finally:
         dist.destroy_process_group()
+
+
+def open_fake_mesh(world: int, *, device_type: str) -> DeviceMesh:
+    """Return a mesh of so many ranks that exchange nothing, until the end of this process.
+
+    A process without a group becomes rank 0. A rank of a real group keeps its place, and all ranks of it call
+    this together.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # DTensor takes meshes of one name for one mesh, and would ask the ranks of the wrong group.
+    names = ("alone",)
+    if dist.is_initialized():
+        group = dist.new_group(backend="fake")
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    return init_device_mesh(device_type, (world,), mesh_dim_names=names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,10 @@ from autobatch.core.errors import AutobatchError
 
 SIDE_TIMEOUT = datetime.timedelta(days=1)
 """Longest wait for a message: a rank may probe or validate for long."""
+
+
+_OF_COLLECTIVES = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer")
+"""The texts of failed collectives."""
 
 
 class RankLost(AutobatchError, RuntimeError):  # noqa: N818 - named like ProcessLookupError
@@ -78,6 +83,14 @@ class Messages:
         self.answered += 1
         return bool(vote)
 
+    def most(self, number: int) -> int:
+        """Return the largest number that any rank gave; all of them call it."""
+        found = torch.tensor([number])
+        with as_rank_lost("compare a number"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._side)
+        self.answered += 1
+        return int(found)
+
     def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
         """Return the process group that reduces tensors of a device; None for the default, which is gloo's.
 
@@ -125,8 +138,18 @@ def as_rank_lost(act: str) -> Iterator[None]:
     except AutobatchError:
         raise
     except RuntimeError as error:
-        text = (str(error).splitlines() or [""])[0]
-        raise RankLost(
-            f"a rank ended or cannot be reached, so this one could not {act} ({text}): its own log or "
-            "the launcher's summary has the cause"
-        ) from error
+        raise _lost(act, error) from error
+
+
+def lost_rank(error: Exception) -> RankLost | None:
+    """Return the error of a collective within the user's code as a `RankLost`; None for any other error."""
+    is_lost = isinstance(error, RuntimeError) and _OF_COLLECTIVES.search(str(error))
+    return _lost("train the batch", error) if is_lost else None
+
+
+def _lost(act: str, error: Exception) -> RankLost:
+    text = (str(error).splitlines() or [""])[0]
+    return RankLost(
+        f"a rank ended or cannot be reached, so this one could not {act} ({text}): its own log or "
+        "the launcher's summary has the cause"
+    )

@@ -9,6 +9,7 @@ import msgspec
 from autobatch.core.records import DeviceRecord, Plan, RankPlan
 from autobatch.distributed.engine import Engine, OneProcess
 from autobatch.distributed.joint_split import JointSizeSplit
+from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.shares import Place, RankSplit, kinds_of, least_of_each_kind, shares
 from autobatch.planning import micro_batches
@@ -18,12 +19,18 @@ from autobatch.workload.split import Split
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+    from torch import nn
+
     from autobatch.distributed.choose import GradSync
+    from autobatch.distributed.shard import ShardedModel
     from autobatch.step.train_state import TrainState
     from autobatch.workload.contract import Collated
 
 
-def plan_over_ranks(ranks: Ranks, plan: Plan, limit: int, device: DeviceRecord) -> Plan:
+def plan_over_ranks(
+    ranks: Ranks, plan: Plan, limit: int, device: DeviceRecord, layout: ShardLayout | None = None
+) -> Plan:
     """Return the plan of one process, spread over all ranks; all of them call it.
 
     Args:
@@ -31,6 +38,7 @@ def plan_over_ranks(ranks: Ranks, plan: Plan, limit: int, device: DeviceRecord) 
         plan: the plan as one process would run it.
         limit: the largest micro-batch that fits on this rank.
         device: the device of this rank.
+        layout: the model that the ranks share; None if each has a whole one.
     """
     if ranks.world == 1:
         return plan
@@ -57,6 +65,9 @@ def plan_over_ranks(ranks: Ranks, plan: Plan, limit: int, device: DeviceRecord) 
         micro_batch=max(first, default=0),
         accumulation_steps=len(first),
         micro_batches=first,
+        parallel="replicate" if layout is None else "shard",
+        shard_sync=None if layout is None else layout.sync,
+        shard_modules=None if layout is None else layout.modules,
     )
 
 
@@ -79,6 +90,35 @@ def split_of_rank(ranks: Ranks, plan: Plan, split: Split) -> Split:
     if isinstance(split, SizeSplit):
         return JointSizeSplit(split, ranks.rank, [split.largest] * ranks.world)
     return RankSplit(split, ranks.rank, [one.limit for one in plan.ranks])
+
+
+def layout_of(plan: Plan) -> ShardLayout | None:
+    """Return what ranks gather and reduce of a model that they share; None if each has a whole one."""
+    if plan.parallel != "shard":
+        return None
+    return ShardLayout(world=plan.world_size, sync=plan.shard_sync or "each", modules=plan.shard_modules)
+
+
+def model_of_ranks(
+    ranks: Ranks, plan: Plan, model: nn.Module, device: torch.device
+) -> tuple[nn.Module, ShardedModel | None]:
+    """Return the model that trains on the device of this rank; all ranks call it.
+
+    Returns:
+        The model itself and None if each rank has a whole one, else a copy that the ranks share.
+
+    Raises:
+        InputError: the model cannot be sharded; the message says why.
+    """
+    layout = layout_of(plan)
+    if layout is None:
+        return model.to(device), None
+    # Only here: importing FSDP takes a second.
+    from autobatch.distributed.group import Group
+    from autobatch.distributed.shard_build import shard_over
+
+    assert isinstance(ranks, Group)
+    return shard_over(ranks, layout, model, plan.precision, device)
 
 
 def open_engine(
@@ -114,6 +154,12 @@ def open_engine(
     assert isinstance(ranks, Group)
     assert isinstance(split, RankSplit)
     kinds = [one.kind for one in plan.ranks]
+    if train_state.shared is not None:
+        from autobatch.distributed.share import Share
+
+        engine = Share(ranks, split, kinds, ranks.tensor_group(train_state.device))
+        engine.attach(train_state, spare)
+        return engine
     choice = choose_engine(ranks, split, kinds, train_state, spare=spare, asked=grad_sync)
     when = "during" if choice.engine.name == "overlap" else "after"
     note(f"gradients are summed {when} the last backward pass: {choice.reason}")

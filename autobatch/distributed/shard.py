@@ -12,26 +12,26 @@ autocast; parameters, gradients of a rank and the outputs of the model stay in f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from autobatch.core.errors import InputError
 from autobatch.core.records import Precision, ShardSync
+from autobatch.distributed.shard_checks import check_model
 from autobatch.step.apply_knobs import find_blocks
-from autobatch.step.gradients import LOW_PRECISION
+from autobatch.step.gradients import LOW_PRECISION, low_precision_parameters
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, Loss
 
-LossFunction = Callable[[nn.Module, Collated], Tensor | Loss]
+T = TypeVar("T")
 _LOW_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMED = 5
 """Modules that a message names."""
@@ -59,13 +59,17 @@ class ShardedModel:
     """A model that is sharded, with the loss as the root of its modules.
 
     Args:
-        root: the loss, with the model in it.
-        sync: when gradients are reduced.
+        root: the model, called by functions of it.
+        sharding: the ranks.
     """
 
-    def __init__(self, root: _LossModule, sync: ShardSync) -> None:
-        self._root = root
-        self._sync = sync
+    def __init__(self, root: _Root, sharding: Sharding) -> None:
+        self._root: Any = root
+        # Parts of gradients have the type of the weights, and sums of many micro-batches need more bits.
+        self._sync = "once" if low_precision_parameters(root) else sharding.sync
+        self.mesh = sharding.mesh
+        self.weight = 1.0
+        """Weight of a micro-batch in the loss; 0 for one that only keeps the other ranks company."""
 
     def attach(self, train_state: TrainState) -> None:
         """Let the loss of a train state run through the root.
@@ -85,36 +89,75 @@ class ShardedModel:
                 f"{len(left)} have none, for example {left[0]}: freeze them (requires_grad_(False)), or give "
                 "them to the optimizer"
             )
-        root = self._root
-        root.loss = train_state.loss
+        loss = train_state.loss
         # What autocast would do, the gathered weights do.
         train_state.precision = "fp32"
-        train_state.loss = lambda _, batch: root(batch)
+        train_state.loss = lambda _, batch: self._weighted(self.run(loss, batch))
+        train_state.shared = self
+
+    def run(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
+        """Call a function of the model and a micro-batch; all ranks call it together."""
+        return self._root(function, batch)  # type: ignore[no-any-return]
 
     def passing(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterator[tuple[Collated, int]]:
         """Yield the micro-batches of a step, and reduce gradients after each of them or after the last."""
-        root: Any = self._root
-        fetched = iter(micro_batches)
+        root, fetched = self._root, iter(micro_batches)
         for number in range(1, count + 1):
             is_last = number == count
-            root.set_is_last_backward(is_last)
+            # The gradient of the first is measured, which must not be in flight then.
+            root.set_is_last_backward(is_last or number == 1)
             root.set_requires_gradient_sync(is_last or self._sync == "each")
             # Not bound to a name, which would hold it until the next one is fetched.
             yield next(fetched)
 
+    def forget_gathered(self) -> None:
+        """Free all gathered parameters, so that changed weights are gathered anew."""
+        for module in self.parts():
+            module.reshard()
 
-class _LossModule(nn.Module):
-    """The loss as the forward pass of a module."""
+    def parts(self) -> Iterator[FSDPModule]:
+        """Yield the modules that are gathered one at a time, with the root."""
+        return (module for module in self._root.modules() if isinstance(module, FSDPModule))
+
+    def materialize(self, device: torch.device) -> None:
+        """Take memory for the parts of this rank of tensors on ``meta``: any parameters, and buffers of 0."""
+        made: dict[Tensor, Tensor] = {}
+        for module in self._root.modules():
+            own: list[Mapping[str, Tensor | None]] = [module._parameters, module._buffers]
+            for name, tensor in [item for registry in own for item in registry.items()]:
+                if tensor is not None and tensor.is_meta:
+                    if tensor not in made:
+                        made[tensor] = _materialized(tensor, device)
+                    setattr(module, name, made[tensor])
+        # FSDP looks for new parameters when a function is applied to them.
+        self._root._apply(lambda tensor: tensor)
+
+    def _weighted(self, found: Tensor | Loss) -> Tensor | Loss:
+        if self.weight == 1.0:
+            return found
+        if isinstance(found, Loss):
+            return Loss(found.total * self.weight, found.count * self.weight)
+        return found * self.weight
+
+
+class _Root(nn.Module):
+    """A call of a function of the model as the forward pass of a module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.loss: Any = None
 
-    def forward(self, batch: Collated) -> Any:
-        return self.loss(self.model, batch)
+    def forward(self, function: Callable[[nn.Module, Collated], Any], batch: Collated) -> Any:
+        return function(self.model, batch)
+
+
+def _materialized(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        made = torch.empty_like(tensor, device=device)
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return torch.zeros_like(tensor, device=device)
 
 
 def shard(model: nn.Module, sharding: Sharding, precision: Precision) -> ShardedModel:
@@ -128,10 +171,9 @@ def shard(model: nn.Module, sharding: Sharding, precision: Precision) -> Sharded
     Raises:
         InputError: the model cannot be sharded; the message says why.
     """
-    blocks = modules_to_shard(model, sharding.modules)
-    _check_model(model, blocks)
+    blocks = check_sharding(model, sharding.modules)
     policy = _policy_of(model, precision)
-    root = _LossModule(model)
+    root = _Root(model)
     inner = {id(module) for block in blocks for module in block.modules()}
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and policy.param_dtype is not None]
     inner |= {id(norm) for norm in norms}
@@ -141,14 +183,25 @@ def shard(model: nn.Module, sharding: Sharding, precision: Precision) -> Sharded
     for block in (one for one in blocks if one not in norms):
         fully_shard(block, mesh=sharding.mesh, mp_policy=policy)
     fully_shard(root, mesh=sharding.mesh, mp_policy=_without_casts(policy))
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    made = ShardedModel(root, sharding)
+    for module in made.parts():
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     if policy.param_dtype is not None:
         _cast_inputs([m for m in model.modules() if id(m) not in inner], policy.param_dtype)
         model.register_forward_hook(lambda _, __, out: _cast(out, torch.float32))
-    return ShardedModel(root, sharding.sync)
+    return made
+
+
+def check_sharding(model: nn.Module, pattern: str | None) -> list[nn.Module]:
+    """Return the modules of `modules_to_shard`, after a check that FSDP2 can shard the model.
+
+    Raises:
+        InputError: it cannot; the message says why.
+    """
+    blocks = modules_to_shard(model, pattern)
+    check_model(model, blocks)
+    return blocks
 
 
 def modules_to_shard(model: nn.Module, pattern: str | None = None) -> list[nn.Module]:
@@ -177,52 +230,6 @@ def modules_to_shard(model: nn.Module, pattern: str | None = None) -> list[nn.Mo
         )
     # Deeper modules come after their parents in the order of names.
     return found[::-1]
-
-
-def _check_model(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Check what FSDP2 would refuse later, in words that name the parameter.
-
-    Raises:
-        InputError: a parameter has no shape yet, is shared between blocks, or has another type than the rest.
-    """
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_lazy(parameter):
-            raise InputError(
-                f"--parallel shard needs parameters with a shape, and {name} has none yet: run one forward "
-                "pass inside Workload(model=…) before returning the model"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise InputError(
-                f"--parallel shard cannot run SyncBatchNorm ({name}), whose ranks must have equal "
-                "micro-batches on GPUs: use BatchNorm or GroupNorm"
-            )
-    _check_ties(model, blocks)
-    trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
-    if len(trained) > 1:
-        (one, name), (other, another) = list(trained.items())[:2]
-        raise InputError(
-            f"--parallel shard needs one type for all trained parameters: {name} is {_short(one)}, and "
-            f"{another} is {_short(other)}. Convert the model with .to(…), or freeze some"
-        )
-
-
-def _check_ties(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Check that no parameter belongs to two blocks, or to a block and the rest of the model.
-
-    Raises:
-        InputError: one does.
-    """
-    block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
-    owner: dict[int, int | None] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        place = block_of.get(id(module))
-        for name, parameter in module.named_parameters(recurse=False):
-            if owner.setdefault(id(parameter), place) != place:
-                raise InputError(
-                    f"--parallel shard gathers blocks one by one, and {module_name}.{name} belongs to two of "
-                    "them: untie it, or choose other blocks with --shard-modules"
-                )
 
 
 def _policy_of(model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
@@ -256,7 +263,3 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if eligible else tensor
 
     return tree_map_only(Tensor, one, values)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

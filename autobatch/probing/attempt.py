@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +34,10 @@ from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.nested import feed
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.user_code import user_code
+
+if TYPE_CHECKING:
+    from autobatch.distributed.layout import ShardLayout
+    from autobatch.distributed.shard import Sharding
 
 ATTEMPT_STEPS = (1, 2, 2)
 """Micro-batches of each step of an attempt. Adam's state appears in the first step, and ``.grad`` is resident
@@ -67,6 +72,10 @@ class TrainSetup:
     if they are unknown."""
     world: int = 1
     """Ranks that train together; several hold a buffer in which they sum their gradients."""
+    sharding: Sharding | None = None
+    """The parts of a rank without the others; None if each rank has a whole model, or to train."""
+    layout: ShardLayout | None = None
+    """What ranks gather and reduce of a model that they share; None if each has a whole one."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -165,8 +174,7 @@ def _train_on_copies(
         steps: micro-batches of each step.
     """
     device = setup.device.torch_device
-    with temporary_weights(setup.model, device):
-        train_state = open_train_state(setup, meter)
+    with on_copies(setup, meter) as train_state:
         if train_state.scaler is not None:
             # The usual scale of 65536 may overflow in every step, and the optimizers' state never appears.
             train_state.scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
@@ -174,15 +182,47 @@ def _train_on_copies(
             start = setup.clock()
             costliest = ((setup.worst_case.batch(micro_batch), micro_batch) for _ in range(count))
             samples = batch_samples(setup.whole_batch, micro_batch, count)
-            result = train_step(train_state, batches_of(setup, meter, costliest), samples, mark=mark)
+            result = train_step(
+                train_state,
+                train_state.passing(batches_of(setup, meter, costliest), count),
+                samples,
+                mark=mark,
+            )
             if number == 0:
-                _check_first(result, micro_batch, scaled=train_state.scaler is not None)
+                # Values of a shared model are not its own here.
+                if train_state.shared is None:
+                    _check_first(result, micro_batch, scaled=train_state.scaler is not None)
                 if not result.applied:
                     _step_anyway(train_state, mark)
         setup.device.synchronize()
         seconds = setup.clock() - start
         del train_state
     return seconds
+
+
+@contextmanager
+def on_copies(setup: TrainSetup, meter: Meter, *, learning_rate: float | None = None) -> Iterator[TrainState]:
+    """Return a train state on copies of the model's tensors, which live within the block.
+
+    Of a model that ranks share, the copies are the parts of one rank, with values of their own.
+
+    Args:
+        setup: the model and its optimizer.
+        meter: counts the copies.
+        learning_rate: None for the workload's own.
+    """
+    if setup.sharding is None:
+        with temporary_weights(setup.model, setup.device.torch_device):
+            yield open_train_state(setup, meter, learning_rate=learning_rate)
+        return
+    # Importing FSDP takes a second, which a run without it saves.
+    from autobatch.distributed.shard_probe import sharded_copy
+
+    with meter.uncounted():
+        model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)
+    train_state = open_train_state(replace(setup, model=model), meter, learning_rate=learning_rate)
+    shared.attach(train_state)
+    yield train_state
 
 
 def open_train_state(setup: TrainSetup, meter: Meter, *, learning_rate: float | None = None) -> TrainState:
@@ -205,7 +245,8 @@ def open_train_state(setup: TrainSetup, meter: Meter, *, learning_rate: float | 
         max_grad_norm=setup.max_grad_norm,
         ema=setup.ema,
         knobs=setup.knobs,
-        world=setup.world,
+        # Ranks that share a model need no buffer: FSDP sums their gradients.
+        world=1 if setup.sharding else setup.world,
     )
 
 

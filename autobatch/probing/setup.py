@@ -19,8 +19,10 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
 from autobatch.device.cuda_settings import allocator_options
+from autobatch.device.host import host_memory
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
+from autobatch.distributed.layout import ShardLayout
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
@@ -56,6 +58,12 @@ class SetupSettings:
     """None if unknown."""
     world: int = 1
     """Ranks that train together, each on a device of its own."""
+    shard: ShardLayout | None = None
+    """The way in which they share the model; None if each has a whole one."""
+    holds_model: bool = True
+    """True if a model that ranks share has its first values from this rank."""
+    trains: bool = False
+    """True in the process that trains. Another one runs the steps of a rank without the other ranks."""
     scan: int | None = None
     """Samples of a stream to plan from; None for the default."""
 
@@ -144,7 +152,10 @@ def open_setup(
     with preserved_random_state():
         seed_everything(settings.seed)
         with memory_named("the model was built"):
-            model = build_model(workload)
+            model = (
+                build_model(workload) if settings.shard is None else build_shared_model(workload, settings)
+            )
+    shard = settings.shard
     return TrainSetup(
         workload=workload,
         stream=stream,
@@ -157,6 +168,8 @@ def open_setup(
         ema=settings.ema,
         whole_batch=whole_batch_of(workload, settings.target_batch),
         world=settings.world,
+        sharding=None if shard is None or settings.trains else shard.for_probe(device.torch_device.type),
+        layout=shard,
     )
 
 
@@ -185,6 +198,49 @@ def build_model(workload: Workload) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def build_shared_model(workload: Workload, settings: SetupSettings) -> nn.Module:
+    """Build a model that ranks share: without memory, unless this process has its first values.
+
+    That process builds it without memory too if it does not fit in that of the host.
+
+    Raises:
+        InputError: the model cannot be shared, or is too large to be built and cannot draw its first values.
+    """
+    on_meta = built_on_meta(workload)
+    if on_meta is None:
+        return build_model(workload)
+    # Only here: a run without FSDP saves its import.
+    from autobatch.distributed.shard import check_sharding
+    from autobatch.distributed.shard_build import check_resets
+
+    assert settings.shard is not None
+    check_sharding(on_meta, settings.shard.modules)
+    if not settings.holds_model:
+        return on_meta
+    available = host_memory().available_bytes
+    size = sum(tensor.nbytes for tensor in [*on_meta.parameters(), *on_meta.buffers()])
+    if available is not None and size > available:
+        check_resets(on_meta)
+        return on_meta
+    return build_model(workload) if settings.trains else on_meta
+
+
+def built_on_meta(workload: Workload) -> nn.Module | None:
+    """Build the workload's model without memory; None if its constructor or its state needs values."""
+    try:
+        with preserved_random_state(), torch.device("meta"):
+            model = build_model(workload)
+    except InputError:
+        raise
+    except Exception:  # whatever a constructor raises without values, it may run with them
+        return None
+    known = {id(one) for one in [*model.parameters(), *model.buffers()]}
+    others = (value for module in model.modules() for value in vars(module).values())
+    # A tensor that is no buffer gets no value later.
+    has_others = any(one.is_meta and id(one) not in known for one in tensors_of(list(others)))
+    return None if has_others else model
 
 
 def precision_of(settings: SetupSettings, device: Device) -> Precision:
@@ -311,6 +367,8 @@ def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
         "budget_bytes": device.budget_bytes,
         "allocator": allocator_options(os.environ) or None,
         "world_size": setup.world,
+        # None as in the keys of runs that knew only whole models.
+        "parallel": None if setup.layout is None else str(setup.layout),
     }
 
 

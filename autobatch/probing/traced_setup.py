@@ -137,7 +137,8 @@ def setting_of(setup: TrainSetup) -> Setting:
         samples=setup.whole_batch,
         max_grad_norm=setup.max_grad_norm,
         ema=setup.ema,
-        world=setup.world,
+        world=1 if setup.sharding else setup.world,
+        arrange=setup.sharding,
         # A compiled model is traced as its module.
         knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )

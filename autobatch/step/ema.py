@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
+from autobatch.step.local_part import is_sharded, local_part
 
 
 class WeightAverage:
@@ -41,26 +42,37 @@ class WeightAverage:
     def update(self) -> None:
         """Move the averages towards the weights, without waiting for the device."""
         self._start_missing()
-        same = [(a, p) for p, a in self._averages.items() if a.dtype == p.dtype]
+        same = [(local_part(a), local_part(p)) for p, a in self._averages.items() if a.dtype == p.dtype]
         if same:
             averages, weights = (list(column) for column in zip(*same, strict=True))
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
         for parameter, average in self._averages.items():
             if average.dtype != parameter.dtype:
                 # One at a time: float32 copies of all weights together would raise the peak.
-                average.lerp_(parameter.to(average.dtype), 1.0 - self.decay)
+                own = local_part(parameter)
+                local_part(average).lerp_(own.to(average.dtype), 1.0 - self.decay)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Replace the model's weights by the averages, rounded to the weights' types, within the block."""
-        kept = {parameter: parameter.data for parameter in self._averages}
+        """Replace the model's weights by the averages, rounded to the weights' types, within the block.
+
+        Weights that ranks share are overwritten, and copied before, because FSDP knows them by their memory.
+        """
+        whole = [p for p in self._averages if not is_sharded(p)]
+        kept = {p: p.data for p in whole}
+        parts = [(local_part(p.detach()), local_part(a)) for p, a in self._averages.items() if is_sharded(p)]
+        copies = [weights.clone() for weights, _ in parts]
         try:
-            for parameter, average in self._averages.items():
-                parameter.data = average.to(parameter.dtype)
+            for parameter in whole:
+                parameter.data = self._averages[parameter].to(parameter.dtype)
+            for weights, average in parts:
+                weights.copy_(average)
             yield
         finally:
             for parameter, data in kept.items():
                 parameter.data = data
+            for (weights, _), copy in zip(parts, copies, strict=True):
+                weights.copy_(copy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the decay and one average per parameter, None for a parameter frozen so far."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autobatch.core.records import GradientDtype
 from autobatch.core.units import MiB, format_bytes
+from autobatch.step.local_part import local_part
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 EXCHANGE_BYTES = 25 * MiB
@@ -65,7 +66,10 @@ class Gradients:
                 hook.remove()
 
     def by_optimizer(self) -> list[list[Tensor]]:
-        """Return the gradients of each optimizer, each gradient once, 16-bit ones as their float32 sums."""
+        """Return the gradients of each optimizer, each gradient once, 16-bit ones as their float32 sums.
+
+        Of a gradient that ranks share, this is the part of this rank.
+        """
         known: set[int] = set()
         found: list[list[Tensor]] = []
         for optimizer in self._optimizers:
@@ -74,7 +78,7 @@ class Gradients:
                 gradient = self._sums.get(parameter, parameter.grad) if self._sums else parameter.grad
                 if gradient is not None and id(gradient) not in known:
                     known.add(id(gradient))
-                    own.append(gradient)
+                    own.append(local_part(gradient))
             found.append(own)
         return found
 

@@ -41,6 +41,8 @@ class StepTotals:
     requested."""
     first_count: Tensor | float = 0.0
     """Count of the first micro-batch."""
+    norms: list[float] | None = None
+    """Norms of the gradients of each optimizer if ranks share them; None if this process has whole ones."""
 
 
 class Share(NamedTuple):

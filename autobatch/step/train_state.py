@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,23 @@ from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 
+T = TypeVar("T")
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class SharedModel(Protocol):
+    """A model of which each rank holds a part of every parameter."""
+
+    def run(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
+        """Call a function of the model and a micro-batch; all ranks call it together."""
+
+    def passing(
+        self, micro_batches: Iterable[tuple[Collated, int]], count: int
+    ) -> Iterable[tuple[Collated, int]]:
+        """Return the micro-batches of a step, as many on every rank, with what happens between them."""
+
+    def forget_gathered(self) -> None:
+        """Free all gathered parameters, so that changed weights are gathered anew."""
 
 
 @dataclass(kw_only=True)
@@ -47,6 +64,36 @@ class TrainState:
     """True while optimizers move weights, here or on another rank: a failure then cannot be repeated."""
     exchange: Tensor | None = None
     """Buffer in which ranks sum their gradients; None if this process trains alone, or DDP sums them."""
+    shared: SharedModel | None = None
+    """The model if ranks share it; None if this process has a whole one."""
+
+    def call(self, function: Callable[[nn.Module, Collated], T], batch: Collated) -> T:
+        """Call a function of the model and a micro-batch; all ranks that share the model call it together."""
+        return function(self.model, batch) if self.shared is None else self.shared.run(function, batch)
+
+    def passing(
+        self, micro_batches: Iterable[tuple[Collated, int]], count: int
+    ) -> Iterable[tuple[Collated, int]]:
+        """Return the micro-batches of a step as a model has to see them, ``count`` of them."""
+        return micro_batches if self.shared is None else self.shared.passing(micro_batches, count)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Replace the weights by their averages within the block, if there are any."""
+        if self.average is None:
+            yield
+            return
+        try:
+            with self.average.swapped_in():
+                self.forget_gathered()
+                yield
+        finally:
+            self.forget_gathered()
+
+    def forget_gathered(self) -> None:
+        """Let each rank hold its parts only, as a state dict needs them; a forward pass gathers again."""
+        if self.shared is not None:
+            self.shared.forget_gathered()
 
 
 def build_train_state(

@@ -169,7 +169,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     """
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
-    norms = [norm_of(own) if own else None for own in gradients]
+    norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
     (loss, count, first_norm, first_count, least_count), values = _read(totals, norms)
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
@@ -254,7 +254,7 @@ def _read(
     loss, count, first_norm, first_count, least_count, *rest = (
         0.0 if f is None else float(f) for f in figures
     )
-    return (loss, count, first_norm, first_count, least_count), rest
+    return (loss, count, first_norm, first_count, least_count), rest if totals.norms is None else totals.norms
 
 
 def _steps_to_take(

@@ -13,7 +13,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
-from autobatch.distributed.rank_plan import limit_of_rank, open_engine, split_of_rank
+from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
@@ -150,7 +150,7 @@ def open_loop(
         setup.device.training() as meter,
         open_feed(setup.workload, sampler.batches, gpu=gpu, split=split, **feed_options) as feed,
     ):
-        loop = _build_loop(setup, plan, options, sampler, meter)
+        loop = _build_loop(setup, plan, options, sampler, meter=meter, ranks=ranks)
         loop.feed, loop.split = feed, split
         loop.micro_batch = limit_of_rank(ranks, plan)
         loop.engine = open_engine(
@@ -162,7 +162,8 @@ def open_loop(
             grad_sync=options.grad_sync,
             note=note,
         )
-        loop.engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
+        if loop.train_state.shared is None:
+            loop.engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
         if ranks.rank:
             seed_rank(options.seed, ranks.rank)
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
@@ -215,12 +216,18 @@ def split_changes(setup: TrainSetup, plan: Plan, split: Literal["auto", "count",
 
 
 def _build_loop(
-    setup: TrainSetup, plan: Plan, options: LoopSettings, sampler: GlobalBatchSampler, meter: Meter
+    setup: TrainSetup,
+    plan: Plan,
+    options: LoopSettings,
+    sampler: GlobalBatchSampler,
+    *,
+    meter: Meter,
+    ranks: Ranks,
 ) -> Loop:
     workload = setup.workload
     seed_everything(options.seed)
     meter.mark("setup")
-    model = setup.model.to(setup.device.torch_device)
+    model, shared = model_of_ranks(ranks, plan, setup.model, setup.device.torch_device)
     meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
     train_state = build_train_state(
         workload,
@@ -232,8 +239,10 @@ def _build_loop(
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
         knobs=plan.knobs,
-        world=plan.world_size,
+        world=1 if shared else plan.world_size,
     )
+    if shared is not None:
+        shared.attach(train_state)
     return Loop(
         workload=workload,
         train_state=train_state,

@@ -122,19 +122,19 @@ def evaluate_part(
     sums = Sums()
     if data is None:
         return sums
-    with _eval_mode(train_state.model):
+    with eval_mode(train_state.model):
         sizes = split_evenly(len(data), part[1])  # type: ignore[arg-type]
         start = sum(sizes[: part[0]])
         end = start + sizes[part[0]]
-        whole = _WholeBatchRows(range(start, min(start + target_batch, end)))
+        whole = WholeBatchRows(range(start, min(start + target_batch, end)))
         while start < end:
             poll()
             if start == whole.ids.stop:
-                whole = _WholeBatchRows(range(start, min(start + target_batch, end)))
+                whole = WholeBatchRows(range(start, min(start + target_batch, end)))
             limit = whole.ids.stop if isinstance(workload.loss, WholeBatchLoss) else end
             ids = range(start, min(start + batch_size.micro_batch, limit))
             is_larger = len(ids) > batch_size.start
-            found = _evaluate_micro_batch(workload, train_state, meter, ids, whole, any_error=is_larger)
+            found = evaluate_micro_batch(workload, train_state, meter, ids, whole, any_error=is_larger)
             if isinstance(found, str):
                 # Outside of the except block, so that nothing holds the tensors of the failed micro-batch.
                 device.release()
@@ -172,10 +172,12 @@ def sanity_check_validation(
             batch_size=ValidationBatchSize(SANITY_SAMPLES),
             target_batch=SANITY_SAMPLES,
         )
+    # Without a backward pass the last gathered parameters are still whole.
+    train_state.forget_gathered()
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode within the block, then restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -216,7 +218,7 @@ class Sums:
         return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
-class _WholeBatchRows:
+class WholeBatchRows:
     """The rows of one validation batch, for a loss over the whole batch."""
 
     def __init__(self, ids: range) -> None:
@@ -232,12 +234,12 @@ class _WholeBatchRows:
         return {"loss": Loss(loss.loss(model, self._rows.collated) * count, count)}
 
 
-def _evaluate_micro_batch(
+def evaluate_micro_batch(
     workload: Workload,
     train_state: TrainState,
     meter: Meter,
     ids: range,
-    whole: _WholeBatchRows,
+    whole: WholeBatchRows,
     *,
     any_error: bool,
 ) -> dict[str, tuple[float, float]] | str:
@@ -259,7 +261,7 @@ def _evaluate_micro_batch(
                     if isinstance(workload.loss, WholeBatchLoss):
                         values |= whole.add(workload.loss, train_state.model, batch, ids)
                     else:
-                        values["loss"] = workload.loss(train_state.model, batch)
+                        values["loss"] = train_state.call(workload.loss, batch)
                 values |= _metrics(workload, train_state, batch)
             return {name: _total_and_count(name, value, len(ids)) for name, value in values.items()}
     except Exception as error:
@@ -274,7 +276,7 @@ def _metrics(workload: Workload, train_state: TrainState, batch: Collated) -> di
     if workload.metrics is None:
         return {}
     with user_code("metrics"):
-        metrics = workload.metrics(train_state.model, batch)
+        metrics = train_state.call(workload.metrics, batch)
     if not isinstance(metrics, Mapping):
         raise InputError(
             f"Workload(metrics=…) must return a mapping of names to values, found {kind_of(metrics)}"

@@ -39,8 +39,36 @@ def export_weights(train_state: TrainState, folder: Path, engine: Engine | None 
     engine = engine or OneProcess()
     _export_on_first(train_state.model, folder / WEIGHTS, engine)
     if train_state.average is not None:
-        with train_state.average.swapped_in():
+        with train_state.averaged():
             _export_on_first(train_state.model, folder / AVERAGED_WEIGHTS, engine)
+
+
+def whole_model(built: nn.Module, trained: nn.Module, folder: Path) -> nn.Module:
+    """Return the model of a run whose ranks shared it, with the weights that the run has exported.
+
+    Args:
+        built: as the user's function built it; gets new tensors on the CPU.
+        trained: the parts of this rank, which have the buffers that no file keeps.
+        folder: of the run.
+    """
+    from safetensors.torch import load_file
+
+    values = load_file(folder / WEIGHTS)
+    values = {**{name: buffer.cpu() for name, buffer in trained.named_buffers()}, **values}
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in [
+        *built.named_parameters(remove_duplicate=False),
+        *built.named_buffers(remove_duplicate=False),
+    ]:
+        names.setdefault(tensor, []).append(name)
+    for tensor, places in names.items():
+        # Of tied tensors the file has one.
+        value = next(values[one] for one in places if one in values)
+        made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        for place in places:
+            path, _, name = place.rpartition(".")
+            setattr(built.get_submodule(path), name, made)
+    return built
 
 
 def check_exportable(model: nn.Module) -> None:

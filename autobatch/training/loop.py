@@ -266,7 +266,7 @@ class Loop:
         verdict = classify(error)
         is_step = self.train_state.stepping
         if verdict is Verdict.NONE:
-            raise error
+            raise self.engine.explained(error)
         if verdict is Verdict.SUSPECT and (is_step or not may_be_suspect):
             raise error
         self.times.drop()

@@ -33,6 +33,9 @@ def find_nonfinite_sample(
     ids = [index for part in micro_batches for index in part]
     rest = f" and {len(ids) - MAX_NAMED_SAMPLES} more" if len(ids) > MAX_NAMED_SAMPLES else ""
     named = f"samples {list(ids[:MAX_NAMED_SAMPLES])}{rest}"
+    if train_state.shared is not None:
+        # The ranks would have to run the same number of passes.
+        return named
     try:
         with preserved_random_state(), torch.no_grad():
             for micro_batch in micro_batches:

@@ -46,7 +46,10 @@ def error_in_step(train_state: TrainState, step: int, micro_batch: int, message:
 
     A smaller micro-batch may leave more room for the step, so the run is restarted in smaller ones down to 1.
     """
-    where = f"out of memory in step {step} at a micro-batch of {micro_batch}, inside the optimizer step"
+    where = f"out of memory in step {step} at a micro-batch of {micro_batch}"
+    if micro_batch > 1 and train_state.shared is not None:
+        return RestartSmallerError(f"{where}, for which other ranks of a shared model wait: {message}")
+    where += ", inside the optimizer step"
     if micro_batch > 1:
         return RestartSmallerError(f"{where}, which may have moved part of the weights: {message}")
     average = "" if train_state.average is None else ", no --ema"

@@ -6,7 +6,7 @@ OUT/checkpoints/step-N/   OUT/metrics.jsonl   OUT/model.safetensors   OUT/model-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 
 import msgspec
 
@@ -33,6 +33,7 @@ from autobatch.training.run_checkpoints import RunCheckpoints
 from autobatch.training.run_folder import METRICS
 from autobatch.training.run_settings import RunSettings
 from autobatch.training.sharded_checkpoint import check_can_save
+from autobatch.training.shared_evaluation import evaluate_shared
 from autobatch.training.sinks import UserSinks
 from autobatch.training.totals import RunTotals
 from autobatch.training.watch_split import SplitWatch
@@ -132,10 +133,10 @@ class _Run:
         self._writers: list[MetricsWriter] = [sinks]
         fixed = settings.validation_micro_batch
         # If the meter sees no memory, only the end of the process would stop the growth.
-        grows = fixed is None and loop.meter.stats().allocated_bytes is not None
-        self._validation_batch_size = ValidationBatchSize(
-            fixed or loop.split.of_longest(loop.micro_batch), grows=grows
-        )
+        is_shared = loop.train_state.shared is not None
+        grows = fixed is None and not is_shared and loop.meter.stats().allocated_bytes is not None
+        largest = min(loop.engine.limits) if is_shared else loop.split.of_longest(loop.micro_batch)
+        self._validation_batch_size = ValidationBatchSize(fixed or largest, grows=grows)
 
     def train_batches(
         self, records: Iterator[StepRecord], request: StopRequest, progress: Progress, totals: RunTotals
@@ -196,13 +197,14 @@ class _Run:
 
         loop.engine.share(loop.train_state.model.buffers())
 
-        average = loop.train_state.average
-        swapped = nullcontext() if average is None else average.swapped_in()
+        swapped = loop.train_state.averaged()
         switched = averaged_weights(loop.train_state.optimizers)
         try:
             with suppress(_StopRequested), preserved_random_state(), switched, swapped:
                 sums = self._evaluate_part(poll)
         except DoesNotFitError as error:
+            if loop.train_state.shared is not None:
+                raise  # in the middle of a pass of all ranks
             # Other ranks wait for the sums of this one.
             failure = str(error)
         parts = ranks.gather([sums.to_plain(), failure])
@@ -220,6 +222,15 @@ class _Run:
     def _evaluate_part(self, poll: Callable[[], None]) -> Sums:
         """Return the sums over the part of the validation data that this rank takes."""
         loop, ranks = self._loop, self._loop.engine.ranks
+        if loop.train_state.shared is not None:
+            # One rank alone cannot stop early: the others would wait for it.
+            return evaluate_shared(
+                loop.workload,
+                loop.train_state,
+                meter=loop.meter,
+                micro_batch=self._validation_batch_size.micro_batch,
+                part=(ranks.rank, ranks.world),
+            )
         return evaluate_part(
             loop.workload,
             loop.train_state,

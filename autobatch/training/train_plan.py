@@ -85,7 +85,9 @@ def train_plan(
     setup = with_knobs(run.setup, plan.knobs)
     told, tell = _kept_notes(progress)
     progress.doing("checking that the loss can be split into micro-batches")
-    watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
+    watch = None
+    if plan.parallel != "shard":
+        watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
     progress.doing("preparing the training")

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from autobatch.api.over_ranks import (
+    WholeModelTooLargeError,
+    agree_on_fit,
     check_count,
     check_loss_of_ranks,
     claim_of_ranks,
     continued,
     options_of_rank,
 )
-from autobatch.core.errors import InputError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import FitOptions
 from autobatch.distributed.ranks import Alone
 from autobatch.training.run_folder import CHECKPOINTS
@@ -90,3 +92,21 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
         out = claim_of_ranks(lambda: tmp_path, Alone(), entered.append, held)
     assert entered == [out] == [tmp_path]
     assert list(tmp_path.iterdir()) == []
+
+
+class OtherFails(Two):
+    """The first of two ranks; on the other a probe fails."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, "a micro-batch of 1 does not fit in 4 GiB"]
+
+
+def test_ranks_share_a_model_if_it_is_too_large_for_one_of_them() -> None:
+    def fails() -> int:
+        raise DoesNotFitError("a micro-batch of 1 does not fit in 2 GiB: no memory. What helps: more")
+
+    assert agree_on_fit(lambda: 5, Two()) == 5
+    with pytest.raises(WholeModelTooLargeError, match=r"fits on rank 0, .*: a micro-batch .* no memory$"):
+        agree_on_fit(fails, Two())
+    with pytest.raises(WholeModelTooLargeError, match=r"fits on rank 1, .*: a micro-batch .* 4 GiB$"):
+        agree_on_fit(lambda: 5, OtherFails())

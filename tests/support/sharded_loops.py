@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from autobatch.core.records import ShardSync
 from autobatch.distributed.group import Group
-from autobatch.distributed.group_engine import GroupEngine
 from autobatch.distributed.shard import Sharding
 from autobatch.distributed.sharded_state import map_leaves
+from autobatch.distributed.share import Share
 from autobatch.distributed.shares import RankSplit
 from autobatch.step.train_step import train_step
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop
 from autobatch.workload.contract import Workload
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.split import CountSplit
 from tests.support.training import make_loop, make_workload, points
 
@@ -60,21 +63,35 @@ def block_workload() -> Workload:
     )
 
 
-def sharded_loop(group: Group, workload: Workload, **options: Any) -> Loop:
-    """Build the loop of a rank that has a part of every parameter."""
+def sharded_loop(
+    group: Group,
+    workload: Workload,
+    limits: Sequence[int] | None = None,
+    *,
+    sync: ShardSync = "each",
+    **options: Any,
+) -> Loop:
+    """Build the loop of a rank that has a part of every parameter, each of a kind of its own."""
+    limits = limits or [SAMPLES] * group.world
     mesh = init_device_mesh("cpu", (group.world,))
     arranged: list[Any] = []
 
     def model() -> nn.Module:
         whole = workload.model()
-        arranged.append(Sharding(mesh=mesh)(whole, "fp32"))
+        arranged.append(Sharding(mesh=mesh, sync=sync)(whole, "fp32"))
         return whole
 
-    split = RankSplit(CountSplit(), group.rank, [SAMPLES] * group.world)
-    engine = GroupEngine(group, split, range(group.world))
-    engine.mesh = mesh
-    loop = make_loop(replace(workload, model=model), engine=engine, **options)
+    split = RankSplit(CountSplit(), group.rank, limits)
+    engine = Share(group, split, range(group.world))
+    loop = make_loop(
+        replace(workload, model=model),
+        micro_batch=limits[group.rank],
+        split=split,
+        engine=engine,
+        **options,
+    )
     arranged[0].attach(loop.train_state)
+    engine.attach(loop.train_state, lambda: (load_micro_batch(workload, [0, 1]), 2))
     return loop
 
 

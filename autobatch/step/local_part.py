@@ -1,0 +1,17 @@
+"""The part of a tensor that this process holds: of a sharded tensor that of its rank, else all of it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this rank holds, in the same memory; else the tensor."""
+    # By its method, because the import of the class takes a second.
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Check whether ranks share a tensor."""
+    return hasattr(tensor, "to_local")

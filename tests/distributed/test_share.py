@@ -1,0 +1,199 @@
+"""Steps of ranks that share a model: exact for unlike ranks, and gone together if memory runs out on one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autobatch.core.errors import AutobatchError
+from autobatch.distributed.figures import Figures
+from autobatch.training.loop import Loop
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group
+from tests.support.sharded_loops import sharded_loop
+from tests.support.training import TOKENS, apart, make_loop, make_workload, points
+
+pytestmark = pytest.mark.distributed
+
+
+def means() -> Any:
+    """Make a workload whose loss is a mean, with blocks, dropout and an uneven number of rows."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2)]
+        return nn.Sequential(nn.Sequential(*blocks), nn.Linear(5, 3)).double()
+
+    return make_workload(model=model, train_data=points(24))
+
+
+KINDS = {"means": means, "tokens": lambda: make_workload(**TOKENS)}
+OPTIONS: dict[str, Any] = {"target_batch": 14, "steps": 3, "max_grad_norm": 0.3, "ema": 0.5}
+
+
+def whole(tensors: Any) -> torch.Tensor:
+    found = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+    return torch.cat([one.detach().double().flatten() for one in found])
+
+
+def as_double(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def figures_of(loop: Loop) -> list[list[float | None]]:
+    return [[one.loss, one.grad_norm, one.count] for one in loop.run()]
+
+
+def train(kind: str, limits: list[int], sync: str, options: dict[str, Any]) -> tuple[Any, ...]:
+    """Train, and return the weights, their averages, the figures and the noise of each step."""
+    group = open_group()
+    loop = sharded_loop(group, KINDS[kind](), limits, sync=sync, **options)  # type: ignore[arg-type]
+    figures = figures_of(loop)
+    state = loop.train_state
+    assert state.average is not None
+    found = whole(state.model.parameters()).tolist(), whole(state.average.tensors()).tolist(), figures
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sync", ["each", "once"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        [5, 3],
+        pytest.param([12, 12], marks=pytest.mark.slow),
+        pytest.param([7, 2, 4], marks=pytest.mark.slow),
+        pytest.param([7, 2, 4, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_steps_are_those_of_whole_batches(
+    server: RankServer, kind: str, sync: str, limits: list[int]
+) -> None:
+    alone = make_loop(KINDS[kind](), micro_batch=14, **OPTIONS)
+    expected = figures_of(alone)
+    assert alone.train_state.average is not None
+    for weights, averages, figures in server.values(train, kind, limits, sync, OPTIONS, world=len(limits)):
+        assert apart(as_double(weights), whole(alone.train_state.model.parameters())) < 1e-12
+        assert apart(as_double(averages), whole(alone.train_state.average.tensors())) < 1e-12
+        for of_step, other in zip(figures, expected, strict=True):
+            assert of_step == pytest.approx(other, rel=1e-12)
+
+
+def test_ranks_without_samples_keep_the_others_company(server: RankServer) -> None:
+    options = {**OPTIONS, "target_batch": 2}
+    alone = make_loop(means(), micro_batch=2, **options)
+    list(alone.run())
+    for weights, _, _ in server.values(train, "means", [1, 1, 1], "each", options, world=3):
+        assert apart(as_double(weights), whole(alone.train_state.model.parameters())) < 1e-12
+
+
+def noisy_means() -> Any:
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+
+    return make_workload(model=model, train_data=points(24))
+
+
+def draws_and_buffers(limits: list[int]) -> tuple[int, list[float]]:
+    """Return the updates of running statistics and the next draw of a rank."""
+    group = open_group()
+    loop = sharded_loop(group, noisy_means(), limits, target_batch=12, steps=1)
+    torch.manual_seed(7)
+    list(loop.run())
+    buffers = dict(loop.train_state.model.named_buffers())
+    found = int(buffers["1.num_batches_tracked"]), torch.rand(1).tolist()
+    group.close()
+    return found
+
+
+def test_company_changes_neither_buffers_nor_draws(server: RankServer) -> None:
+    # Two micro-batches of 2 on the first rank, and one of 8 on the other.
+    slow, fast = server.values(draws_and_buffers, [2, 8])
+    assert slow[0] == 2
+    assert fast[0] == 1
+    torch.manual_seed(7)
+    # The dropout of the one micro-batch draws, and nothing else does.
+    nn.Dropout(0.5)(torch.ones(8, 5, dtype=torch.float64))
+    assert fast[1] == torch.rand(1).tolist()
+
+
+def count_reductions() -> int:
+    """Return the reductions of a step besides those of FSDP: that of figures."""
+    group = open_group()
+    loop = sharded_loop(group, means(), [7, 7], target_batch=14, steps=3)
+    sizes: list[int] = []
+    reduce = loop.engine._all_reduce  # type: ignore[attr-defined]
+
+    def counting(tensor: torch.Tensor) -> None:
+        sizes.append(tensor.numel())
+        reduce(tensor)
+
+    loop.engine._all_reduce = counting  # type: ignore[attr-defined]
+    list(loop.run())
+    group.close()
+    assert set(sizes) == {2 * (len(Figures._fields) + 1)}
+    return len(sizes)
+
+
+def test_figures_and_norms_take_one_reduction(server: RankServer) -> None:
+    assert server.values(count_reductions) == [3, 3]
+
+
+def run_out(limits: list[int]) -> None:
+    """Run out of memory on rank 1, in the second step."""
+    group = open_group()
+    loop = sharded_loop(group, means(), limits, target_batch=14, steps=3)
+    loss = loop.train_state.loss
+    runs: list[int] = []
+
+    def failing(model: nn.Module, batch: Any) -> Any:
+        runs.append(1)
+        if group.rank == 1 and loop.batches_seen == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return loss(model, batch)
+
+    loop.train_state.loss = failing
+    try:
+        list(loop.run())
+    except AutobatchError as error:
+        # As the command line leaves.
+        os._exit(group.fail(str(error), error.exit_code) or error.exit_code)
+
+
+def test_out_of_memory_on_one_rank_ends_all_to_start_smaller(server: RankServer) -> None:
+    ended = server.run(run_out, [7, 7], seconds=20)
+    assert [one.code for one in ended] == [77, 77]
+    assert max(one.ended_s for one in ended) - min(one.ended_s for one in ended) < 3
+
+
+def test_out_of_memory_at_one_sample_is_no_reason_to_start_again(server: RankServer) -> None:
+    assert {one.code for one in server.run(run_out, [1, 1], seconds=20)} == {3}
+
+
+def low_precision(sync: str) -> float:
+    """Return the sum of 256 gradients of 1 ÷ 256, in bf16."""
+    group = open_group()
+    workload = make_workload(
+        model=lambda: nn.Linear(1, 4, bias=False).to(torch.bfloat16),
+        train_data=points(256, dtype=torch.bfloat16),
+        loss=lambda model, batch: model(batch[0][:, :1] * 0 + 1).sum() / 4,
+        learning_rate=1.0,
+    )
+    loop = sharded_loop(group, workload, [1, 1], sync=sync, target_batch=256, steps=1)  # type: ignore[arg-type]
+    before = whole(loop.train_state.model.parameters())
+    list(loop.run())
+    moved = (before - whole(loop.train_state.model.parameters())).abs().mean()
+    group.close()
+    return float(moved)
+
+
+@pytest.mark.slow
+def test_parameters_of_16_bits_are_summed_in_more(server: RankServer) -> None:
+    assert server.values(low_precision, "each")[0] == pytest.approx(0.25, rel=0.02)
