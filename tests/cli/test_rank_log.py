@@ -21,6 +21,13 @@ def test_a_rank_writes_what_it_does_once_the_folder_is_known(tmp_path: Path) -> 
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    blocked = tmp_path / "ranks"
+    blocked.write_text("a file in the place of the folder")
     log = RankLog(1)
-    log.enter(tmp_path / "missing" / "deeper")
+    log.note("before the folder is known")
+    log.enter(tmp_path)
     log.note("lost")
+    assert blocked.read_text() == "a file in the place of the folder"
+    blocked.unlink()
+    log.note("written again")
+    assert (blocked / "rank-1.log").read_text() == "written again\n"
