@@ -17,6 +17,7 @@ from autobatch.core.files import create_file
 from autobatch.core.version import __version__
 from autobatch.device.oom import is_oom
 from autobatch.distributed.engine import Engine, OneProcess
+from autobatch.step.local_part import is_sharded
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of
@@ -85,7 +86,7 @@ def check_exportable(model: nn.Module) -> None:
                 f"the weights could not be exported after training: {name} is {reason}, which safetensors "
                 "cannot hold. Keep it in another type, or out of the state dict (persistent=False)"
             )
-        if hasattr(value, "to_local"):  # ranks share it, and it is exported whole
+        if is_sharded(value):  # it is exported whole
             continue
         storage = value.untyped_storage()
         is_whole = value.numel() * value.element_size() == storage.nbytes()

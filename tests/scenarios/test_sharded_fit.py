@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.training.run_folder import METRICS
+from autobatch.training.run_folder import AVERAGED_WEIGHTS, CHECKPOINTS, METRICS, WEIGHTS
 from tests.support.rank_server import RankServer
 from tests.support.training import TOKENS, apart, make_workload, points, weights
 
@@ -73,7 +76,8 @@ WORKLOADS = {"blocks": blocks, "tokens": lambda: make_workload(**TOKENS, name="t
 def fit(name: str, out: str, options: dict[str, Any]) -> tuple[list[float] | None, dict[str, Any]]:
     """Train, and return the weights and the result."""
     torch.set_num_threads(1)
-    result = autobatch.fit(WORKLOADS[name](), out=out, **{**COMMON, **options})
+    with patch("autobatch.report.page.write_report"):  # charts take longer than these runs
+        result = autobatch.fit(WORKLOADS[name](), out=out, **{**COMMON, **options})
     found = None if result.model is None else weights(result.model).tolist()
     return found, result.to_json()
 
@@ -109,3 +113,60 @@ def test_a_run_does_not_depend_on_the_ranks(
     assert training["validation"] == pytest.approx(alone["training"]["validation"], rel=1e-12)
     plan = found[0][1]["plan"]
     assert (plan["parallel"], plan["shard_sync"]) == ("shard", "each")
+
+
+def keep_only(out: Path, step: int) -> None:
+    for path in (out / CHECKPOINTS).iterdir():
+        if path.name != f"step-{step:08d}":
+            shutil.rmtree(path)
+
+
+SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}
+RUN = {"max_micro_batch": 2, "max_grad_norm": 0.2, "ema": 0.5, "checkpoint_every": 2, "keep_last": 9}
+
+
+def test_a_resume_is_bit_exact_on_as_many_ranks_and_exact_in_one_process(
+    server: RankServer, tmp_path: Path
+) -> None:
+    first = server.values(fit, "blocks", str(tmp_path), {**RUN, **SHARD})[0][0]
+    averages = (tmp_path / AVERAGED_WEIGHTS).read_bytes()
+    keep_only(tmp_path, 2)
+    again = server.values(fit, "blocks", str(tmp_path), {**RUN, "resume": True})  # shared as before
+    assert again[0][0] == first
+    assert (tmp_path / AVERAGED_WEIGHTS).read_bytes() == averages
+    assert again[0][1]["plan"]["parallel"] == "shard"
+    assert not any(path.suffix in (".metadata", ".distcp", ".pkl") for path in tmp_path.rglob("*"))
+    keep_only(tmp_path, 2)
+    alone, _ = fit("blocks", str(tmp_path), {**RUN, "resume": True})
+    assert apart(torch.tensor(alone), torch.tensor(first)) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ((2, SHARD), (1, {}), (3, SHARD)),
+        ((2, SHARD), (2, REPLICATE), (2, SHARD)),
+        ((3, REPLICATE), (4, SHARD), (2, REPLICATE)),
+    ],
+    ids=["2-1-3", "share and not", "other ranks too"],
+)
+def test_a_run_moves_between_ranks_that_share_and_others(server: RankServer, tmp_path: Path, kinds) -> None:
+    options = {**RUN, "steps": 6}
+    expected, _ = fit("blocks", str(tmp_path / "alone"), options)
+    out = tmp_path / "run"
+    found = None
+    for number, (world, how) in enumerate(kinds):
+        own = {**options, **how, "resume": number > 0}
+        if world == 1:
+            found, _ = fit("blocks", str(out), own)
+        else:
+            found = server.values(fit, "blocks", str(out), own, world=world)[0][0]
+        if number < 2:
+            keep_only(out, 2 * number + 2)
+    assert apart(torch.tensor(found), torch.tensor(expected)) < 1e-12
+    for name in (WEIGHTS, AVERAGED_WEIGHTS):
+        exported, whole = load_file(out / name), load_file(tmp_path / "alone" / name)
+        assert exported.keys() == whole.keys()
+        assert max(apart(exported[one], whole[one]) for one in whole) < 1e-12
+    assert len(lines(out)) == 6

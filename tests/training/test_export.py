@@ -176,6 +176,9 @@ def test_ranks_that_share_a_model_export_whole_weights(server: RankServer, tmp_p
     found = Blocks().double()
     load_model(found, str(tmp_path / WEIGHTS))
     assert apart(weights(found), weights(loop.train_state.model)) <= 1e-12
+    load_model(found, str(tmp_path / AVERAGED_WEIGHTS))
+    with loop.train_state.averaged():
+        assert apart(weights(found), weights(loop.train_state.model)) <= 1e-12
     with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
         assert file.metadata()["format"] == "pt"
         assert file.metadata()["mix_again.weight"] == "mix.weight"
