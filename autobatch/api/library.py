@@ -62,6 +62,9 @@ def plan(
 ) -> PlanResult:
     """Probe, then plan the batch, to train in your own loop.
 
+    Such loops keep a micro-batch in a variable until the next one is there, so this counts on it;
+    ``own_loop=False`` counts on a loop that frees it after the forward pass.
+
     Args:
         workload: what to train, or a reference to it; None for the embedded demo.
         progress: ``auto`` to show it in terminals and notebooks, true, false, or a listener. Remarks also go
@@ -72,7 +75,7 @@ def plan(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from(RankPlanOptions, dict(options))
+    checked = options_from(RankPlanOptions, {"own_loop": True, **options})
     with listening(progress) as listener:
         result = run_plan(workload, checked, RunContext(progress=listener))
     assert result.plan is not None

@@ -50,6 +50,7 @@ def setup_settings(
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
         target_batch=target_batch,
+        keeps_batches=isinstance(options, RankPlanOptions) and options.own_loop,
         world=world,
         shard=shard,
         holds_model=holds_model,

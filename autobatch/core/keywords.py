@@ -56,6 +56,7 @@ class PlanKeywords(BatchKeywords, total=False):
     """Keywords of `autobatch.plan`."""
 
     world_size: int | None
+    own_loop: bool
 
 
 class TuneKeywords(BatchKeywords, total=False):

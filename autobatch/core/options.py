@@ -162,6 +162,14 @@ class RankPlanOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fie
             "N",
         ),
     ] = None
+    own_loop: Annotated[
+        bool,
+        OptionHelp(
+            "Plan for a loop that keeps each micro-batch in a variable until the next one is there, where "
+            "autobatch fit frees it after the forward pass.",
+            "memory",
+        ),
+    ] = False
 
 
 class TuneOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ from autobatch.step.train_state import TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
-from autobatch.workload.nested import Twice, tensors_of
+from autobatch.workload.nested import Kept, Twice, tensors_of
 from autobatch.workload.rng import preserved_random_state
 
 
@@ -72,6 +72,8 @@ class Setting:
     """Decay of the weight average; None for no average."""
     knobs: Configuration = field(default_factory=dict)
     """The tuner's choices; see `autobatch.core.knobs`."""
+    keeps_batches: bool = False
+    """True for a loop that keeps each micro-batch until the next one is there."""
     world: int = 1
     """Ranks that train together."""
     arrange: Arrange | None = None
@@ -234,6 +236,8 @@ class _Feed:
             return Twice([(self.batch, self.micro_batch)] * count, self._place)
         # A generator expression holds nothing that it has yielded.
         placed = ((self._place(self.batch), self.micro_batch) for _ in range(count))
+        if self.setting.keeps_batches:
+            return Kept(placed)
         return placed if self.arranged is None else self.arranged.passing(placed, count)
 
     def _place(self, batch: Collated) -> Collated:

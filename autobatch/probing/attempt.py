@@ -31,7 +31,7 @@ from autobatch.step.train_step import StepResult, train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
-from autobatch.workload.nested import feed
+from autobatch.workload.nested import Kept, feed
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.user_code import user_code
 
@@ -70,6 +70,8 @@ class TrainSetup:
     whole_batch: int | None = None
     """Samples of an optimizer step if the loss sees all of them (`WholeBatchLoss`); None if it does not, or
     if they are unknown."""
+    keeps_batches: bool = False
+    """True for a loop that keeps each micro-batch until the next one is there."""
     world: int = 1
     """Ranks that train together; several hold a buffer in which they sum their gradients."""
     sharding: Sharding | None = None
@@ -255,7 +257,8 @@ def batches_of(
 ) -> Iterable[tuple[Collated, int]]:
     """Move micro-batches to the setup's device; a `WholeBatchLoss` reads each of them twice."""
     twice = isinstance(setup.workload.loss, WholeBatchLoss)
-    return feed(fetched, setup.device.torch_device, meter, twice=twice)
+    placed = feed(fetched, setup.device.torch_device, meter, twice=twice)
+    return Kept(placed) if setup.keeps_batches and not twice else placed
 
 
 def _check_first(result: StepResult, micro_batch: int, *, scaled: bool) -> None:

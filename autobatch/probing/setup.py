@@ -56,6 +56,8 @@ class SetupSettings:
     """Decay of the averaged weights; None for no average."""
     target_batch: int | None = None
     """None if unknown."""
+    keeps_batches: bool = False
+    """True to plan for a loop that keeps each micro-batch until the next one is there."""
     world: int = 1
     """Ranks that train together, each on a device of its own."""
     shard: ShardLayout | None = None
@@ -167,6 +169,7 @@ def open_setup(
         max_grad_norm=settings.max_grad_norm,
         ema=settings.ema,
         whole_batch=whole_batch_of(workload, settings.target_batch),
+        keeps_batches=settings.keeps_batches,
         world=settings.world,
         sharding=None if shard is None or settings.trains else shard.for_probe(device.torch_device.type),
         layout=shard,
@@ -369,6 +372,7 @@ def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
         "world_size": setup.world,
         # None as in the keys of runs that knew only whole models.
         "parallel": None if setup.layout is None else str(setup.layout),
+        "keeps_batches": 1 if setup.keeps_batches else None,
     }
 
 

@@ -139,6 +139,7 @@ def setting_of(setup: TrainSetup) -> Setting:
         ema=setup.ema,
         world=1 if setup.sharding else setup.world,
         arrange=setup.sharding,
+        keeps_batches=setup.keeps_batches,
         # A compiled model is traced as its module.
         knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )

@@ -129,6 +129,28 @@ def feed(
     return iter(partial(_next_placed, iter(fetched), device, meter), None)
 
 
+class Kept:
+    """Micro-batches of a step, each kept until the next one is there, and the last until the step ends.
+
+    Loops by hand and of other libraries do so, because a variable of theirs has the micro-batch.
+
+    Args:
+        placed: each micro-batch on the device, with its number of samples.
+    """
+
+    def __init__(self, placed: Iterable[tuple[Collated, int]]) -> None:
+        self._placed = iter(placed)
+        self._kept: tuple[Collated, int] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Collated, int]]:
+        return self
+
+    def __next__(self) -> tuple[Collated, int]:
+        found = next(self._placed)
+        self._kept = found
+        return found
+
+
 class Twice:
     """Micro-batches that can be iterated twice: fetched once, kept on the host, moved each time.
 

@@ -63,7 +63,8 @@ def test_a_call_without_a_workload_or_keywords_is_the_demo_with_defaults(
 ) -> None:
     getattr(autobatch, command)(**required(command))
     assert calls[0].workload is None
-    assert calls[0].options == COMMANDS[command](**required(command))
+    keeps = {"own_loop": True} if command == "plan" else {}
+    assert calls[0].options == COMMANDS[command](**required(command), **keeps)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -94,7 +95,10 @@ def test_a_probe_and_a_plan_have_the_fields_of_their_records_and_the_device() ->
     assert isinstance(plan, PlanResult)
     assert isinstance(plan.plan, Plan)
     assert (sum(plan.micro_batches), plan.device) == (100, found.device)
-    assert max(plan.micro_batches) <= plan.probe.micro_batch == found.micro_batch
+    # A loop by hand keeps its micro-batch.
+    assert max(plan.micro_batches) <= plan.probe.micro_batch <= found.micro_batch
+    freed = autobatch.plan(work(), target_batch=100, own_loop=False, **options)
+    assert freed.probe.micro_batch == found.micro_batch
 
 
 def test_an_estimate_has_one_prediction_for_each_profile(own_home: Path) -> None:

@@ -133,3 +133,52 @@ def test_the_targets_of_an_autoencoder_leave_room_for_more_samples() -> None:
     assert last.oom_recoveries == 0
     assert last.peak_allocated_bytes == tried.peak_allocated_bytes
     assert last.peak_allocated_bytes <= 73 * MiB
+
+
+def peak_of_a_loop_by_hand(workload: Workload, micro_batch: int, *, in_function: bool) -> int:
+    """Train three steps of two micro-batches as a user does, and return the peak of allocated bytes."""
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters(), 1e-3)
+    data = [workload.train_data[index] for index in range(micro_batch)]
+    device = CpuDevice(memory_budget="1GiB")
+    with device.enforced() as meter:
+        meter.count(model.parameters())
+
+        def moved() -> tuple[Tensor, ...]:
+            with meter.uncounted():
+                fields = [torch.stack(field) for field in zip(*data, strict=True)]
+            meter.count(fields)
+            return tuple(fields)
+
+        def loss_of() -> Tensor:
+            inputs, targets = moved()
+            return (model(inputs) - targets).square().mean()
+
+        for _ in range(3):
+            for _ in range(2):
+                if in_function:
+                    loss_of().backward()
+                else:
+                    inputs, targets = moved()
+                    (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return meter.stats().peak_allocated_bytes or 0
+
+
+@pytest.mark.parametrize(("own_loop", "limit"), [(True, 128), (False, 137)])
+def test_a_plan_for_a_loop_by_hand_counts_the_micro_batch_that_it_keeps(own_loop: bool, limit: int) -> None:
+    workload = make_workload(
+        model=autoencoder,
+        train_data=Noised(),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    )
+    options = {"target_batch": 200, "device": "cpu", "memory_budget": "73MiB", "precision": "fp32"}
+    if not own_loop:
+        options["own_loop"] = False
+    found = autobatch.plan(workload, progress=False, **options)
+    assert found.probe.micro_batch == limit
+    by_hand = [
+        peak_of_a_loop_by_hand(workload, size, in_function=not own_loop) for size in (limit, limit + 2)
+    ]
+    assert by_hand[0] <= 73 * MiB < by_hand[1]
