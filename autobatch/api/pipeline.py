@@ -122,7 +122,7 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
 def run_plan(workload: Workload | str | None, options: RankPlanOptions, context: RunContext) -> Result:
     """Run ``autobatch plan``. An interrupted probe answers with the largest size so far."""
     world_size = unpack.world_size_of(options, context.environ)
-    with open_setup_process(workload, options, context) as process:
+    with open_setup_process(workload, options, context, keeps_batches=options.own_loop) as process:
         result = probe_and_plan(process, options, context, world_size=world_size)
         write_memory_viz(process, result, options, context.progress)
         note_split(process, result, context.progress)
@@ -188,6 +188,8 @@ def open_setup_process(
     options: PlanOptions,
     context: RunContext,
     shard: ShardLayout | None = None,
+    *,
+    keeps_batches: bool = False,
 ) -> AbstractContextManager[SetupProcess]:
     """Open the setup of a batch in a process that can be asked to try it.
 
@@ -196,10 +198,16 @@ def open_setup_process(
         options: options of the command.
         context: surroundings of the call.
         shard: the way in which ranks share the model; None if each has a whole one.
+        keeps_batches: whether the loop keeps each micro-batch until the next one is there.
     """
     ranks = context.ranks
     settings = unpack.setup_settings(
-        options, options.target_batch, world=ranks.world, shard=shard, holds_model=ranks.rank == 0
+        options,
+        options.target_batch,
+        world=ranks.world,
+        shard=shard,
+        holds_model=ranks.rank == 0,
+        keeps_batches=keeps_batches,
     )
     context.progress.doing(OPENING)
     return open_process(workload, settings, isolated=context.isolated, spare=context.spare)

@@ -39,6 +39,7 @@ def setup_settings(
     world: int = 1,
     shard: ShardLayout | None = None,
     holds_model: bool = True,
+    keeps_batches: bool = False,
 ) -> SetupSettings:
     """Return how the setup is opened; ``target_batch`` is None if the batch is unknown."""
     return SetupSettings(
@@ -50,7 +51,7 @@ def setup_settings(
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
         target_batch=target_batch,
-        keeps_batches=isinstance(options, RankPlanOptions) and options.own_loop,
+        keeps_batches=keeps_batches,
         world=world,
         shard=shard,
         holds_model=holds_model,
