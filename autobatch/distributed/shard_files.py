@@ -7,7 +7,6 @@ part is in the header of its file. Its own format would add a pickle.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import warnings
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_sharded
 
-from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
+from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.units import GiB
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.group import Group
@@ -32,19 +31,6 @@ from autobatch.distributed.messages import as_rank_lost
 
 FILE_BYTES = GiB
 """Bytes of a file, unless one tensor has more. A rank holds two copies of a file in host memory."""
-
-
-def check_writer() -> None:
-    """Check that this torch writes sharded tensors as safetensors.
-
-    Raises:
-        InputError: it does not.
-    """
-    if "save_distributed" not in inspect.signature(HuggingFaceStorageWriter).parameters:
-        raise InputError(
-            "checkpoints of --parallel shard need HuggingFaceStorageWriter(save_distributed=…), which torch "
-            f"{torch.__version__} does not have: update torch, or use --parallel replicate"
-        )
 
 
 def write_shards(folder: Path, shards: dict[str, DTensor], group: Group) -> dict[str, dict[str, Any]]:

@@ -32,7 +32,6 @@ from autobatch.training.oom_file import apply_smaller_micro_batch, restart_hint
 from autobatch.training.run_checkpoints import RunCheckpoints
 from autobatch.training.run_folder import METRICS
 from autobatch.training.run_settings import RunSettings
-from autobatch.training.sharded_checkpoint import check_can_save
 from autobatch.training.shared_evaluation import evaluate_shared
 from autobatch.training.sinks import UserSinks
 from autobatch.training.totals import RunTotals
@@ -85,7 +84,6 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     apply_smaller_micro_batch(loop, settings.out, resumed)
     check_checkpoint_state(capture_loop(loop))
     check_exportable(loop.train_state.model)
-    check_can_save(loop)
     totals = RunTotals()
     if ranks.rank == 0:
         rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)

@@ -23,18 +23,6 @@ SHARDED = "sharded"
 """Entry of a state that tells about the tensors that are in files of their own; None if there are none."""
 
 
-def check_can_save(loop: Loop) -> None:
-    """Check before the first step that the checkpoints of a loop can be written.
-
-    Raises:
-        InputError: this torch cannot write those of sharded parameters.
-    """
-    if loop.engine.mesh is not None:
-        from autobatch.distributed.shard_files import check_writer
-
-        check_writer()
-
-
 def save_sharded(
     loop: Loop,
     folder: Path,

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.errors import AutobatchError
 from autobatch.distributed import shard_files
 from autobatch.training.checkpoint import (
     clean_leftovers,
@@ -25,7 +25,7 @@ from autobatch.training.checkpoint import (
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, restore_loop
 from autobatch.training.manifest import MANIFEST, STATE
-from autobatch.training.sharded_checkpoint import check_can_save, save_sharded
+from autobatch.training.sharded_checkpoint import save_sharded
 from tests.support.checkpoints import leftovers
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -236,16 +236,3 @@ def test_a_kill_at_any_call_loses_no_checkpoint(server: RankServer, tmp_path: Pa
     assert calls >= (10, 1)[rank]
     for call in range(calls):
         check_kill(server, tmp_path / str(call), rank, call)
-
-
-def test_a_torch_that_cannot_write_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OldWriter:
-        def __init__(self, path: str) -> None:
-            pass
-
-    loop = make_loop(block_workload())
-    monkeypatch.setattr(shard_files, "HuggingFaceStorageWriter", OldWriter)
-    check_can_save(loop)
-    monkeypatch.setattr(type(loop.engine), "mesh", object())
-    with pytest.raises(InputError, match=r"need HuggingFaceStorageWriter\(save_distributed=…\), which torch"):
-        check_can_save(loop)
