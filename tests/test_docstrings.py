@@ -79,6 +79,7 @@ def test_the_code_of_the_page_on_libraries_runs(library: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.program
 def test_adapters_are_reached_after_the_plain_import(tmp_path: Path) -> None:
     """Neither torch nor another library is imported before something needs it."""
     done = run(

@@ -42,6 +42,7 @@ def test_the_workload_is_planned_from_the_command_line(tmp_path: Path) -> None:
     assert len(sizes) > 1, "the budget of the example makes the batch accumulate"
 
 
+@pytest.mark.program
 def test_the_own_loop_takes_exact_batches(tmp_path: Path) -> None:
     printed = run(tmp_path, str(EXAMPLES / "own_loop.py"))
     samples = [int(one) for one in re.findall(r"^step \d+: (\d+) samples", printed, re.MULTILINE)]

@@ -118,6 +118,7 @@ def test_modules_without_a_test_and_long_functions_are_named(tmp_path: Path) -> 
     assert "modules with a test      50.0% (1 of 2)" in report(found)
 
 
+@pytest.mark.program
 def test_the_command_prints_the_same_figures(found: Structure) -> None:
     command = [sys.executable, "-m", "benchmarks.structure"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

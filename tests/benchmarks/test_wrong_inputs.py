@@ -9,6 +9,7 @@ import pytest
 from benchmarks.wrong_inputs import MAKERS, ask, wrong_inputs
 
 
+@pytest.mark.program
 @pytest.mark.filterwarnings("default")
 def test_sixty_wrong_inputs_are_refused_in_one_line(tmp_path: Path) -> None:
     answers = []

@@ -27,7 +27,7 @@ BUDGET = 30 * MiB
 def deep(recompute=False, fused=None):
     """Return a workload deep enough that checkpointing helps."""
     return make(
-        partial(Transformer, depth=4, recompute=recompute),
+        partial(Transformer, depth=2, recompute=recompute),
         data=Tokens(),
         loss=token_loss,
         optimizer=lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate, fused=fused),

@@ -166,6 +166,7 @@ def test_the_optimizer_is_that_of_the_trainer(tmp_path: Path) -> None:
     assert made.param_groups[0]["params"] == [other.lm_head.weight]
 
 
+@pytest.mark.program
 def test_adapters_of_peft_and_checkpointing_are_planned_with(tmp_path: Path) -> None:
     peft = installed("peft")
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.0)

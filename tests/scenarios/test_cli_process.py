@@ -45,6 +45,7 @@ def one_line(ran: Ran, code: int) -> str:
     return ran.err.removeprefix("autobatch: ").rstrip("\n")
 
 
+@pytest.mark.program
 def test_fit_prints_one_json_object_to_stdout_and_all_else_to_stderr(tmp_path: Path, train: Path) -> None:
     train.write_text(SMALL + NOISY)
     ran = autobatch(

@@ -178,6 +178,7 @@ def test_the_workers_of_a_killed_run_end_with_it(signals: list[int]) -> None:
         assert have_ended(workers)
 
 
+@pytest.mark.program
 def test_an_error_in_a_worker_exits_with_2_and_one_line(tmp_path: Path) -> None:
     code = SLOW.replace("        time.sleep(0.002)\n", "        if index == 17: raise KeyError('gone')\n")
     (tmp_path / "train.py").write_text(SMALL + code)

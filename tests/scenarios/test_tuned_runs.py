@@ -285,6 +285,7 @@ print("optuna" in sys.modules)
 """
 
 
+@pytest.mark.program
 def test_a_plan_does_not_import_optuna(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SMALL)
     words = [sys.executable, "-c", PLANS]
