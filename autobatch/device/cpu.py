@@ -24,6 +24,8 @@ from autobatch.device.budget import resolve_budget
 from autobatch.device.cpu_operators import CpuOperators
 from autobatch.device.host import HostMemory, cpu_name, host_memory
 
+_NOTHING = nullcontext()
+"""Entered for each micro-batch."""
 HEADROOM_SHARE = 0.1
 """Share of the memory that no budget takes by default: operators also use memory besides tensors."""
 
@@ -36,7 +38,7 @@ class SilentMeter:
 
     def uncounted(self) -> AbstractContextManager[None]:
         """Do nothing."""
-        return nullcontext()
+        return _NOTHING
 
     def mark(self, phase: str) -> None:
         """Do nothing."""

@@ -157,16 +157,17 @@ def gradient_sum_notes(model: nn.Module, dtype: GradientDtype) -> list[str]:
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients together, a 0-d tensor that is finite only if every element is."""
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    # In 16 bits a norm would have 8 or 11 bits, and could overflow.
-    low = [one for one in dense if one.dtype in LOW_PRECISION]
-    others = [one for one in dense if one.dtype not in LOW_PRECISION]
-    norms = (
-        *(torch._foreach_norm(others) if others else ()),
-        *(torch._foreach_norm(low, 2, torch.float32) if low else ()),
-    )
+    low: list[Tensor] = []
+    others: list[Tensor] = []
+    for gradient in gradients:
+        dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+        (low if dense.dtype in LOW_PRECISION else others).append(dense)
+    norms = torch._foreach_norm(others) if others else ()
+    if low:
+        # In 16 bits a norm would have 8 or 11 bits, and could overflow.
+        norms = (*norms, *torch._foreach_norm(low, 2, torch.float32))
     first = norms[0]
-    if any(n.dtype != first.dtype or n.device != first.device for n in norms):
+    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
         norms = tuple(n.to(first.device, torch.float64) for n in norms)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from autobatch.core.errors import AutobatchError, InputError
+from autobatch.step.backward import backward_from
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import (
     Share,
@@ -138,7 +139,7 @@ def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size
     # A loss may return a constant if its micro-batch counts nothing.
     if loss.requires_grad:
         scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
-        scaled.backward(torch.full_like(scaled, weight))  # type: ignore[no-untyped-call]
+        backward_from(scaled, weight)
     loss = loss.detach()
     # A sum of its own: a constant loss may be one tensor for all micro-batches.
     totals.loss = loss * weight if isinstance(totals.loss, float) else totals.loss.add(loss, alpha=weight)
