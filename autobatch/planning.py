@@ -196,12 +196,15 @@ def nearest_even_targets(target_batch: int, world_size: int, limit: int) -> list
     return [above] if below is None else [below, above]
 
 
-def even_split_note(plan: Plan, limit: int | None = None) -> str | None:
+def even_split_note(
+    plan: Plan, limit: int | None = None, *, instead: str = "autobatch.batches splits any batch"
+) -> str | None:
     """Return a remark if equal micro-batches are at most half of what fits; None if they are not.
 
     Args:
         plan: the plan.
         limit: the largest micro-batch that fits, in samples; None for that of the plan.
+        instead: what takes this target batch in fewer steps.
     """
     limit = plan.micro_batch if limit is None else limit
     size, steps = even_split(plan)
@@ -212,7 +215,7 @@ def even_split_note(plan: Plan, limit: int | None = None) -> str | None:
     return (
         f"a target batch of {plan.target_batch} splits into equal micro-batches of {size} in {steps} "
         f"accumulation steps at most, although {limit} samples fit: a target batch of {near} needs fewer "
-        "steps, and autobatch.batches splits any batch"
+        f"steps, and {instead}"
     )
 
 

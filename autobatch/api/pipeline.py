@@ -38,7 +38,7 @@ from autobatch.distributed.launch import check_equal
 from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.rank_plan import plan_over_ranks
 from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
-from autobatch.planning import in_one_size, rank_share
+from autobatch.planning import even_split_note, in_one_size, rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.estimate_ranks import estimate_over_ranks
@@ -252,7 +252,7 @@ def probe_and_plan(
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
     plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)
     plan = plan_over_ranks(context.ranks, plan, limit.probe.micro_batch, info.device, shard)
-    plan = one_size_if_asked(plan, options, progress)
+    plan = one_size_if_asked(plan, limit.probe.micro_batch, options, progress)
     progress.planned(plan)
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
         progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
@@ -270,8 +270,14 @@ def probe_and_plan(
     )
 
 
-def one_size_if_asked(plan: Plan, options: PlanOptions, progress: Progress) -> Plan:
+def one_size_if_asked(plan: Plan, limit: int, options: PlanOptions, progress: Progress) -> Plan:
     """Return the plan, with one size of micro-batch if ``--static-shapes`` asks for it.
+
+    Args:
+        plan: to change.
+        limit: the largest micro-batch that fits, in samples.
+        options: say whether.
+        progress: receives a note if the size is at most half of what fits.
 
     Raises:
         InputError: several ranks train.
@@ -279,12 +285,9 @@ def one_size_if_asked(plan: Plan, options: PlanOptions, progress: Progress) -> P
     if not options.static_shapes:
         return plan
     found = in_one_size(plan)
-    if 2 * found.micro_batch <= plan.micro_batch:
-        progress.note(
-            f"--static-shapes: {found.micro_batch:,} is the largest divisor of the batch of "
-            f"{plan.target_batch:,} up to the {plan.micro_batch:,} that fit; a batch with more divisors "
-            "leaves less memory unused"
-        )
+    note = even_split_note(plan, limit, instead="without this option any batch is split")
+    if note is not None:
+        progress.note(f"--static-shapes: {note}")
     return found
 
 
@@ -383,7 +386,7 @@ def add_tuning(tuner: PlanTuner, result: Result, options: PlanOptions) -> Result
     assert result.plan is not None
     assert result.probe is not None
     plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
-    plan = one_size_if_asked(plan, options, tuner.progress)
+    plan = one_size_if_asked(plan, result.probe.micro_batch, options, tuner.progress)
     return msgspec.structs.replace(result, plan=plan, tuning=tuning)
 
 
