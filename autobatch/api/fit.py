@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autobatch.api import unpack
+from autobatch.api.confirm import Together
 from autobatch.api.over_ranks import (
     check_count,
     check_loss_of_ranks,
@@ -233,8 +234,9 @@ def _prepare_resume(
         f"resuming from {stored.path} with another {' and another '.join(changes)}: the batch, the learning "
         "rate and the order of the data stay, the micro-batch is planned again, and sums differ by rounding"
     )
+    together = Together(shard=shard, grad_sync=options.grad_sync)
     with open_setup_process(workload, options, context, shard) as process:
-        result = uninterrupted(probe_and_plan(process, options, context, shard=shard))
+        result = uninterrupted(probe_and_plan(process, options, context, together=together))
         if shard is None:
             result = add_split(process, result, options, progress, home=context.home, ranks=ranks)
     assert result.plan is not None

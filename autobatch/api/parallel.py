@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from autobatch.api import unpack
+from autobatch.api.confirm import Together
 from autobatch.api.over_ranks import WholeModelTooLargeError
 from autobatch.api.pipeline import RunContext, open_setup_process, probe_and_plan, uninterrupted
 from autobatch.core.errors import InputError
@@ -83,13 +84,15 @@ def probe_choice(
     is_open = options.parallel == "auto" and ranks.world > 1
     reason: str | None = WHOLE if is_open else None
     try:
-        result = probe_and_plan(process, options, context, shard=shard, may_share=is_open)
+        together = Together(shard, is_open, options.grad_sync)
+        result = probe_and_plan(process, options, context, together=together)
     except WholeModelTooLargeError as error:
         opened.close()
         shard, reason = unpack.shard_layout(options, ranks.world), str(error)
         context.progress.note(reason)
         process = opened.enter_context(open_setup_process(workload, options, context, shard))
-        result = probe_and_plan(process, options, context, shard=shard)
+        together = Together(shard, grad_sync=options.grad_sync)
+        result = probe_and_plan(process, options, context, together=together)
     result = uninterrupted(result)
     assert result.plan is not None
     plan = msgspec.structs.replace(result.plan, parallel_reason=reason)

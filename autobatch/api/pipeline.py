@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api import unpack
+from autobatch.api.confirm import Together, confirmed_plan
 from autobatch.api.over_ranks import agree_on_fit
 from autobatch.api.split import add_split
 from autobatch.core.errors import AutobatchError, InputError
@@ -36,7 +37,6 @@ from autobatch.core.records import Plan, Tuning
 from autobatch.device.profiles import data_home
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.layout import ShardLayout
-from autobatch.distributed.rank_plan import plan_over_ranks
 from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
 from autobatch.planning import even_split_note, in_one_size, rank_share
 from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
@@ -219,8 +219,7 @@ def probe_and_plan(
     context: RunContext,
     *,
     world_size: int = 1,
-    shard: ShardLayout | None = None,
-    may_share: bool = False,
+    together: Together = Together(),  # noqa: B008 - plain values
 ) -> Result:
     """Find the largest micro-batch and plan the batch, also after an interrupted probe.
 
@@ -229,8 +228,7 @@ def probe_and_plan(
         options: options of the command.
         context: surroundings of the call.
         world_size: data-parallel ranks that share a batch.
-        shard: the way in which ranks share the model; None if each has a whole one.
-        may_share: whether ranks may share a model that does not fit whole.
+        together: how the ranks of a run train together.
 
     Raises:
         InputError: a rule for the learning rate lacks the batch that it was tuned for.
@@ -244,14 +242,20 @@ def probe_and_plan(
     def probe() -> Limit:
         return find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
 
-    limit = agree_on_fit(probe, context.ranks) if may_share else probe()
+    limit = agree_on_fit(probe, context.ranks) if together.may_share else probe()
     order = Order(rank_share(options.target_batch, world_size, 0), options.seed)
     limit = survive_real_batches(process, limit, order, home=context.home, progress=progress)
     # Of a stream, this is what the plan looked at, and rank 0 reads it for all.
     samples = None if info.epoch_samples is None else info.samples
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
-    plan = unpack.plan_for(info, limit.probe.micro_batch, options, world_size)
-    plan = plan_over_ranks(context.ranks, plan, limit.probe.micro_batch, info.device, shard)
+    plan, joint = confirmed_plan(
+        process,
+        lambda size: unpack.plan_for(info, size, options, world_size),
+        limit.probe.micro_batch,
+        together,
+        context.ranks,
+        progress,
+    )
     plan = one_size_if_asked(plan, limit.probe.micro_batch, options, progress)
     progress.planned(plan)
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
@@ -260,7 +264,7 @@ def probe_and_plan(
     predicted, curve = predicted_memory(limit.footprint, info, limit.probe.micro_batch)
     return Result(
         device=info.device,
-        probe=limit.probe,
+        probe=msgspec.structs.replace(limit.probe, over_ranks=joint),
         plan=plan,
         profile=limit.file,
         title=info.name,

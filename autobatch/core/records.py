@@ -69,6 +69,8 @@ class Attempt(Record, frozen=True, kw_only=True):
     """Phase of the step that failed: ``setup``, ``forward``, ``loss``, ``backward`` or ``optimizer``."""
     is_error: bool = False
     """True if it failed for another reason than memory, above a size that fits."""
+    world: int = 1
+    """Ranks that ran it together, with the engine that trains."""
 
 
 class LengthLimit(Record, frozen=True, kw_only=True):
@@ -122,6 +124,8 @@ class Probe(Record, frozen=True, kw_only=True):
     """Precision of the attempts; None if unknown."""
     real_batches: RealBatches | None = None
     """Check against real batches; None if samples do not differ in size or the allocator caches nothing."""
+    over_ranks: list[Attempt] = []
+    """Attempts of this rank in batches of all ranks, with the engine that trains; empty if none ran."""
 
 
 class MicroBatchCost(Record, frozen=True, kw_only=True):

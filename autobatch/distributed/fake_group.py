@@ -14,6 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autobatch.core.errors import InputError
 
+ALONE = ("alone",)
+"""Name of the dimension of a mesh that lasts. DTensor takes meshes of one name and size for one mesh, and
+would ask the ranks of the wrong group."""
+
 
 @contextmanager
 def fake_ranks(world: int, *, device_type: str = "cpu") -> Iterator[DeviceMesh]:
@@ -48,10 +52,8 @@ def open_fake_mesh(world: int, *, device_type: str) -> DeviceMesh:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # DTensor takes meshes of one name for one mesh, and would ask the ranks of the wrong group.
-    names = ("alone",)
     if dist.is_initialized():
         group = dist.new_group(backend="fake")
-        return DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=ALONE)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    return init_device_mesh(device_type, (world,), mesh_dim_names=names)
+    return init_device_mesh(device_type, (world,), mesh_dim_names=ALONE)

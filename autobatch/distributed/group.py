@@ -28,6 +28,7 @@ from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
 from autobatch.distributed.bell import Store as BellStore
 from autobatch.distributed.deadline import STOP_S, SignalDeadline
 from autobatch.distributed.launch import Launch, check_gpus, write_error_file
+from autobatch.distributed.meeting import MeetingPlace
 from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, as_rank_lost
 
 VERDICT = "verdict.json"
@@ -71,10 +72,11 @@ class Group(Messages):
                 self._look,
             )
             self._owns_group = not dist.is_initialized()
+            self._opening = self._count_openings(launch)
             if self._owns_group:
                 dist.init_process_group(
                     "gloo",
-                    store=PrefixStore(f"start/{launch.restart}/{self._count_openings(launch)}", store),
+                    store=PrefixStore(f"start/{launch.restart}/{self._opening}", store),
                     rank=launch.rank,
                     world_size=launch.world,
                     timeout=SIDE_TIMEOUT,
@@ -164,6 +166,12 @@ class Group(Messages):
             with suppress(OSError):
                 write_atomic(self._out / VERDICT, msgspec.json.format(msgspec.json.encode(verdict)))
         return None
+
+    def meeting_place(self, number: int) -> MeetingPlace:
+        """Return where the child processes of all ranks meet for the ``number``-th time."""
+        launch = self._launch
+        name = f"{launch.run_id}/{launch.restart}/{self._opening}/{number}"
+        return MeetingPlace(launch.address, launch.port, name, launch.rank, launch.world)
 
     def close(self) -> None:
         """Leave the ranks after all of them have ended well."""

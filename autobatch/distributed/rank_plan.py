@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autobatch.distributed.choose import GradSync
+    from autobatch.distributed.meeting import MeetingPlace
     from autobatch.distributed.shard import ShardedModel
     from autobatch.step.train_state import TrainState
     from autobatch.workload.contract import Collated
@@ -119,6 +120,15 @@ def model_of_ranks(
 
     assert isinstance(ranks, Group)
     return shard_over(ranks, layout, model, plan.precision, device)
+
+
+def meeting_place(ranks: Ranks, number: int) -> MeetingPlace | None:
+    """Return where the child processes of all ranks meet for the ``number``-th time; None for one rank."""
+    if ranks.world == 1:
+        return None
+    from autobatch.distributed.group import Group
+
+    return ranks.meeting_place(number) if isinstance(ranks, Group) else None
 
 
 def open_engine(

@@ -119,8 +119,7 @@ def on_meta(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise InputError(
-            f"--parallel shard needs a model that copy.deepcopy can copy ({type(error).__name__}: "
-            f"{first_line(error)})"
+            f"--parallel shard needs a model that copy.deepcopy can copy ({first_line(error)})"
         ) from error
 
 

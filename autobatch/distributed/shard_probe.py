@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autobatch.core.records import Precision
+from autobatch.distributed.fake_group import ALONE
 from autobatch.distributed.shard import ShardedModel, Sharding
 from autobatch.distributed.shard_build import fill, on_meta
 
@@ -24,7 +25,7 @@ def sharded_copy(
 
     Args:
         model: on ``meta`` or in host memory; left unchanged.
-        sharding: over ranks that exchange nothing.
+        sharding: the ranks, which may exchange nothing.
         precision: of the forward pass.
         device: of the rank.
 
@@ -34,7 +35,8 @@ def sharded_copy(
     made = on_meta(model)
     sharded = sharding(made, precision)
     sharded.materialize(device)
-    for one in sharded.parts():
+    # Over real ranks, their parts arrive.
+    for one in sharded.parts() if sharding.mesh.mesh_dim_names == ALONE else ():
         one.set_custom_all_gather(_Repeated())  # type: ignore[arg-type]
         one.set_custom_reduce_scatter(_OwnSum())  # type: ignore[arg-type]
     fill(made)

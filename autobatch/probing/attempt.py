@@ -195,7 +195,7 @@ def _train_on_copies(
                 if train_state.shared is None:
                     _check_first(result, micro_batch, scaled=train_state.scaler is not None)
                 if not result.applied:
-                    _step_anyway(train_state, mark)
+                    step_anyway(train_state, mark)
         setup.device.synchronize()
         seconds = setup.clock() - start
         del train_state
@@ -273,7 +273,7 @@ def _check_first(result: StepResult, micro_batch: int, *, scaled: bool) -> None:
         )
 
 
-def _step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
+def step_anyway(train_state: TrainState, mark: Callable[[str], None]) -> None:
     """Make the optimizers' state appear although a step without counted items, or an overflow, skipped it."""
     mark("optimizer")
     for parameter in train_state.parameters:

@@ -17,6 +17,7 @@ from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
+from autobatch.probing.confirm import spare_of
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import build_train_state
 from autobatch.training.batchnorm import batch_norms
@@ -24,12 +25,10 @@ from autobatch.training.evaluation import sanity_check_validation
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import phase_times
-from autobatch.workload.contract import Collated, Workload, kind_of
-from autobatch.workload.data import load_micro_batch
+from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
 from autobatch.workload.loader_parts import Loading
-from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, LastBatch, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.size_split import SizeSplit, digest_of
@@ -39,8 +38,6 @@ from autobatch.workload.user_code import user_code
 from autobatch.workload.worker import start_method
 
 GradSync = Literal["auto", "overlap", "after"]
-SPARE_SAMPLES = 2
-"""Samples of a micro-batch that counts nothing: BatchNorm needs two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +155,7 @@ def open_loop(
             plan,
             split,
             loop.train_state,
-            spare=lambda: _spare_of(scanned),
+            spare=lambda: spare_of(scanned),
             grad_sync=options.grad_sync,
             note=note,
         )
@@ -178,12 +175,6 @@ def on_stream(setup: TrainSetup, sampler: GlobalBatchSampler) -> TrainSetup:
     if not isinstance(sampler, StreamSampler):
         return setup
     return replace(setup, workload=replace(setup.workload, train_data=sampler.view))
-
-
-def _spare_of(setup: TrainSetup) -> tuple[Collated, int]:
-    """Return the first samples on the device, for a rank that has none in a batch."""
-    ids = range(min(SPARE_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
-    return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)
 
 
 def split_of(setup: TrainSetup, plan: Plan) -> Split:

@@ -1,0 +1,182 @@
+"""One batch over all ranks with the engine that trains, in children that can be thrown away.
+
+A probe runs the steps of each rank alone, which no rank can block. That the same sizes fit beside the buffers
+of real collectives, this shows: two steps of the plan's own micro-batches, within the budget of each rank. If
+memory runs out on one rank, its child says so, and all children end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+
+import msgspec
+
+from autobatch.core.records import Attempt
+from autobatch.device.base import Meter
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.distributed.shares import RankSplit
+from autobatch.probing.attempt import TrainSetup, batches_of, on_copies, step_anyway
+from autobatch.probing.child import ChildCrashed, Session, SetupProcess
+from autobatch.step.loss_share import StepTotals
+from autobatch.step.train_step import accumulate, finish
+from autobatch.workload.contract import Collated
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.nested import to_device
+from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.split import CountSplit
+
+if TYPE_CHECKING:
+    from autobatch.distributed.engine import Engine
+    from autobatch.distributed.meeting import Children, MeetingPlace
+    from autobatch.step.train_state import TrainState
+
+STEPS = 2
+"""Steps of the batch: the state of the optimizer appears in the first."""
+MOST_PARTS = 2
+"""Micro-batches of a step: gradients are there while the second runs."""
+SPARE_SAMPLES = 2
+"""Samples of a micro-batch that counts nothing: BatchNorm needs two."""
+
+
+class JointBatch(NamedTuple):
+    """A batch over all ranks: plain values."""
+
+    sizes: list[int]
+    """Micro-batches of this rank; none if it takes no sample."""
+    samples: int
+    """Samples of all ranks."""
+    limits: list[int]
+    """Limit of each rank."""
+    grad_sync: Literal["auto", "overlap", "after"]
+
+
+def joint_batch(
+    of_ranks: Sequence[Sequence[int]], rank: int, limits: list[int], grad_sync: str
+) -> JointBatch:
+    """Return a batch of the first micro-batches of each rank, which are the largest."""
+    first = [list(sizes[:MOST_PARTS]) for sizes in of_ranks]
+    return JointBatch(first[rank], sum(map(sum, first)), limits, grad_sync)  # type: ignore[arg-type]
+
+
+def run_joint_batch(process: SetupProcess, place: MeetingPlace, batch: JointBatch) -> Attempt:
+    """Run a batch over all ranks in the children of each; all ranks call it.
+
+    Returns:
+        The attempt of this rank. Its ``reason`` is None if it ended because of another rank.
+    """
+    start = time.perf_counter()
+    try:
+        found = process.call("a batch over all ranks", _run, place, batch)
+    except ChildCrashed as crash:
+        process.restart()
+        reason = "the host ran out of memory and ended the child process" if crash.out_of_memory else None
+        found = _failed(batch, reason)
+    return msgspec.structs.replace(found, seconds=time.perf_counter() - start, world=place.world)
+
+
+def _failed(batch: JointBatch, reason: str | None, phase: str | None = None) -> Attempt:
+    return Attempt(
+        micro_batch=max(batch.sizes, default=0),
+        fits=False,
+        peak_allocated_bytes=None,
+        peak_reserved_bytes=None,
+        seconds=0.0,
+        reason=reason,
+        phase=phase,
+    )
+
+
+def _run(session: Session, place: MeetingPlace, batch: JointBatch) -> Attempt:
+    """Run the steps in the child of a rank."""
+    # Only here: one process needs no torch.distributed.
+    from autobatch.distributed.meeting import met
+    from autobatch.distributed.messages import RankLost, lost_rank
+
+    setup, phase = session.setup, "setup"
+    failure: tuple[str | None, str] | None = None
+    with preserved_random_state(), setup.device.enforced() as meter:
+
+        def mark(name: str) -> None:
+            nonlocal phase
+            phase = name
+            meter.mark(name)
+
+        try:
+            with met(place) as children:
+                _train(setup, children, batch, meter, mark)
+        except Exception as error:
+            is_lost = isinstance(error, RankLost) or lost_rank(error) is not None
+            if classify(error) is Verdict.NONE and not is_lost:
+                raise
+            failure = (None if is_lost else first_line(error), phase)
+        stats = meter.stats()
+    if failure is not None:
+        setup.device.release()
+        return _failed(batch, *failure)
+    reason = setup.device.refuses(stats)
+    return Attempt(
+        micro_batch=max(batch.sizes, default=0),
+        fits=reason is None,
+        peak_allocated_bytes=stats.peak_allocated_bytes,
+        peak_reserved_bytes=stats.peak_reserved_bytes,
+        seconds=0.0,
+        reason=reason,
+    )
+
+
+def _train(
+    setup: TrainSetup, children: Children, batch: JointBatch, meter: Meter, mark: Callable[[str], None]
+) -> None:
+    """Run the steps over the children of all ranks."""
+    mark("setup")
+    with _joined(setup, children, batch, meter) as (train_state, engine):
+        if train_state.scaler is not None:
+            # As in an attempt: an overflow would keep the state of the optimizer from appearing.
+            train_state.scaler = type(train_state.scaler)(setup.device.torch_device.type, init_scale=1.0)
+        for _ in range(STEPS):
+            fetched = ((setup.worst_case.batch(size), size) for size in batch.sizes)
+            parts = engine.passing(train_state, batches_of(setup, meter, fetched), len(batch.sizes))
+            totals = accumulate(train_state, parts, batch.samples, mark, measure_first=True)
+            summed = engine.combine(train_state, totals)
+            assert isinstance(summed, StepTotals), "a child that fails ends the others"
+            result = finish(train_state, summed, mark=mark)
+            if not result.applied:
+                step_anyway(train_state, mark)
+        setup.device.synchronize()
+
+
+@contextmanager
+def _joined(
+    setup: TrainSetup, children: Children, batch: JointBatch, meter: Meter
+) -> Iterator[tuple[TrainState, Engine]]:
+    """Return a train state on copies of the model, and the engine over the children that trains it."""
+    from autobatch.distributed.choose import choose_engine
+    from autobatch.distributed.group import Group
+    from autobatch.distributed.shard_build import mesh_of
+    from autobatch.distributed.share import Share
+
+    device = setup.device.torch_device
+    # The engines use what a group and its children have in common.
+    group = cast(Group, children)
+    split, kinds = RankSplit(CountSplit(), children.rank, batch.limits), list(range(children.world))
+    if setup.layout is not None:
+        setup = replace(setup, sharding=setup.layout.over(mesh_of(group, device)))
+    with on_copies(setup, meter) as train_state:
+        if setup.layout is not None:
+            share = Share(group, split, kinds, children.tensor_group(device))
+            share.attach(train_state, lambda: spare_of(setup))
+            yield train_state, share
+            return
+        asked = batch.grad_sync
+        choice = choose_engine(group, split, kinds, train_state, spare=lambda: spare_of(setup), asked=asked)
+        yield train_state, choice.engine
+
+
+def spare_of(setup: TrainSetup) -> tuple[Collated, int]:
+    """Return the first samples on the device, for a rank with fewer micro-batches than others."""
+    ids = range(min(SPARE_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
+    return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)
