@@ -1,0 +1,98 @@
+"""A shared model that cannot be trained: each mistake is one line, and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autobatch
+from autobatch.core.errors import InputError
+from tests.support.rank_server import RankServer
+from tests.support.training import make_workload, points
+
+pytestmark = pytest.mark.distributed
+
+
+class Large(nn.Module):
+    """A model that no host holds, with a parameter that it does not know how to draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(2**45))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(inputs)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), nn.SyncBatchNorm(5), nn.Linear(5, 3))
+
+
+def part_of(parameters: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters)[1:], lr=rate)
+
+
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "lazy": {"model": lambda: nn.Sequential(nn.LazyLinear(3))},
+    "large": {"model": Large},
+    "part": {"optimizer": part_of},
+    "normed": {"model": normed},
+    "plain": {},
+}
+
+
+def fit(name: str, out: str, options: dict[str, Any]) -> tuple[str, int]:
+    """Return the error of a fit, and its exit code."""
+    torch.set_num_threads(1)
+    fields: dict[str, Any] = {
+        "model": plain,
+        "train_data": points(dtype=torch.float32),
+        "loss": lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        **WORKLOADS[name],
+    }
+    common: dict[str, Any] = {"target_batch": 6, "steps": 1, "device": "cpu", "memory_budget": "1GiB"}
+    try:
+        autobatch.fit(make_workload(**fields), parallel="shard", out=out, **common, **options)
+    except InputError as error:
+        return str(error), error.exit_code
+    return "", 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "plain",
+            {"shard_modules": "layers.*"},
+            "--shard-modules layers.* matches none of the 2 modules: give",
+        ),
+        ("lazy", {}, "--parallel shard needs parameters with a shape, and 0.weight has none yet: run one"),
+        ("large", {}, "the model does not fit in the memory of the host, so each rank draws its part of the"),
+        (
+            "part",
+            {},
+            "--parallel shard needs an optimizer for every parameter that requires a gradient, and 1",
+        ),
+        ("normed", {}, "--parallel shard cannot run SyncBatchNorm (1), whose ranks must have equal"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    server: RankServer, tmp_path: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    # The other rank may end by the bell of the first.
+    lines = [one.value for one in server.run(fit, name, str(tmp_path), options) if one.value is not None]
+    assert lines
+    for line, code in lines:
+        assert line.startswith(message)
+        assert "\n" not in line
+        assert code == 2
