@@ -178,11 +178,15 @@ def _fork(
     pid = os.fork()
     if pid:
         return pid
+    import torch
+
     code = 1
     try:
         os.setsid()
         faulthandler.dump_traceback_later(seconds - 10)  # names the place of a hang
         os.environ.update(environ, MASTER_PORT=os.read(port, 8).decode().strip())
+        # A fork makes its pool of threads anew on first use, and two threads at once would race for it.
+        torch.set_num_threads(1)
         try:
             path.write_bytes(pickle.dumps((function(*args), "")))
             code = 0
