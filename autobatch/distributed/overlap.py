@@ -2,7 +2,7 @@
 
 DDP wraps the loss and not the model, because a loss may call any method of a model, and DDP only sees the
 calls of its own forward. All micro-batches but the last run under ``no_sync``. DDP divides by the number of
-ranks, so the loss is multiplied by it first. Gradients live in DDP's buckets and are zeroed in place.
+ranks, so gradients are multiplied by it first. They live in DDP's buckets and are zeroed in place.
 
 Between the forward and the backward pass of the last micro-batch, the ranks vote whether memory ran out. A
 batch that failed until then runs again on all ranks, with DDP built anew, because a reduction was prepared.
@@ -43,20 +43,15 @@ class _PeerOutOfMemory(torch.OutOfMemoryError):
 
 
 class _LossModule(nn.Module):
-    """The loss as the forward pass of a module, multiplied by a weight."""
+    """The loss as the forward pass of a module."""
 
     def __init__(self, model: nn.Module, loss: LossFunction) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
-        self.weight = 1.0
-        self.count_weight = 1.0
 
     def forward(self, batch: Collated) -> Any:
-        found = self.loss(self.model, batch)
-        if isinstance(found, Loss):
-            return Loss(found.total * self.weight, found.count * self.count_weight)
-        return found * self.weight if isinstance(found, Tensor) else found
+        return self.loss(self.model, batch)
 
 
 class Overlap(GroupEngine):
@@ -76,12 +71,14 @@ class Overlap(GroupEngine):
         self._peer_failed = False
         self._has_no_counts = False
         self._is_passing = False
+        self._is_spare = False
         self._table = torch.zeros(
             table_size(self.ranks.world, len(Figures._fields), torch.float64), dtype=torch.float64
         ).to(train_state.device)
         # DDP has buckets of its own.
         train_state.exchange = None
         train_state.gradients.keeps_memory = True
+        train_state.gradient_factor = float(self.ranks.world)
         train_state.loss = self._loss_of(train_state)
         train_state.buffers.take()
         self._wrap(train_state)
@@ -92,9 +89,8 @@ class Overlap(GroupEngine):
         """See `Engine.passing`."""
         self._peer_failed = False
         self._agree_on_scale(train_state)
-        self._module.weight, self._module.count_weight = float(self.ranks.world), 1.0
+        self._is_spare = count == 0
         if count == 0:
-            self._module.weight = self._module.count_weight = 0.0
             before = capture_random_state()
             self._begin(is_last=True)
             yield self._spare()[0], 0
@@ -111,7 +107,6 @@ class Overlap(GroupEngine):
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """See `Engine.combine`. The gradients are summed already."""
         self._is_passing = False
-        self._ddp.require_backward_grad_sync = True
         if isinstance(outcome, OutOfMemory):
             return self._give_up(train_state, outcome)
         write_row(self._table, figures_of(outcome, self._request.own.signal_number or 0), self.ranks.rank)
@@ -121,7 +116,6 @@ class Overlap(GroupEngine):
         rows = [Figures(*row) for row in read_rows(self._table.tolist(), columns, self._table.dtype)]
         self._request.agree(int(row.signal) for row in rows)
         sum_totals(outcome, rows)
-        outcome.loss = outcome.loss / self.ranks.world
         if outcome.first_norm is not None:
             outcome.first_norm = outcome.first_norm / self.ranks.world
         return outcome
@@ -160,7 +154,7 @@ class Overlap(GroupEngine):
                 self._vote(failed=False)
                 # From here on gradients are in flight, so that nothing can be repeated.
                 train_state.stepping = True
-            return found
+            return _without_weight(found) if self._is_spare else found
 
         return loss
 
@@ -171,7 +165,9 @@ class Overlap(GroupEngine):
         left, and come in the middle of a later batch.
         """
         self._is_passing = True
-        self._ddp.require_backward_grad_sync = is_last
+        # A module takes long to set an attribute.
+        if self._ddp.require_backward_grad_sync != is_last:
+            self._ddp.require_backward_grad_sync = is_last
 
     def _vote(self, *, failed: bool) -> None:
         """Tell whether memory ran out here, and stop if it did on another rank."""
@@ -200,11 +196,15 @@ class Overlap(GroupEngine):
 
         The second forward pass of DDP orders its buckets anew, with a message that must not meet a vote.
         """
-        self._module.weight = self._module.count_weight = 0.0
         with preserved_random_state():
             for _ in range(2):
                 with precision_context(train_state.device, train_state.precision):
-                    found = self._ddp(self._spare()[0])
+                    found = _without_weight(self._ddp(self._spare()[0]))
                 torch.autograd.backward(found.total if isinstance(found, Loss) else found)
         train_state.gradients.clear()
         train_state.buffers.restore(keep=True)
+
+
+def _without_weight(found: Tensor | Loss) -> Tensor | Loss:
+    """Return a loss that counts nothing and has gradients of 0."""
+    return Loss(found.total * 0.0, found.count * 0.0) if isinstance(found, Loss) else found * 0.0

@@ -139,7 +139,7 @@ def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size
     # A loss may return a constant if its micro-batch counts nothing.
     if loss.requires_grad:
         scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
-        backward_from(scaled, weight)
+        backward_from(scaled, weight * train_state.gradient_factor)
     loss = loss.detach()
     # A sum of its own: a constant loss may be one tensor for all micro-batches.
     totals.loss = loss * weight if isinstance(totals.loss, float) else totals.loss.add(loss, alpha=weight)

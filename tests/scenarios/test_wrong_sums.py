@@ -37,13 +37,13 @@ def forget_counts() -> None:
 
 def forget_world() -> None:
     """Leave DDP's mean over the ranks as it is."""
-    forward = overlap._LossModule.forward
+    attach = overlap.Overlap.attach
 
-    def unweighted(self: Any, batch: Any) -> Any:
-        self.weight = min(self.weight, 1.0)
-        return forward(self, batch)
+    def attach_alone(self: Any, train_state: Any, spare: Any) -> None:
+        attach(self, train_state, spare)
+        train_state.gradient_factor = 1.0
 
-    overlap._LossModule.forward = unweighted  # type: ignore[method-assign]
+    overlap.Overlap.attach = attach_alone  # type: ignore[method-assign]
 
 
 MISTAKES = {
