@@ -90,6 +90,7 @@ def describe_split(plan: Plan) -> str:
     sizes = plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps
     kinds = sorted(set(sizes), reverse=True)
     ranks = f" on each of {count(plan.world_size)} ranks" if plan.world_size > 1 else ""
+    ranks += ", which share the model" if plan.parallel == "shard" else ""
     if len(kinds) == 1:
         return f"{plural(len(sizes), 'micro-batch', 'micro-batches')} of {count(kinds[0])}{ranks}"
     parts = ", ".join(f"{count(sizes.count(size))} × {count(size)}" for size in kinds)

@@ -11,7 +11,9 @@ from torch import nn
 
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Training
+from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
+from autobatch.device.cpu import CpuDevice
 from autobatch.device.oom import memory_named
 from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
@@ -28,6 +30,9 @@ from autobatch.training.run_settings import RunSettings
 from autobatch.training.watch_split import SplitWatch
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.streams import StreamSampler
+
+MOST_CHECKED_BYTES = GiB
+"""Bytes of the largest model whose loss is checked on the CPU, where more would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +90,10 @@ def train_plan(
     setup = with_knobs(run.setup, plan.knobs)
     told, tell = _kept_notes(progress)
     progress.doing("checking that the loss can be split into micro-batches")
-    watch = None
-    if plan.parallel != "shard":
+    if plan.parallel == "shard":
+        watch = None
+        _check_shared_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
+    else:
         watch = _check_split(setup, plan, sampler, ranks, split_check=split_check, tell=tell)
     checkpoint = None if resume is None else resume.checkpoint
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
@@ -137,6 +144,35 @@ def _restore(loop: Loop, resume: Resume, sampler: GlobalBatchSampler, progress: 
     restore_loop(loop, checkpoint.state, same_hardware=resume.is_exact, folder=checkpoint.path)
     if isinstance(sampler, StreamSampler):
         progress.note(sampler.view.load_state_dict(checkpoint.state["stream"]))
+
+
+def _check_shared_split(
+    setup: TrainSetup,
+    plan: Plan,
+    sampler: GlobalBatchSampler,
+    ranks: Ranks,
+    *,
+    split_check: Literal["error", "note", "off"],
+    tell: Callable[[str], None],
+) -> None:
+    """Check the loss of a model that ranks share, on rank 0 and on the CPU, while the model is whole there.
+
+    Raises:
+        InputError: the loss cannot be split into micro-batches.
+    """
+    if ranks.rank:
+        return
+    size = sum(parameter.nbytes for parameter in setup.model.parameters())
+    is_whole = not any(parameter.is_meta for parameter in setup.model.parameters())
+    if not is_whole or size > MOST_CHECKED_BYTES:
+        if split_check != "off":
+            tell(
+                f"the loss was not checked for splitting, because the ranks share a model of "
+                f"{format_bytes(size)}: check it once on a smaller one"
+            )
+        return
+    on_host = replace(setup, device=CpuDevice(), precision="fp32", layout=None)
+    _check_split(on_host, plan, sampler, ranks, split_check=split_check, tell=tell)
 
 
 def _check_split(

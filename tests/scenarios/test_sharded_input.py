@@ -48,6 +48,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "part": {"optimizer": part_of},
     "normed": {"model": normed},
     "plain": {},
+    "unsplit": {"loss": lambda model, batch: model(batch[0]).square().sum() / 7},
 }
 
 
@@ -83,6 +84,7 @@ def fit(name: str, out: str, options: dict[str, Any]) -> tuple[str, int]:
             {},
             "--parallel shard needs an optimizer for every parameter that requires a gradient, and 1",
         ),
+        ("unsplit", {"max_micro_batch": 2}, "the gradient of 2 samples at once and in parts differs"),
         ("normed", {}, "--parallel shard cannot run SyncBatchNorm (1), whose ranks must have equal"),
     ],
 )

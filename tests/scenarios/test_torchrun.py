@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from tests.support.training import points
 
+WORKED = []
 RANK, START = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 def model():
@@ -105,3 +106,36 @@ def test_a_killed_rank_restarts_all_from_the_newest_checkpoint(tmp_path: Path) -
     assert code == 0, err
     assert json.loads(out)["training"]["resumed_from"] is not None
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == expected
+
+
+def test_ranks_that_share_a_model_start_again_smaller_and_go_on(tmp_path: Path) -> None:
+    """Memory runs out on one rank in the third step, where the others wait in the middle of a pass."""
+    extra = (
+        "import multiprocessing as mp; trains = mp.parent_process() is None and torch.is_grad_enabled(); "
+        "WORKED.append(trains); "
+        "assert True if not (trains and RANK == '1' and START == '0' and sum(WORKED) > 4) "
+        "else (_ for _ in ()).throw(torch.OutOfMemoryError('CUDA out of memory.'))"
+    )
+    shard = ("--parallel", "shard", "--checkpoint-every", "1")
+    process = start(tmp_path, *FIT, *shard, extra=extra, launch=("--max-restarts", "1"))
+    code, out, err = finish(process)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["training"]["optimizer_steps"] == 8
+    assert found["training"]["resumed_from"].endswith("step-00000002")
+    assert found["plan"]["parallel"] == "shard"
+    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == 77
+
+
+def test_a_signal_leaves_one_checkpoint_of_a_shared_model(tmp_path: Path) -> None:
+    steps = ("--steps", "100000", "--parallel", "shard")
+    process = start(tmp_path, *COMMON, *steps)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert (checkpoint / "manifest.json").exists()
+    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["code"] == 143
