@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autobatch.api import unpack
+from autobatch.api.checks import CHECKING_SPLIT, refuse_split, refuse_weights
 from autobatch.api.confirm import Together
 from autobatch.api.over_ranks import (
     check_count,
@@ -27,7 +28,6 @@ from autobatch.api.over_ranks import (
 )
 from autobatch.api.parallel import asked_layout, check_parallel, layout_of_resume, probe_choice
 from autobatch.api.pipeline import (
-    CHECKING_SPLIT,
     OPENING,
     RunContext,
     add_learning_rate,
@@ -36,7 +36,6 @@ from autobatch.api.pipeline import (
     open_setup_process,
     open_tuner,
     probe_and_plan,
-    refuse_split,
     uninterrupted,
     write_memory_viz,
 )
@@ -55,7 +54,8 @@ from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.probing.child import SetupProcess, ThisProcess
-from autobatch.probing.setup import device_key, find_workload, open_setup
+from autobatch.probing.setup import find_workload, open_setup
+from autobatch.probing.setup_key import device_key
 from autobatch.report.result import Result, load_run
 from autobatch.training.build import LoopSettings, build_sampler, count_stream, depends_on_end, split_changes
 from autobatch.training.checkpoint import list_checkpoints
@@ -151,6 +151,8 @@ def _prepare(
         sampler = build_sampler(samples, settings)
         name = process.info.name
         out = claim_of_ranks(lambda: folder_of(options.out, name, resume=False), ranks, context.entered, held)
+        if shard is None:
+            refuse_weights(process)
         process, result, shard = probe_choice(workload, options, context, process, opened)
         assert result.plan is not None
         # A run that the launcher has started again has no earlier one.

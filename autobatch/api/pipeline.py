@@ -19,10 +19,11 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api import unpack
+from autobatch.api.checks import note_split
 from autobatch.api.confirm import Together, confirmed_plan
 from autobatch.api.over_ranks import agree_on_fit
 from autobatch.api.split import add_split
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.errors import InputError
 from autobatch.core.files import write_output
 from autobatch.core.options import (
     EstimateOptions,
@@ -39,7 +40,7 @@ from autobatch.distributed.launch import check_equal
 from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
 from autobatch.planning import even_split_note, in_one_size, rank_share
-from autobatch.probing.child import ChildCrashed, SetupProcess, open_process
+from autobatch.probing.child import SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.estimate_ranks import estimate_over_ranks
 from autobatch.probing.find_limit import Limit, check_size, find_limit
@@ -51,13 +52,10 @@ from autobatch.probing.step_snapshot import step_snapshot
 from autobatch.probing.survive import survive_real_batches
 from autobatch.probing.traced_setup import predicted_memory
 from autobatch.report.result import Estimates, Result
-from autobatch.training.compare_modes import Finding
-from autobatch.training.preflight import examine
 from autobatch.training.sinks import Sink
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
 from autobatch.workload.contract import Workload
 
-CHECKING_SPLIT = "checking that the loss can be split into micro-batches"
 OPENING = "opening the workload"
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
@@ -315,48 +313,6 @@ def write_memory_viz(
         return
     path = write_output(Path(options.memory_viz), content, "--memory-viz")
     progress.note(f"the memory of a few steps is in {path}: open it at pytorch.org/memory_viz")
-
-
-def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_last: bool = True) -> None:
-    """Note a loss that cannot be split into micro-batches exactly, unless the probe was interrupted.
-
-    The check is an extra here: if it fails, that is a note too.
-
-    Args:
-        process: holds the setup.
-        result: the probe and, if there is one, the plan.
-        progress: receives the notes.
-        is_last: keep the result if the check is interrupted.
-    """
-    probe, plan = result.probe, result.plan
-    if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt":
-        return
-    micro_batch = probe.micro_batch if plan is None else plan.micro_batch
-    progress.doing(CHECKING_SPLIT)
-    try:
-        found = process.call("the check of the loss", examine, micro_batch)
-    except ChildCrashed as crash:
-        process.restart()
-        found = Finding(unchecked=str(crash))
-    except AutobatchError as error:
-        found = Finding(unchecked=str(error))
-    except KeyboardInterrupt:
-        if not is_last:
-            raise
-        found = Finding(unchecked="the check was interrupted")
-    for line in found.notes(is_split=plan is None or plan.accumulation_steps > 1):
-        progress.note(line)
-
-
-def refuse_split(process: SetupProcess, micro_batch: int) -> None:
-    """Raise if the loss cannot be split into micro-batches, before minutes are spent on trials.
-
-    Raises:
-        InputError: it cannot be.
-    """
-    fault = process.call("the check of the loss", examine, micro_batch).fault
-    if fault is not None:
-        raise InputError(f"{fault}. To train anyway, use --split-check note")
 
 
 def uninterrupted(result: Result) -> Result:

@@ -1,8 +1,7 @@
-"""The setup that real steps run on: device, model and data, and the key that an answer depends on."""
+"""The setup that real steps run on: device, model and data."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
@@ -18,7 +18,6 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
-from autobatch.device.cuda_settings import allocator_options
 from autobatch.device.host import host_memory
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
@@ -26,8 +25,8 @@ from autobatch.distributed.layout import ShardLayout
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
+from autobatch.probing.setup_key import setup_key
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
-from autobatch.step.optimizers import argument_of
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.demo import MEMORY_BUDGET
@@ -200,6 +199,12 @@ def build_model(workload: Workload) -> nn.Module:
         model = workload.model()
     if not isinstance(model, nn.Module):
         raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
+    lazy = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]
+    if lazy:
+        raise InputError(
+            f"{lazy[0]} of the model has no shape before its first forward pass (a lazy module). Run it once "
+            "on a sample in Workload(model=…)"
+        )
     return model
 
 
@@ -261,7 +266,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
     device = setup.device.describe()
     with preserved_random_state():
         setup.worst_case.check_collate()
-        key = _key(setup, device)
+        key = setup_key(setup, device)
         sizes = None if setup.stream is not None else setup.worst_case.sizes()
         size_unit = None if sizes is None else setup.worst_case.size_unit()
     return SetupInfo(
@@ -292,20 +297,6 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
             *placement_notes(setup.model),
         ],
     )
-
-
-def device_key(setup: TrainSetup) -> dict[str, KeyValue]:
-    """Return the part of the key that a bit-exact resume depends on: hardware, torch and precision."""
-    device = setup.device.describe()
-    return {
-        "precision": setup.precision,
-        # None as in the keys of runs that knew no other type.
-        "gradient_dtype": None if setup.gradient_dtype == "fp32" else setup.gradient_dtype,
-        "device": device.name,
-        "device_kind": device.kind,
-        "total_bytes": device.total_bytes,
-        "torch": str(torch.__version__),
-    }
 
 
 def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
@@ -343,64 +334,3 @@ def new_allocator(info: SetupInfo, *, capped: bool = True, expandable: bool | No
         return CountingAllocator(limit)
     asked = info.allocator.expandable_segments if expandable is None else expandable
     return CachingAllocator(limit, replace(info.allocator, expandable_segments=asked))
-
-
-def _key(setup: TrainSetup, device: DeviceRecord) -> dict[str, KeyValue]:
-    """Return everything that changes what fits, by name."""
-    sample = setup.worst_case.batch(2)
-    loss = setup.workload.loss
-    functions = [loss.represent, loss.loss] if isinstance(loss, WholeBatchLoss) else [loss]
-    return {
-        "workload": setup.workload.name,
-        "model": _digest(
-            *(
-                f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
-                for name, p in setup.model.named_parameters()
-            ),
-            *(f"{name}:{type(module).__qualname__}" for name, module in setup.model.named_modules()),
-        ),
-        "samples": _digest(*(f"{tuple(t.shape)}:{t.dtype}" for t in tensors_of(sample))),
-        "loss": "+".join(map(_name_of, functions)),
-        "whole_batch": setup.whole_batch,
-        "optimizer": _digest(_optimizer_line(setup.workload)),
-        "max_grad_norm": None if setup.max_grad_norm is None else str(setup.max_grad_norm),
-        # Its memory does not depend on the decay.
-        "ema": None if setup.ema is None else "on",
-        **device_key(setup),
-        "budget_bytes": device.budget_bytes,
-        "allocator": allocator_options(os.environ) or None,
-        "world_size": setup.world,
-        # None as in the keys of runs that knew only whole models.
-        "parallel": None if setup.layout is None else str(setup.layout),
-        "keeps_batches": 1 if setup.keeps_batches else None,
-    }
-
-
-def _name_of(function: object) -> str:
-    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def _optimizer_line(workload: Workload) -> str:
-    """Return the classes and the settings of the workload's optimizers as text."""
-    made = stand_in_optimizers(workload)
-    if not made:
-        return str(getattr(workload.optimizer, "__qualname__", type(workload.optimizer).__qualname__))
-    return ";".join(
-        f"{type(one).__qualname__}:{sorted((key, str(value)) for key, value in one.defaults.items())}"
-        for one in made
-    )
-
-
-def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
-    """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
-    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1))])
-    try:
-        made = workload.optimizer(argument_of(workload, stand_in), workload.learning_rate)
-    except Exception:
-        return []
-    several = made if isinstance(made, list | tuple) else [made]
-    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
-
-
-def _digest(*lines: str) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from autobatch.core.files import create_file
 from autobatch.core.version import __version__
 from autobatch.device.oom import is_oom
 from autobatch.distributed.engine import Engine, OneProcess
-from autobatch.step.local_part import is_sharded
+from autobatch.probing.child import Session
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of
@@ -78,7 +78,6 @@ def check_exportable(model: nn.Module) -> None:
     Raises:
         InputError: a tensor cannot be written; the message names it.
     """
-    shared: dict[int, dict[str, bool]] = {}
     for name, value in model.state_dict().items():
         reason = _not_exportable(value)
         if reason is not None:
@@ -86,18 +85,11 @@ def check_exportable(model: nn.Module) -> None:
                 f"the weights could not be exported after training: {name} is {reason}, which safetensors "
                 "cannot hold. Keep it in another type, or out of the state dict (persistent=False)"
             )
-        if is_sharded(value):  # it is exported whole
-            continue
-        storage = value.untyped_storage()
-        is_whole = value.numel() * value.element_size() == storage.nbytes()
-        if storage.data_ptr():
-            shared.setdefault(storage.data_ptr(), {})[name] = is_whole
-    for names in shared.values():
-        if len(names) > 1 and not any(names.values()):
-            raise InputError(
-                f"the weights could not be exported after training: {' and '.join(names)} are parts of one "
-                "larger tensor. Make them tensors of their own, with .clone()"
-            )
+
+
+def examine_weights(session: Session) -> None:
+    """Check the weights of an open setup; see `check_exportable`."""
+    check_exportable(session.setup.model)
 
 
 def _not_exportable(value: object) -> str | None:
@@ -138,6 +130,8 @@ def _export(weights: Mapping[str, Any], path: Path) -> None:
         temporary.unlink(missing_ok=True)
         os.close(create_file(temporary))
         mode = temporary.stat().st_mode & 0o777
+        # It refuses a tensor that is a part of a larger one, such as a slice or an expanded buffer.
+        weights = {name: value if _is_whole(value) else value.clone() for name, value in weights.items()}
         # It asks the model for nothing else.
         model: Any = SimpleNamespace(state_dict=lambda: dict(weights))
         save_model(model, str(temporary), metadata=dict(METADATA))
@@ -151,6 +145,11 @@ def _export(weights: Mapping[str, Any], path: Path) -> None:
                 f"the weights could not be written to {path}: {error}. The checkpoints hold them too"
             ) from error
         raise
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor has all bytes of its storage."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _sort_metadata(path: Path) -> None:

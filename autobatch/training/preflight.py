@@ -75,6 +75,11 @@ def check_loss_splits(
     return [*notes, *finding.notes(is_split=is_split)], finding
 
 
+def name_writes(session: Session, micro_batches: int) -> list[str]:
+    """Name what the forward pass of an open setup writes; see `forward_write_notes`."""
+    return forward_write_notes(session.setup, micro_batches)
+
+
 def examine(session: Session, micro_batch: int) -> Finding:
     """Examine the loss of an open setup; see `examine_loss`."""
     return examine_loss(session.setup, micro_batch)

@@ -18,7 +18,8 @@ from autobatch.device.oom import memory_named
 from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.setup import device_key, with_knobs
+from autobatch.probing.setup import with_knobs
+from autobatch.probing.setup_key import device_key
 from autobatch.training.build import LoopSettings, on_stream, open_loop
 from autobatch.training.checkpoint import Loaded
 from autobatch.training.loop import Loop

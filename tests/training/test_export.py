@@ -16,6 +16,7 @@ from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.version import __version__
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
+from tests.support.probes import Listener
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import Blocks, block_workload, sharded_loop, step_together
@@ -71,17 +72,20 @@ class Holder(nn.Module):
             self.register_buffer(name, tensor)
 
 
-WHOLE = torch.zeros(8)
+WHOLE = torch.arange(8.0)
 CANNOT = {
     "complex128": ({"a": torch.zeros(2, dtype=torch.complex128)}, "a is of type complex128"),
     "sparse": ({"a": torch.eye(3).to_sparse()}, "a is a tensor in the layout sparse_coo"),
-    "parts": ({"a": WHOLE[:5], "b": WHOLE[3:]}, "a and b are parts of one larger tensor"),
 }
 CAN = {
     "types": {
         f"of_{str(dtype).removeprefix('torch.')}": torch.zeros(2, dtype=dtype)
         for dtype in (torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.int64)
     },
+    "parts": {"a": WHOLE[:5], "b": WHOLE[3:]},
+    "one part": {"a": WHOLE[2:4]},
+    "expanded": {"a": torch.ones(1).expand(5), "b": torch.zeros(1).expand(2, 3)},
+    "one whole and parts that do not meet": {"a": WHOLE, "b": WHOLE[1:2], "c": WHOLE[3:5]},
     "one whole among parts": {"a": WHOLE, "b": WHOLE[3:]},
     "empty": {"a": torch.zeros(0), "b": torch.zeros(0)},
     "transposed": {"a": torch.zeros(2, 3).t()},
@@ -105,6 +109,10 @@ def test_weights_that_pass_the_check_are_exported(kind: str, tmp_path: Path) -> 
     loop.train_state.model = Holder(**CAN[kind])
     check_exportable(loop.train_state.model)
     export_weights(loop.train_state, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found
+    assert all(torch.equal(found[name], CAN[kind][name]) for name in found)
+    assert set(found) == set(CAN[kind])
 
 
 def test_a_state_dict_with_other_objects_is_refused() -> None:
@@ -116,7 +124,7 @@ def test_a_state_dict_with_other_objects_is_refused() -> None:
         check_exportable(Extra(1, 1))
 
 
-def test_a_run_ends_before_its_first_step(tmp_path: Path) -> None:
+def test_a_run_ends_before_its_first_attempt(tmp_path: Path) -> None:
     import autobatch
 
     class Complex(nn.Module):
@@ -128,8 +136,12 @@ def test_a_run_ends_before_its_first_step(tmp_path: Path) -> None:
             return (self.weight * x[:, :2]).abs().sum(dim=1)
 
     workload = make_workload(model=Complex, loss=lambda model, batch: model(batch[0]).mean())
+    heard = Listener()
     with pytest.raises(InputError, match="weight is of type complex128"):
-        autobatch.fit(workload, target_batch=6, steps=3, device="cpu", trials=0, out=tmp_path / "run")
+        autobatch.fit(
+            workload, target_batch=6, steps=3, device="cpu", trials=0, out=tmp_path / "run", progress=heard
+        )
+    assert heard.sizes == []
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

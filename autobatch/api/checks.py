@@ -1,0 +1,69 @@
+"""Checks of a model and its loss, in the process that holds them."""
+
+from __future__ import annotations
+
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.progress import Progress
+from autobatch.probing.child import ChildCrashed, SetupProcess
+from autobatch.probing.questions import ask_or_none
+from autobatch.report.result import Result
+from autobatch.training.compare_modes import Finding
+from autobatch.training.export import examine_weights
+from autobatch.training.preflight import examine, name_writes
+
+CHECKING_SPLIT = "checking that the loss can be split into micro-batches"
+
+
+def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_last: bool = True) -> None:
+    """Note a loss that cannot be split into micro-batches exactly, and what the forward pass writes.
+
+    The check is an extra here: if it fails, that is a note too. An interrupted probe has no check.
+
+    Args:
+        process: holds the setup.
+        result: the probe and, if there is one, the plan.
+        progress: receives the notes.
+        is_last: keep the result if the check is interrupted.
+    """
+    probe, plan = result.probe, result.plan
+    if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt":
+        return
+    micro_batch = probe.micro_batch if plan is None else plan.micro_batch
+    progress.doing(CHECKING_SPLIT)
+    try:
+        found = process.call("the check of the loss", examine, micro_batch)
+    except ChildCrashed as crash:
+        process.restart()
+        found = Finding(unchecked=str(crash))
+    except AutobatchError as error:
+        found = Finding(unchecked=str(error))
+    except KeyboardInterrupt:
+        if not is_last:
+            raise
+        found = Finding(unchecked="the check was interrupted")
+    steps = 1 if plan is None else plan.accumulation_steps
+    for line in found.notes(is_split=plan is None or steps > 1):
+        progress.note(line)
+    if steps > 1:
+        for line in ask_or_none(process, "the check of what is written", name_writes, steps) or []:
+            progress.note(line)
+
+
+def refuse_split(process: SetupProcess, micro_batch: int) -> None:
+    """Raise if the loss cannot be split into micro-batches, before minutes are spent on trials.
+
+    Raises:
+        InputError: it cannot be.
+    """
+    fault = process.call("the check of the loss", examine, micro_batch).fault
+    if fault is not None:
+        raise InputError(f"{fault}. To train anyway, use --split-check note")
+
+
+def refuse_weights(process: SetupProcess) -> None:
+    """Raise if the weights could not be exported after training, before minutes are spent on a probe.
+
+    Raises:
+        InputError: they could not be.
+    """
+    process.call("the check of the weights", examine_weights)
