@@ -20,7 +20,7 @@ from tests.support.probes import work
 PRINTING = {"json", "quiet", "verbose"}
 READ_BY_STAGES = {
     "probe": {"micro_batch", "memory_viz"},
-    "plan": {"split", "static_shapes", "memory_viz"},
+    "plan": {"split", "static_shapes", "memory_viz", "own_loop"},
     "tune": {"split", "static_shapes", "memory_viz", "timeout", "tune_lr"},
     "fit": {
         "split",
