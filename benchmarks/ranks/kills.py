@@ -1,6 +1,7 @@
 """SIGKILL of a random rank at random instants, under ``torchrun --max-restarts``.
 
     python -m benchmarks.ranks.kills --kills 10 --seed 1    # adds a part to benchmarks/results
+    python -m benchmarks.ranks.kills --kills 10 --seed 1 --parallel shard
 
 Two ranks train with dropout and AdamW, and write a checkpoint after every step. Half of the kills come at any
 instant after a start, half while batches are trained and checkpoints written. Counted are runs whose final
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 
 RESULT = Path(__file__).parents[1] / "results" / "ranks-kills_amd-epyc_2026-11-22.json"
 ROOT = Path(__file__).parents[2]
-STEPS = 1200
+STEPS = {"replicate": 1200, "shard": 300}
+"""A sharded checkpoint after every step takes longer."""
 WORKLOAD = """
 import pathlib, time, torch
 from torch.nn.functional import cross_entropy
@@ -56,14 +58,15 @@ class Seen(NamedTuple):
     """Step of the newest published checkpoint; 0 for none."""
 
 
-def start(folder: Path, restarts: int) -> subprocess.Popen[str]:
-    """Start two ranks in a folder."""
+def start(folder: Path, restarts: int, parallel: str) -> subprocess.Popen[str]:
+    """Start two ranks in a folder, each with a whole model or with a part of one."""
     (folder / "work.py").write_text(WORKLOAD)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("--max-restarts", str(restarts), "-m", "autobatch", "fit", "work.py", "--out", "run"),
         *("--target-batch", "14", "--memory-budget", "1GiB", "--max-micro-batch", "4"),
-        *("--steps", str(STEPS), "--checkpoint-every", "1", "--json"),
+        *("--steps", str(STEPS[parallel]), "--checkpoint-every", "1", "--json"),
+        *("--parallel", parallel, "--trials", "0"),
     ]
     environ = {
         **os.environ,
@@ -86,10 +89,10 @@ def look(process: subprocess.Popen[str], folder: Path) -> Seen:
     return Seen(tuple(map(int, children)), max(steps, default=0))
 
 
-def kill_ranks(folder: Path, kills: int, draw: random.Random) -> dict[str, Any]:
+def kill_ranks(folder: Path, kills: int, draw: random.Random, parallel: str) -> dict[str, Any]:
     """Run once, kill so many ranks, and return what was seen."""
     (folder / "slow").touch()
-    process = start(folder, kills)
+    process = start(folder, kills, parallel)
     lost, of_rank = 0, [0, 0]
     newest = 0
     known: tuple[int, ...] = ()
@@ -110,7 +113,7 @@ def kill_ranks(folder: Path, kills: int, draw: random.Random) -> dict[str, Any]:
         seen = look(process, folder)
         lost += seen.newest < newest
         newest = max(newest, seen.newest)
-        if process.poll() is not None or seen.newest == STEPS or len(known) < 2:
+        if process.poll() is not None or seen.newest == STEPS[parallel] or len(known) < 2:
             break
         rank = draw.randrange(2)
         of_rank[rank] += 1
@@ -129,27 +132,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parallel", choices=STEPS, default="replicate")
     given = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="rank-kills-"))
     try:
         for name in ("whole", "killed"):
             (root / name).mkdir()
-        whole = start(root / "whole", 0)
+        whole = start(root / "whole", 0, given.parallel)
         whole.communicate(timeout=300)
-        found = {"seed": given.seed, **kill_ranks(root / "killed", given.kills, random.Random(given.seed))}
+        draw = random.Random(given.seed)
+        found = {"parallel": given.parallel, "seed": given.seed}
+        found |= kill_ranks(root / "killed", given.kills, draw, given.parallel)
         weights = [(root / name / "run" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
         found["same weights"] = weights[0] == weights[1]
     finally:
         shutil.rmtree(root, ignore_errors=True)
     print(json.dumps(found))
     parts = json.loads(RESULT.read_text())["parts"] if RESULT.exists() else []
-    parts = [part for part in parts if part["seed"] != given.seed] + [found]
-    totals = {
-        "kills": sum(sum(part["killed"]) for part in parts),
-        "runs with other weights": sum(not part["same weights"] for part in parts),
-        "checkpoints lost": sum(part["checkpoints lost"] for part in parts),
+    parts = [part for part in parts if (part["parallel"], part["seed"]) != (given.parallel, given.seed)]
+    parts.append(found)
+    RESULT.write_text(
+        json.dumps({**{kind: totals(parts, kind) for kind in STEPS}, "parts": parts}, indent=1) + "\n"
+    )
+
+
+def totals(parts: list[dict[str, Any]], parallel: str) -> dict[str, int]:
+    """Return the sums over all runs of a kind."""
+    own = [part for part in parts if part["parallel"] == parallel]
+    return {
+        "kills": sum(sum(part["killed"]) for part in own),
+        "runs with other weights": sum(not part["same weights"] for part in own),
+        "checkpoints lost": sum(part["checkpoints lost"] for part in own),
     }
-    RESULT.write_text(json.dumps({**totals, "parts": parts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
