@@ -52,6 +52,7 @@ def setup_settings(
         ema=options.ema,
         target_batch=target_batch,
         keeps_batches=keeps_batches,
+        size_multiple=options.size_multiple,
         world=world,
         shard=shard,
         holds_model=holds_model,

@@ -19,7 +19,7 @@ from autobatch.core.knobs import parse_knobs
 from autobatch.core.option_types import LARGEST_INTEGER, expected, plain_type, unknown_option
 from autobatch.core.options import Options
 from autobatch.core.text import is_text, quoted
-from autobatch.core.units import TiB, parse_budget
+from autobatch.core.units import TiB, parse_budget, parse_multiple
 
 _Kind = TypeVar("_Kind", bound=Options)
 _DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?|sim:.+")
@@ -95,6 +95,7 @@ def _check(values: Mapping[str, Any], names: Mapping[str, str]) -> None:
     for name, parse in (
         ("memory_budget", lambda budget: parse_budget(budget, whole_bytes=TiB)),
         ("knobs", parse_knobs),
+        ("size_multiple", parse_multiple),
     ):
         if values.get(name) is not None:
             try:

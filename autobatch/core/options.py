@@ -97,6 +97,10 @@ class SearchOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "DECAY",
         ),
     ] = None
+    size_multiple: Annotated[
+        str | int | None,
+        OptionHelp("Pad samples to multiples of N. auto: at most 8 sizes.", "memory", "N|auto"),
+    ] = None
     memory_viz: Annotated[
         str | None,
         OptionHelp(

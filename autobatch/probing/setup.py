@@ -34,6 +34,7 @@ from autobatch.workload.nested import tensors_of
 from autobatch.workload.reference import DEMO, load_workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.sampler_order import epoch_of
+from autobatch.workload.size_multiple import in_multiples, multiple_notes
 from autobatch.workload.size_split import digest_of
 from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
 from autobatch.workload.user_code import user_code
@@ -57,6 +58,8 @@ class SetupSettings:
     """None if unknown."""
     keeps_batches: bool = False
     """True to plan for a loop that keeps each micro-batch until the next one is there."""
+    size_multiple: str | int | None = None
+    """Number whose multiples samples are padded to, or ``auto``; None for none."""
     world: int = 1
     """Ranks that train together, each on a device of its own."""
     shard: ShardLayout | None = None
@@ -148,7 +151,7 @@ def open_setup(
     """
     budget = budget_of(settings, is_demo=is_demo)
     stream = workload.train_data if is_stream(workload.train_data) else None
-    workload = scanned(workload, settings.scan)
+    workload = in_multiples(scanned(workload, settings.scan), settings.size_multiple, seed=settings.seed)
     device = open_device(settings.device, memory_budget=budget, environ=environ)
     with preserved_random_state():
         seed_everything(settings.seed)
@@ -292,6 +295,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
             *device.notes,
             *stream_notes(workload.train_data),
             *setup.worst_case.notes,
+            *multiple_notes(workload, sizes),
             *whole_batch_notes(workload, setup.whole_batch),
             *gradient_sum_notes(setup.model, setup.gradient_dtype),
             *placement_notes(setup.model),

@@ -63,6 +63,7 @@ CHANGED: dict[str, Any] = {
     "warmup_samples": 100,
     "workers": 2,
     "world_size": 3,
+    "size_multiple": "auto",
     "own_loop": True,
 }
 
