@@ -75,8 +75,7 @@ def confirmed_plan(  # noqa: PLR0917 - what a plan is made of
             break
         progress.doing("running a batch over all ranks")
         of_ranks = [one.micro_batches for one in plan.ranks]
-        limits = [one.limit for one in plan.ranks]
-        found = run_joint_batch(process, place, joint_batch(of_ranks, ranks.rank, limits, together.grad_sync))
+        found = run_joint_batch(process, place, joint_batch(of_ranks, ranks.rank, together.grad_sync))
         attempts.append(found)
         progress.attempted(found)
         reasons = ranks.gather(found.reason)

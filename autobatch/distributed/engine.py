@@ -62,9 +62,20 @@ class Engine(Protocol):
         """Return the request to stop that all ranks obey at the same step."""
 
     def passing(
-        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+        self,
+        train_state: TrainState,
+        micro_batches: Iterable[tuple[Collated, int]],
+        count: int,
+        samples: int,
     ) -> Iterable[tuple[Collated, int]]:
-        """Return the micro-batches of a batch as they are to run, ``count`` of them on this rank."""
+        """Return the micro-batches of a batch as they are to run.
+
+        Args:
+            train_state: what trains.
+            micro_batches: of this rank, with the samples of each.
+            count: their number.
+            samples: of the batch, over all ranks.
+        """
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """Sum gradients and totals over the ranks, unless one of them ran out of memory.
@@ -115,7 +126,11 @@ class OneProcess:
         return request
 
     def passing(
-        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+        self,
+        train_state: TrainState,
+        micro_batches: Iterable[tuple[Collated, int]],
+        count: int,
+        samples: int,
     ) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches themselves."""
         return micro_batches

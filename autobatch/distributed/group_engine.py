@@ -75,7 +75,11 @@ class GroupEngine:
         self._lower(self.ranks.rank, limit)
 
     def passing(
-        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+        self,
+        train_state: TrainState,
+        micro_batches: Iterable[tuple[Collated, int]],
+        count: int,
+        samples: int,
     ) -> Iterable[tuple[Collated, int]]:
         """See `Engine.passing`."""
         return micro_batches

@@ -83,14 +83,6 @@ class Messages:
         self.answered += 1
         return bool(vote)
 
-    def most(self, number: int) -> int:
-        """Return the largest number that any rank gave; all of them call it."""
-        found = torch.tensor([number])
-        with as_rank_lost("compare a number"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._side)
-        self.answered += 1
-        return int(found)
-
     def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
         """Return the process group that reduces tensors of a device; None for the default, which is gloo's.
 

@@ -84,7 +84,11 @@ class Overlap(GroupEngine):
         self._wrap(train_state)
 
     def passing(
-        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+        self,
+        train_state: TrainState,
+        micro_batches: Iterable[tuple[Collated, int]],
+        count: int,
+        samples: int,
     ) -> Iterator[tuple[Collated, int]]:
         """See `Engine.passing`."""
         self._peer_failed = False

@@ -58,13 +58,17 @@ class Share(GroupEngine):
         )
 
     def passing(
-        self, train_state: TrainState, micro_batches: Iterable[tuple[Collated, int]], count: int
+        self,
+        train_state: TrainState,
+        micro_batches: Iterable[tuple[Collated, int]],
+        count: int,
+        samples: int,
     ) -> Iterator[tuple[Collated, int]]:
         """See `Engine.passing`. Further micro-batches of weight 0 follow if other ranks have more."""
         # From here on another rank may wait for this one, so that nothing can be repeated.
         train_state.stepping = True
         self._agree_on_scale(train_state)
-        rounds = self.ranks.most(count)
+        rounds = self._split.rounds(samples)
         padded = self._padded(micro_batches, count, rounds)
         yield from self._model.passing(padded, rounds)
         # Its end undoes what the micro-batches of weight 0 have changed.

@@ -90,6 +90,11 @@ class RankSplit:
             for part in self._split.parts(own, micro_batch)
         ]
 
+    def rounds(self, samples: int) -> int:
+        """Return the most micro-batches that any rank runs of so many samples, split by count."""
+        of_ranks = zip(shares(samples, self.limits), self.limits, strict=True)
+        return max(math.ceil(share / limit) for share, limit in of_ranks)
+
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:
         """See `Split.halved`."""
         return self._split.halved(part, micro_batch)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 
@@ -26,6 +26,7 @@ from autobatch.step.train_step import accumulate, finish
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.nested import to_device
+from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.split import CountSplit
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from autobatch.distributed.meeting import Children, MeetingPlace
     from autobatch.step.train_state import TrainState
 
+GradSync: TypeAlias = Literal["auto", "overlap", "after"]
 STEPS = 2
 """Steps of the batch: the state of the optimizer appears in the first."""
 MOST_PARTS = 2
@@ -45,21 +47,28 @@ SPARE_SAMPLES = 2
 class JointBatch(NamedTuple):
     """A batch over all ranks: plain values."""
 
-    sizes: list[int]
-    """Micro-batches of this rank; none if it takes no sample."""
+    rank: int
     samples: int
     """Samples of all ranks."""
     limits: list[int]
-    """Limit of each rank."""
-    grad_sync: Literal["auto", "overlap", "after"]
+    """Largest micro-batch of each rank."""
+    grad_sync: GradSync
+
+    def split(self) -> RankSplit:
+        """Return the split of this rank."""
+        return RankSplit(CountSplit(), self.rank, self.limits)
+
+    def sizes(self) -> list[int]:
+        """Return the micro-batches of this rank; none if it takes no sample."""
+        batch = GlobalBatch(0, 0, list(range(self.samples)))
+        return [len(part.ids) for part in self.split().parts(batch, self.limits[self.rank])]
 
 
-def joint_batch(
-    of_ranks: Sequence[Sequence[int]], rank: int, limits: list[int], grad_sync: str
-) -> JointBatch:
-    """Return a batch of the first micro-batches of each rank, which are the largest."""
-    first = [list(sizes[:MOST_PARTS]) for sizes in of_ranks]
-    return JointBatch(first[rank], sum(map(sum, first)), limits, grad_sync)  # type: ignore[arg-type]
+def joint_batch(of_ranks: Sequence[Sequence[int]], rank: int, grad_sync: GradSync) -> JointBatch:
+    """Return a batch with the largest micro-batch of each rank in a plan, up to `MOST_PARTS` times."""
+    limits = [max(sizes, default=1) for sizes in of_ranks]
+    rounds = min(MOST_PARTS, max(map(len, of_ranks)))
+    return JointBatch(rank, rounds * sum(limits), limits, grad_sync)
 
 
 def run_joint_batch(process: SetupProcess, place: MeetingPlace, batch: JointBatch) -> Attempt:
@@ -80,7 +89,7 @@ def run_joint_batch(process: SetupProcess, place: MeetingPlace, batch: JointBatc
 
 def _failed(batch: JointBatch, reason: str | None, phase: str | None = None) -> Attempt:
     return Attempt(
-        micro_batch=max(batch.sizes, default=0),
+        micro_batch=max(batch.sizes(), default=0),
         fits=False,
         peak_allocated_bytes=None,
         peak_reserved_bytes=None,
@@ -119,7 +128,7 @@ def _run(session: Session, place: MeetingPlace, batch: JointBatch) -> Attempt:
         return _failed(batch, *failure)
     reason = setup.device.refuses(stats)
     return Attempt(
-        micro_batch=max(batch.sizes, default=0),
+        micro_batch=max(batch.sizes(), default=0),
         fits=reason is None,
         peak_allocated_bytes=stats.peak_allocated_bytes,
         peak_reserved_bytes=stats.peak_reserved_bytes,
@@ -132,14 +141,16 @@ def _train(
     setup: TrainSetup, children: Children, batch: JointBatch, meter: Meter, mark: Callable[[str], None]
 ) -> None:
     """Run the steps over the children of all ranks."""
+    sizes = batch.sizes()
     mark("setup")
     with _joined(setup, children, batch, meter) as (train_state, engine):
         if train_state.scaler is not None:
             # As in an attempt: an overflow would keep the state of the optimizer from appearing.
             train_state.scaler = type(train_state.scaler)(setup.device.torch_device.type, init_scale=1.0)
         for _ in range(STEPS):
-            fetched = ((setup.worst_case.batch(size), size) for size in batch.sizes)
-            parts = engine.passing(train_state, batches_of(setup, meter, fetched), len(batch.sizes))
+            fetched = ((setup.worst_case.batch(size), size) for size in sizes)
+            placed = batches_of(setup, meter, fetched)
+            parts = engine.passing(train_state, placed, len(sizes), batch.samples)
             totals = accumulate(train_state, parts, batch.samples, mark, measure_first=True)
             summed = engine.combine(train_state, totals)
             assert isinstance(summed, StepTotals), "a child that fails ends the others"
@@ -162,7 +173,7 @@ def _joined(
     device = setup.device.torch_device
     # The engines use what a group and its children have in common.
     group = cast(Group, children)
-    split, kinds = RankSplit(CountSplit(), children.rank, batch.limits), list(range(children.world))
+    split, kinds = batch.split(), list(range(children.world))
     if setup.layout is not None:
         setup = replace(setup, sharding=setup.layout.over(mesh_of(group, device)))
     with on_copies(setup, meter) as train_state:

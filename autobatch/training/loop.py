@@ -231,7 +231,7 @@ class Loop:
         placed = feed(fetched, self.train_state.device, self.meter, twice=twice)
         return accumulate(
             self.train_state,
-            self.engine.passing(self.train_state, placed, len(parts)),
+            self.engine.passing(self.train_state, placed, len(parts), len(batch.ids)),
             len(batch.ids),
             self._mark if self.times.is_timing else self.meter.mark,
             measure_first=len(parts) > 1 and self.noise.is_due(batch.index),

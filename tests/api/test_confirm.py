@@ -71,7 +71,7 @@ def confirmed(
 
     def run(process: object, place: object, batch: Any) -> Attempt:
         assert place is PLACE
-        size = max(batch.sizes)
+        size = max(batch.sizes())
         if crashes:
             return attempt(size, None, fits=False)
         return attempt(size, None if size <= largest else "no memory", fits=size <= largest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,3 +65,12 @@ def test_ranks_of_one_kind_get_the_least_of_it() -> None:
     kinds = kinds_of(places)
     assert kinds == [0, 1, 0, 3]
     assert least_of_each_kind([10, 2, 9, 8], kinds) == [9, 2, 9, 8]
+
+
+@pytest.mark.parametrize("limits", [[5, 3], [7, 2, 4, 1], [1, 1], [24]])
+@pytest.mark.parametrize("samples", [1, 2, 14, 100])
+def test_the_rounds_are_the_most_micro_batches_of_any_rank(limits: list[int], samples: int) -> None:
+    splits = [RankSplit(CountSplit(), rank, limits) for rank in range(len(limits))]
+    batch = GlobalBatch(0, 0, list(range(samples)))
+    counts = [len(split.parts(batch, limit)) for split, limit in zip(splits, limits, strict=True)]
+    assert {split.rounds(samples) for split in splits} == {max(counts)}

@@ -22,10 +22,15 @@ MIB = 2**20
 
 
 def test_a_joint_batch_has_the_largest_micro_batches_of_each_rank() -> None:
-    of_ranks = [[8, 8, 7], [4], []]
-    assert joint_batch(of_ranks, 0, [8, 4, 1], "auto") == JointBatch([8, 8], 20, [8, 4, 1], "auto")
-    assert joint_batch(of_ranks, 1, [8, 4, 1], "auto").sizes == [4]
-    assert joint_batch(of_ranks, 2, [8, 4, 1], "after").sizes == []
+    of_ranks = [[8, 8, 7], [4, 4, 4], [4]]
+    joint = [joint_batch(of_ranks, rank, "auto") for rank in range(3)]
+    assert joint[0] == JointBatch(0, 32, [8, 4, 4], "auto")
+    assert [one.sizes() for one in joint] == [[8, 8], [4, 4], [4, 4]]
+
+
+def test_a_rank_without_samples_takes_one_here() -> None:
+    joint = [joint_batch([[1], [], []], rank, "after") for rank in range(3)]
+    assert [one.sizes() for one in joint] == [[1], [1], [1]]
 
 
 def wide() -> nn.Module:
@@ -46,7 +51,7 @@ def confirm(parallel: str, budgets: list[str], sizes: list[int], grad_sync: str)
     settings = SetupSettings(device="cpu", memory_budget=budgets[rank], world=world, shard=shard)
     process = ThisProcess(open_setup(workload, settings))
     place = MeetingPlace(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "test", rank, world)
-    batch = joint_batch([sizes] * world, rank, [4] * world, grad_sync)
+    batch = joint_batch([sizes, *[sizes[:-1]] * (world - 1)], rank, grad_sync)  # type: ignore[arg-type]
     return run_joint_batch(process, place, batch)
 
 
@@ -79,11 +84,3 @@ def test_out_of_memory_on_one_rank_is_an_answer_of_all(server: RankServer, paral
     assert "out of memory" in failed.reason
     # The other is its own child here: it has answered that it waited for a rank, or has ended itself.
     assert ended[0].code == 1 or (ended[0].value.fits, ended[0].value.reason) == (False, None)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_rank_without_samples_joins_the_batch(server: RankServer) -> None:
-    for parallel in ("shard", "replicate"):
-        found = server.values(confirm, parallel, ["1GiB", "1GiB"], [], "auto")
-        assert all(one.fits for one in found)
