@@ -23,7 +23,6 @@ from autobatch.api.over_ranks import (
     check_loss_of_ranks,
     claim_of_ranks,
     continued,
-    load_of_ranks,
     options_of_rank,
 )
 from autobatch.api.parallel import asked_layout, check_parallel, layout_of_resume, probe_choice
@@ -64,6 +63,7 @@ from autobatch.training.resume import (
     changes_since_checkpoint,
     check_same_data_order,
     load_plan,
+    load_run_state,
 )
 from autobatch.training.run_folder import (
     CHECKPOINTS,
@@ -203,7 +203,7 @@ def _prepare_resume(
     progress, ranks = context.progress, context.ranks
     name = find_workload(workload).name
     out = claim_of_ranks(lambda: folder_of(options.out, name, resume=True), ranks, context.entered, held)
-    stored = load_of_ranks(out, ranks)
+    stored = load_run_state(out, ranks)
     for line in stored.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     plan = load_plan(stored, settings)

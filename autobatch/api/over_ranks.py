@@ -17,9 +17,7 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.ranks import Ranks, open_ranks
-from autobatch.training.checkpoint import Loaded, list_checkpoints, load_checkpoint
-from autobatch.training.checkpoint_content import check_content
-from autobatch.training.resume import load_run_state
+from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
 from autobatch.workload.contract import WholeBatchLoss, Workload
 
@@ -154,19 +152,6 @@ def claim_of_ranks(
     _check_shared(out, ranks)
     entered(out)
     return out
-
-
-def load_of_ranks(out: Path, ranks: Ranks) -> Loaded:
-    """Load the newest valid checkpoint on every rank, the one that rank 0 finds and whose sums it compares.
-
-    Raises:
-        InputError: the run has no valid checkpoint.
-        CheckpointError: a rank finds other files.
-    """
-    found = load_run_state(out) if ranks.rank == 0 else None
-    # The others only after rank 0 has cleaned up.
-    name = ranks.once(lambda: "" if found is None else found.path.name)
-    return load_checkpoint(out / CHECKPOINTS / name, check_content, sums=False) if found is None else found
 
 
 def _check_shared(out: Path, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:

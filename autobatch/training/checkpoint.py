@@ -17,14 +17,11 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import torch
-
-from autobatch.core.errors import CheckpointError, InputError
-from autobatch.device.oom import is_oom
+from autobatch.core.errors import CheckpointError
 from autobatch.training.manifest import (
     MANIFEST,
     STATE,
@@ -36,21 +33,6 @@ from autobatch.training.manifest import (
 
 _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+\.(?:tmp|trash)-\d+")
-
-
-class Loaded(NamedTuple):
-    """The newest valid checkpoint."""
-
-    path: Path
-    state: dict[str, Any]
-    facts: dict[str, Any]
-    """What was written beside the state: the plan, the versions, the data order."""
-    passed_over: list[str]
-    """Newer checkpoints that are damaged, and why; one per line."""
-
-
-Check: TypeAlias = Callable[[Path, dict[str, Any], dict[str, Any]], None]
-"""Checks the content of a checkpoint: its folder, its state, its facts."""
 
 
 def save_checkpoint(
@@ -155,60 +137,6 @@ def _as_checkpoint_error(temporary: Path) -> Iterator[None]:
             f"the checkpoint of step {_number(target)} could not be written to {temporary.parent}: "
             f"{error.strerror or error}. Free some space there; no earlier checkpoint is lost"
         ) from error
-
-
-def load_newest(folder: Path, check: Check = lambda *_: None) -> Loaded | None:
-    """Load the newest valid checkpoint, and name the damaged ones that were passed over.
-
-    Args:
-        folder: the folder of all checkpoints of the run.
-        check: raises a `CheckpointError` if a checkpoint with valid sums holds something else.
-
-    Returns:
-        The checkpoint; ``None`` if the folder has none at all.
-
-    Raises:
-        InputError: every checkpoint is damaged.
-        Exception: memory ran out, which does not make a checkpoint damaged; see `autobatch.device.oom`.
-    """
-    passed_over: list[str] = []
-    for path in reversed(list_checkpoints(folder)):
-        try:
-            return load_checkpoint(path, check)._replace(passed_over=passed_over)
-        except CheckpointError as error:
-            passed_over.append(str(error))
-    if passed_over:
-        raise InputError(
-            f"no checkpoint in {folder} is valid ({', '.join(passed_over)}): start without --resume, or "
-            "restore one of them from a copy"
-        )
-    return None
-
-
-def load_checkpoint(path: Path, check: Check = lambda *_: None, *, sums: bool = True) -> Loaded:
-    """Load a checkpoint.
-
-    Args:
-        path: its folder.
-        check: see `load_newest`.
-        sums: compare sums too, and not only sizes.
-
-    Raises:
-        CheckpointError: it is damaged; names the fault.
-        Exception: memory ran out; see `load_newest`.
-    """
-    manifest = read_manifest(path)
-    check_files(path, manifest, sums=sums)
-    try:
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        check(path, state, manifest["facts"])
-    except CheckpointError:
-        raise
-    except Exception as error:  # a hostile or foreign file may make the reader raise anything
-        if is_oom(error):
-            raise
-        raise CheckpointError(f"{path}: {STATE} cannot be read ({type(error).__name__})") from None
-    return Loaded(path, state, manifest["facts"], [])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -12,10 +12,11 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
-from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.training.build import LoopSettings
-from autobatch.training.checkpoint import Loaded, clean_leftovers, list_checkpoints, load_newest
+from autobatch.training.checkpoint import clean_leftovers, list_checkpoints
 from autobatch.training.checkpoint_content import check_content
+from autobatch.training.load_checkpoint import Loaded, load_newest
 from autobatch.training.manifest import STATE
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
@@ -33,8 +34,8 @@ _BIT_EXACT_KEYS = {
 """Entries of the setup's key that a bit-exact resume depends on, with their names in messages."""
 
 
-def load_run_state(out: Path) -> Loaded:
-    """Load the newest valid checkpoint of a run.
+def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
+    """Load the newest valid checkpoint of a run, the same on all ranks.
 
     Raises:
         InputError: the run has no checkpoint, or every one is damaged.
@@ -42,8 +43,8 @@ def load_run_state(out: Path) -> Loaded:
     """
     folder = out / CHECKPOINTS
     try:
-        clean_leftovers(folder)
-        loaded = load_newest(folder, check_content)
+        (ranks or Alone()).once(lambda: clean_leftovers(folder))
+        loaded = load_newest(folder, check_content, ranks)
     except Exception as error:
         if not is_oom(error):
             raise

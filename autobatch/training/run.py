@@ -16,9 +16,9 @@ from autobatch.core.records import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.device.oom import first_line, memory_named
 from autobatch.step.optimizers import averaged_weights, switch
-from autobatch.training.checkpoint import Loaded
 from autobatch.training.evaluation import Sums, ValidationBatchSize, evaluate_part
 from autobatch.training.export import check_exportable, export_weights
+from autobatch.training.load_checkpoint import Loaded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
 from autobatch.training.metrics import (

@@ -21,7 +21,7 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import with_knobs
 from autobatch.probing.setup_key import device_key
 from autobatch.training.build import LoopSettings, on_stream, open_loop
-from autobatch.training.checkpoint import Loaded
+from autobatch.training.load_checkpoint import Loaded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.preflight import check_loss_splits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.training.checkpoint import load_newest
-from autobatch.training.run_folder import CHECKPOINTS, METRICS
+from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.run_folder import CHECKPOINTS
 from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
+from tests.support.runs import keep_only, rows
 from tests.support.training import Rows, apart, fingerprint, make_workload, mean_loss, points, weights
 
 pytestmark = pytest.mark.distributed
@@ -85,10 +85,6 @@ def fit(
     return fingerprint(result.model), weights(result.model).tolist(), result.to_json()
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
-
-
 def fit_with_report(out: str, options: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
     return fit("plain", out, options, report=True)
 
@@ -101,7 +97,7 @@ def test_a_run_does_not_depend_on_the_ranks(server: RankServer, tmp_path: Path) 
         found = server.values(train, str(out), options, world=world)
         assert len({one[0] for one in found}) == 1
         assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
-        for line, other in zip(lines(out), lines(tmp_path / "alone"), strict=True):
+        for line, other in zip(rows(out), rows(tmp_path / "alone"), strict=True):
             for name in ("loss", "grad_norm", "count", "learning_rate", "samples"):
                 assert line[name] == pytest.approx(other[name], rel=1e-12), name
             assert line["validation"] == pytest.approx(other["validation"], rel=1e-12)
@@ -114,12 +110,6 @@ def test_a_run_does_not_depend_on_the_ranks(server: RankServer, tmp_path: Path) 
         assert (out / "report.html").exists() == (world == 2)
 
 
-def keep_only(out: Path, step: int) -> None:
-    for path in (out / CHECKPOINTS).iterdir():
-        if path.name != f"step-{step:08d}":
-            shutil.rmtree(path)
-
-
 def test_a_resume_on_as_many_ranks_is_bit_exact(server: RankServer, tmp_path: Path) -> None:
     options = {**RANDOM, "steps": STEPS, "checkpoint_every": 2, "keep_last": 9}
     found = server.values(fit, "random", str(tmp_path / "run"), options)
@@ -127,7 +117,7 @@ def test_a_resume_on_as_many_ranks_is_bit_exact(server: RankServer, tmp_path: Pa
     keep_only(tmp_path / "run", 4)
     again = server.values(fit, "random", str(tmp_path / "run"), {**options, "resume": True})
     assert [one[0] for one in again] == [one[0] for one in found]
-    assert len(lines(tmp_path / "run")) == STEPS
+    assert len(rows(tmp_path / "run")) == STEPS
 
 
 def test_ranks_draw_other_numbers(server: RankServer, tmp_path: Path) -> None:
@@ -150,7 +140,7 @@ def test_a_resume_on_other_ranks_trains_the_same_batches(server: RankServer, tmp
     keep_only(out, 4)
     _, found, _ = fit("plain", str(out), {**options, "resume": True})
     assert apart(torch.tensor(found), torch.tensor(expected)) < 1e-12
-    assert [line["samples"] for line in lines(out)] == [7 * step for step in range(1, STEPS + 1)]
+    assert [line["samples"] for line in rows(out)] == [7 * step for step in range(1, STEPS + 1)]
 
 
 def fit_within(budgets: dict[int, str], out: str) -> tuple[str, list[float], dict[str, Any]]:

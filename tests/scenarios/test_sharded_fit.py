@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +14,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.training.run_folder import AVERAGED_WEIGHTS, CHECKPOINTS, METRICS, WEIGHTS
+from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from tests.support.rank_server import RankServer
+from tests.support.runs import keep_only, rows
 from tests.support.training import TOKENS, apart, make_workload, points, weights
 
 pytestmark = pytest.mark.distributed
@@ -82,10 +82,6 @@ def fit(name: str, out: str, options: dict[str, Any]) -> tuple[list[float] | Non
     return found, result.to_json()
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("name", "world"),
     [
@@ -105,7 +101,7 @@ def test_a_run_does_not_depend_on_the_ranks(
     trained = torch.tensor(found[0][0], dtype=torch.float64)
     assert apart(trained, torch.tensor(expected, dtype=torch.float64)) < 1e-12
     assert found[1][0] is None
-    for line, other in zip(lines(out), lines(tmp_path / "alone"), strict=True):
+    for line, other in zip(rows(out), rows(tmp_path / "alone"), strict=True):
         for one in ("loss", "grad_norm", "count", "learning_rate", "samples"):
             assert line[one] == pytest.approx(other[one], rel=1e-12), one
         assert line["validation"] == pytest.approx(other["validation"], rel=1e-12)
@@ -113,12 +109,6 @@ def test_a_run_does_not_depend_on_the_ranks(
     assert training["validation"] == pytest.approx(alone["training"]["validation"], rel=1e-12)
     plan = found[0][1]["plan"]
     assert (plan["parallel"], plan["shard_sync"]) == ("shard", "each")
-
-
-def keep_only(out: Path, step: int) -> None:
-    for path in (out / CHECKPOINTS).iterdir():
-        if path.name != f"step-{step:08d}":
-            shutil.rmtree(path)
 
 
 SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}
@@ -169,4 +159,4 @@ def test_a_run_moves_between_ranks_that_share_and_others(server: RankServer, tmp
         exported, whole = load_file(out / name), load_file(tmp_path / "alone" / name)
         assert exported.keys() == whole.keys()
         assert max(apart(exported[one], whole[one]) for one in whole) < 1e-12
-    assert len(lines(out)) == 6
+    assert len(rows(out)) == 6

@@ -15,7 +15,8 @@ import torch
 
 from autobatch.planning import make_plan
 from autobatch.training import checkpoint
-from autobatch.training.checkpoint import load_newest, save_checkpoint
+from autobatch.training.checkpoint import save_checkpoint
+from autobatch.training.load_checkpoint import load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop
 from autobatch.training.manifest import read_manifest, write_manifest, write_state

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from autobatch.core.progress import Progress
 from autobatch.core.records import StepRecord, Training
-from autobatch.training.checkpoint import list_checkpoints, load_newest
+from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.load_checkpoint import load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
@@ -55,6 +57,13 @@ def resume(out: Path, workload: Workload | None = None, **options: Any) -> tuple
 def rows(out: Path) -> list[dict[str, Any]]:
     """Return the lines of ``metrics.jsonl``."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def keep_only(out: Path, step: int) -> None:
+    """Delete all checkpoints but that of a step."""
+    for path in list_checkpoints(out / "checkpoints"):
+        if path.name != f"step-{step:08d}":
+            shutil.rmtree(path)
 
 
 def saved_steps(out: Path) -> list[int]:

@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.training.checkpoint import (
-    clean_leftovers,
-    is_valid,
-    list_checkpoints,
-    load_newest,
-    save_checkpoint,
-)
+from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
+from autobatch.training.load_checkpoint import load_newest
 from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 

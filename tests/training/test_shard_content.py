@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from autobatch.core.errors import CheckpointError
-from autobatch.training.checkpoint import load_checkpoint
+from autobatch.training.load_checkpoint import load_checkpoint
 from autobatch.training.shard_content import PLACES, ShardNote, check_shards
 from tests.support.checkpoints import save
 

@@ -15,13 +15,8 @@ import pytest
 
 from autobatch.core.errors import AutobatchError
 from autobatch.distributed import shard_files
-from autobatch.training.checkpoint import (
-    clean_leftovers,
-    is_valid,
-    list_checkpoints,
-    load_newest,
-    save_checkpoint,
-)
+from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
+from autobatch.training.load_checkpoint import load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, restore_loop
 from autobatch.training.manifest import MANIFEST, STATE
