@@ -226,11 +226,11 @@ def largest(
         Untraceable: the program is invalid at a size that was tried.
     """
     known: dict[int, bool] = {}
-    orders = [fits_in(order, make_allocator) for order in (program, other) if order is not None]
+    orders = [Fitting(order, make_allocator) for order in (program, other) if order is not None]
 
     def fits(m: int) -> bool:
         if m not in known:
-            known[m] = all(order(m) for order in orders)
+            known[m] = all(order.fits(m) for order in orders)
         return known[m]
 
     low = last_fitting_below(fits, cap) if near_cap else last_fitting(fits, 0, cap)
@@ -242,21 +242,32 @@ def largest(
     return low or None
 
 
-def fits_in(program: Program, make_allocator: Callable[[], Allocator]) -> Callable[[int], bool]:
-    """Return a function that tells whether a program fits at a micro-batch.
+class Fitting:
+    """The micro-batches at which a program fits in a budget: by live bytes if they decide, else by replay.
 
     Args:
         program: the step.
         make_allocator: returns an empty allocator with the budget as its limit.
-
-    Raises:
-        Untraceable: from the function, if the program is invalid at that size.
     """
-    allocator = make_allocator()
-    if not isinstance(allocator, CountingAllocator):
-        return lambda m: replay(program.at(m), make_allocator()).fits
-    live, limit = LiveBytes(program.events), allocator.limit
-    return lambda m: limit is None or live.peak_at(m) <= limit
+
+    def __init__(self, program: Program, make_allocator: Callable[[], Allocator]) -> None:
+        self._program = program
+        self._make_allocator = make_allocator
+        allocator = make_allocator()
+        self._limit = allocator.limit
+        self._only_counts = isinstance(allocator, CountingAllocator)
+        self._live = LiveBytes(program.events)
+
+    def fits(self, m: int) -> bool:
+        """Return whether it fits.
+
+        Raises:
+            Untraceable: the program is invalid at that size.
+        """
+        may_fit = self._limit is None or self._live.peak_at(m) <= self._limit
+        if self._only_counts or not may_fit:
+            return may_fit
+        return replay(self._program.at(m), self._make_allocator()).fits
 
 
 def last_fitting_below(fits: Callable[[int], bool], cap: int) -> int:

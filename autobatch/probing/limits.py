@@ -14,7 +14,7 @@ from collections.abc import Callable
 from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import Trace
-from autobatch.footprint.program import Program, Untraceable, fits_in, largest
+from autobatch.footprint.program import Fitting, Program, Untraceable, largest
 from autobatch.footprint.scratch import Envelope, in_proportion, order_of_tensors
 from autobatch.probing.attempt import Outcome
 
@@ -183,7 +183,7 @@ class ReplayPredictor:
 
     def _fits(self, program: Program, micro_batch: int) -> bool | None:
         try:
-            return fits_in(program, self._new_allocator)(micro_batch)
+            return Fitting(program, self._new_allocator).fits(micro_batch)
         except Untraceable:
             return None
 
