@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autobatch.device.cpu import SilentMeter
 from autobatch.workload.contract import Collated, kind_of
 
 if TYPE_CHECKING:
@@ -125,6 +126,9 @@ def feed(
 
     if twice:
         return Twice(_without_count(iter(fetched), meter), place)
+    if device.type == "cpu" and type(meter) is SilentMeter:
+        # Nothing to move and nothing to count.
+        return fetched
     # No generator, because its frame would hold each micro-batch until the next one is there.
     return iter(partial(_next_placed, iter(fetched), device, meter), None)
 

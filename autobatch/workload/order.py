@@ -111,18 +111,19 @@ class GlobalBatchSampler:
     def batches(self, start: int = 0) -> Iterator[GlobalBatch]:
         """Draw the batches of the run, from number ``start`` on."""
         block: list[int] = []
-        drawn: tuple[int, int] | None = None
+        block_at = -1
+        """Place of the block in all epochs in a row."""
+        block_size = self._block_size
         for index in range(start, self.total):
-            first = self._position(index)
-            ids: list[int] = []
-            missing = self.size(index)
-            while missing:
+            first, size = self._position(index), self.size(index)
+            offset = first - block_at
+            # Most batches lie in the block of the one before.
+            ids = block[offset : offset + size]
+            while len(ids) < size:
                 epoch, place = divmod(first + len(ids), self.samples)
-                number, offset = divmod(place, self._block_size)
-                if (epoch, number) != drawn:
-                    block, drawn = self._block(epoch, number), (epoch, number)
-                ids += block[offset : offset + missing]
-                missing = self.size(index) - len(ids)
+                number, offset = divmod(place, block_size)
+                block, block_at = self._block(epoch, number), first + len(ids) - offset
+                ids += block[offset : offset + size - len(ids)]
             yield GlobalBatch(index, first // self.samples, ids)
 
     def _block(self, epoch: int, number: int) -> list[int]:
