@@ -25,7 +25,7 @@ from autobatch.api.over_ranks import (
     continued,
     options_of_rank,
 )
-from autobatch.api.parallel import asked_layout, check_parallel, layout_of_resume, probe_choice
+from autobatch.api.parallel import check_parallel, layout_of_resume, open_choice, probe_choice
 from autobatch.api.pipeline import (
     OPENING,
     RunContext,
@@ -144,16 +144,16 @@ def _prepare(
     """Probe, plan and tune in one process, then open the setup for the training."""
     check_storage_option(options)
     ranks = context.ranks
-    shard = asked_layout(options, ranks)
     with ExitStack() as opened:
-        process = opened.enter_context(open_setup_process(workload, options, context, shard))
+        first = open_choice(workload, options, context, opened)
+        process = first.process
         samples = _epoch_samples(process, settings, context)
         sampler = build_sampler(samples, settings)
         name = process.info.name
         out = claim_of_ranks(lambda: folder_of(options.out, name, resume=False), ranks, context.entered, held)
-        if shard is None:
+        if first.shard is None:
             refuse_weights(process)
-        process, result, shard = probe_choice(workload, options, context, process, opened)
+        process, result, shard = probe_choice(workload, options, context, first, opened)
         assert result.plan is not None
         # A run that the launcher has started again has no earlier one.
         earlier = None if ranks.restart > 0 else ranks.once(lambda: move_earlier_run(out))

@@ -9,7 +9,7 @@ import msgspec
 
 from autobatch.api import unpack
 from autobatch.api.confirm import Together
-from autobatch.api.over_ranks import WholeModelTooLargeError
+from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
 from autobatch.api.pipeline import RunContext, open_setup_process, probe_and_plan, uninterrupted
 from autobatch.core.errors import InputError
 from autobatch.core.options import FitOptions
@@ -61,11 +61,45 @@ def asked_layout(options: FitOptions, ranks: Ranks) -> ShardLayout | None:
     return unpack.shard_layout(options, ranks.world) if options.parallel == "shard" else None
 
 
+class Opened(NamedTuple):
+    """The process that holds the setup, and the layout that it was opened with."""
+
+    process: SetupProcess
+    shard: ShardLayout | None
+    reason: str | None
+    """The reason for the layout; None if it was asked for."""
+
+
+def open_choice(
+    workload: Workload | str | None, options: FitOptions, context: RunContext, opened: ExitStack
+) -> Opened:
+    """Open the setup as asked; ``auto`` shares the model if its weights alone are too large for some rank.
+
+    Args:
+        workload: what to train.
+        options: options of the command.
+        context: surroundings of the call.
+        opened: keeps the process open.
+    """
+    ranks, shard = context.ranks, asked_layout(options, context.ranks)
+    if not _may_share(options, ranks):
+        process = opened.enter_context(open_setup_process(workload, options, context, shard))
+        return Opened(process, shard, None)
+
+    def whole() -> SetupProcess:
+        return opened.enter_context(open_setup_process(workload, options, context, may_share=True))
+
+    try:
+        return Opened(agree_on_fit(whole, ranks), None, WHOLE)
+    except WholeModelTooLargeError as error:
+        return _open_shared(workload, options, context, opened, str(error))
+
+
 def probe_choice(
     workload: Workload | str | None,
     options: FitOptions,
     context: RunContext,
-    process: SetupProcess,
+    first: Opened,
     opened: ExitStack,
 ) -> Probed:
     """Probe and plan as asked; ``auto`` shares the model if it does not fit whole on some rank.
@@ -76,27 +110,37 @@ def probe_choice(
         workload: what to train.
         options: options of the command.
         context: surroundings of the call.
-        process: holds the setup, with the layout that was asked for.
+        first: of `open_choice`.
         opened: keeps the process open.
     """
-    ranks = context.ranks
-    shard = asked_layout(options, ranks)
-    is_open = options.parallel == "auto" and ranks.world > 1
-    reason: str | None = WHOLE if is_open else None
+    process, shard, reason = first
+    may_share = shard is None and _may_share(options, context.ranks)
     try:
-        together = Together(shard, is_open, options.grad_sync)
+        together = Together(shard, may_share, options.grad_sync)
         result = probe_and_plan(process, options, context, together=together)
     except WholeModelTooLargeError as error:
-        opened.close()
-        shard, reason = unpack.shard_layout(options, ranks.world), str(error)
-        context.progress.note(reason)
-        process = opened.enter_context(open_setup_process(workload, options, context, shard))
+        process, shard, reason = _open_shared(workload, options, context, opened, str(error))
         together = Together(shard, grad_sync=options.grad_sync)
         result = probe_and_plan(process, options, context, together=together)
     result = uninterrupted(result)
     assert result.plan is not None
     plan = msgspec.structs.replace(result.plan, parallel_reason=reason)
     return Probed(process, msgspec.structs.replace(result, plan=plan), shard)
+
+
+def _may_share(options: FitOptions, ranks: Ranks) -> bool:
+    return options.parallel == "auto" and ranks.world > 1
+
+
+def _open_shared(
+    workload: Workload | str | None, options: FitOptions, context: RunContext, opened: ExitStack, reason: str
+) -> Opened:
+    """Open the setup of a shared model in place of a whole one."""
+    opened.close()
+    context.progress.note(reason)
+    shard = unpack.shard_layout(options, context.ranks.world)
+    process = opened.enter_context(open_setup_process(workload, options, context, shard))
+    return Opened(process, shard, reason)
 
 
 def layout_of_resume(plan: Plan, options: FitOptions, ranks: Ranks) -> ShardLayout | None:

@@ -188,6 +188,7 @@ def open_setup_process(
     shard: ShardLayout | None = None,
     *,
     keeps_batches: bool = False,
+    may_share: bool = False,
 ) -> AbstractContextManager[SetupProcess]:
     """Open the setup of a batch in a process that can be asked to try it.
 
@@ -197,6 +198,7 @@ def open_setup_process(
         context: surroundings of the call.
         shard: the way in which ranks share the model; None if each has a whole one.
         keeps_batches: whether the loop keeps each micro-batch until the next one is there.
+        may_share: whether ranks may share a model that is too large for one of them.
     """
     ranks = context.ranks
     settings = unpack.setup_settings(
@@ -207,6 +209,7 @@ def open_setup_process(
         holds_model=ranks.rank == 0,
         keeps_batches=keeps_batches,
     )
+    settings = replace(settings, may_share=may_share)
     context.progress.doing(OPENING)
     return open_process(workload, settings, isolated=context.isolated, spare=context.spare)
 

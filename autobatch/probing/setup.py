@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
 from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
 from autobatch.core.units import format_bytes
@@ -66,6 +66,8 @@ class SetupSettings:
     """The way in which they share the model; None if each has a whole one."""
     holds_model: bool = True
     """True if a model that ranks share has its first values from this rank."""
+    may_share: bool = False
+    """True to open no model whose weights and gradients are too large for one rank: ranks may share it."""
     trains: bool = False
     """True in the process that trains. Another one runs the steps of a rank without the other ranks."""
     scan: int | None = None
@@ -148,11 +150,14 @@ def open_setup(
 
     Raises:
         InputError: the device, the budget or the model is invalid.
+        DoesNotFitError: see `check_whole`.
     """
     budget = budget_of(settings, is_demo=is_demo)
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = in_multiples(scanned(workload, settings.scan), settings.size_multiple, seed=settings.seed)
     device = open_device(settings.device, memory_budget=budget, environ=environ)
+    if settings.may_share:
+        check_whole(workload, device)
     with preserved_random_state():
         seed_everything(settings.seed)
         with memory_named("the model was built"):
@@ -236,6 +241,30 @@ def build_shared_model(workload: Workload, settings: SetupSettings) -> nn.Module
         check_resets(on_meta)
         return on_meta
     return build_model(workload) if settings.trains else on_meta
+
+
+def check_whole(workload: Workload, device: Device) -> None:
+    """Check, without any memory, that weights and gradients of a whole model may fit on one rank.
+
+    Raises:
+        DoesNotFitError: they take more than the budget, or the weights more than the memory of the host.
+    """
+    model = built_on_meta(workload)
+    if model is None:
+        return
+    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    both = weights + sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    available = host_memory().available_bytes
+    if both > device.budget_bytes:
+        raise DoesNotFitError(
+            f"the weights and gradients of a whole model take {format_bytes(both)}, and the budget of a rank "
+            f"is {format_bytes(device.budget_bytes)}"
+        )
+    if available is not None and weights > available:
+        raise DoesNotFitError(
+            f"the weights of a whole model take {format_bytes(weights)}, and the host has "
+            f"{format_bytes(available)}"
+        )
 
 
 def built_on_meta(workload: Workload) -> nn.Module | None:

@@ -114,3 +114,9 @@ def test_auto_shares_a_model_only_if_it_does_not_fit_whole(server: RankServer, t
     assert other == pytest.approx(loss, rel=1e-5)
     written = json.loads((tmp_path / "small" / "result.json").read_text())
     assert written["plan"] == plan
+    # Weights and gradients take more than 4 MiB, and a rank has a third of them.
+    (plan, other), *_ = server.values(fit, str(tmp_path / "least"), "4MiB", "auto", world=3)
+    assert plan["parallel_reason"].startswith(
+        "no whole model fits on rank 0, so the ranks share it (--parallel shard): the weights and"
+    )
+    assert other == pytest.approx(loss, rel=1e-5)

@@ -11,14 +11,16 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from autobatch.core.errors import InputError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.cpu import CpuDevice
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import (
     SetupSettings,
     budget_of,
     build_model,
+    check_whole,
     describe_setup,
     find_workload,
     new_allocator,
@@ -30,6 +32,7 @@ from autobatch.probing.setup import (
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.demo import MEMORY_BUDGET
 from tests.support.probes import WIDTH, RandomVectors, Sequences, amsgrad, classify, mlp, pad, vectors, work
+from tests.support.training import make_workload
 from tests.support.untouched import fingerprint, with_gradients
 
 
@@ -210,3 +213,10 @@ def test_a_model_that_was_built_on_a_gpu_is_noted() -> None:
     on_gpu = SimpleNamespace(device=torch.device("cuda", 1), numel=lambda: 1 << 20, element_size=lambda: 4)
     (note,) = placement_notes(SimpleNamespace(parameters=lambda: iter([on_gpu])))
     assert "built on cuda:1, where each attempt holds a copy of its 4.00 MiB" in note
+
+
+def test_a_model_that_is_too_large_for_one_rank_is_known_without_its_memory() -> None:
+    device = CpuDevice(memory_budget="1GiB")
+    check_whole(make_workload(), device)
+    with pytest.raises(DoesNotFitError, match=r"gradients of a whole model take 8.* TiB, and .* 1.00 GiB"):
+        check_whole(make_workload(model=lambda: nn.Linear(2**20, 2**20, bias=False)), device)

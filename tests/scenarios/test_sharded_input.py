@@ -77,7 +77,11 @@ def fit(name: str, out: str, options: dict[str, Any]) -> tuple[str, int]:
             {"shard_modules": "layers.*"},
             "--shard-modules layers.* matches none of the 2 modules: give",
         ),
-        ("lazy", {}, "--parallel shard needs parameters with a shape, and 0.weight has none yet: run one"),
+        (
+            "lazy",
+            {},
+            "0.weight of the model has no shape before its first forward pass (a lazy module). Run it",
+        ),
         ("large", {}, "the model does not fit in the memory of the host, so each rank draws its part of the"),
         (
             "part",
