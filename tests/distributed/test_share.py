@@ -197,3 +197,35 @@ def low_precision(sync: str) -> float:
 @pytest.mark.slow
 def test_parameters_of_16_bits_are_summed_in_more(server: RankServer) -> None:
     assert server.values(low_precision, "each")[0] == pytest.approx(0.25, rel=0.02)
+
+
+def low_activations(precision: str, scale: float) -> tuple[list[float], list[bool], float]:
+    """Train in 16 bits from a loss scale; return the weights, the steps that were applied, and the scale."""
+    group = open_group()
+    workload = make_workload(model=lambda: means().model().float(), train_data=points(dtype=torch.float32))
+    loop = sharded_loop(group, workload, [5, 3], target_batch=14, steps=4, precision=precision)
+    scaler = loop.train_state.scaler
+    if scaler is not None:
+        scaler = loop.train_state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    applied = [one.applied for one in loop.run()]
+    weights = whole(loop.train_state.model.parameters()).tolist()
+    group.close()
+    return weights, applied, 0.0 if scaler is None else scaler.get_scale()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_steps_in_16_bits_are_near_those_in_32(server: RankServer, precision: str) -> None:
+    expected, _, _ = server.values(low_activations, "fp32", 1.0)[0]
+    (weights, applied, _), other = server.values(low_activations, precision, 1024.0)
+    assert weights == other[0]
+    assert applied == [True] * 4
+    assert apart(as_double(weights), as_double(expected)) < 0.01
+
+
+@pytest.mark.slow
+def test_an_overflow_skips_the_step_on_all_ranks(server: RankServer) -> None:
+    found = server.values(low_activations, "fp16", 2.0**24)
+    assert found[0] == found[1]
+    assert found[0][1][0] is False
+    assert found[0][2] < 2.0**24

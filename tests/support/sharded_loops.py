@@ -75,10 +75,11 @@ def sharded_loop(
     limits = limits or [SAMPLES] * group.world
     mesh = init_device_mesh("cpu", (group.world,))
     arranged: list[Any] = []
+    precision = options.get("precision", "fp32")
 
     def model() -> nn.Module:
         whole = workload.model()
-        arranged.append(Sharding(mesh=mesh, sync=sync)(whole, "fp32"))
+        arranged.append(Sharding(mesh=mesh, sync=sync)(whole, precision))
         return whole
 
     split = RankSplit(CountSplit(), group.rank, limits)
