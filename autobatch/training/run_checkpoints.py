@@ -104,9 +104,9 @@ class RunCheckpoints:
         else:
             path = str(save_sharded(loop, folder, **more))
         self.newest = Path(path)
-        if ranks.rank == 0:
-            # From now on the checkpoint has the smaller micro-batch.
-            (settings.out / OOM_FILE).unlink(missing_ok=True)
+        # From now on the checkpoint has the smaller micro-batch. No rank goes on before, because it may run
+        # out of memory at once and write this file.
+        ranks.once(lambda: (settings.out / OOM_FILE).unlink(missing_ok=True))
         self._saved_at = loop.clock()
 
 
