@@ -20,7 +20,7 @@ from autobatch.training.load_checkpoint import load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, restore_loop
 from autobatch.training.manifest import MANIFEST, STATE
-from autobatch.training.sharded_checkpoint import save_sharded
+from autobatch.training.sharded_checkpoint import SHARDED, save_sharded, sharded_bytes
 from tests.support.checkpoints import leftovers
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -231,3 +231,10 @@ def test_a_kill_at_any_call_loses_no_checkpoint(server: RankServer, tmp_path: Pa
     assert calls >= (10, 1)[rank]
     for call in range(calls):
         check_kill(server, tmp_path / str(call), rank, call)
+
+
+def test_the_size_of_a_state_has_its_sharded_tensors_and_tied_ones_once() -> None:
+    loop = make_loop(block_workload())
+    note = {"shape": [4, 2], "dtype": "float64", "dim": 0, "kept_at": "a"}
+    assert sharded_bytes(loop, {SHARDED: {"a": note, "tied": note}}) == 64
+    assert sharded_bytes(loop, {}) == 0
