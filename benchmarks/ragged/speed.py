@@ -1,6 +1,6 @@
 """Time, padding, peak and gradient of a split by size, beside other splits of the same batches.
 
-    python -m benchmarks.ragged.speed FOLDER [--rounds 5] [--device cpu] [--lengths sft]
+    python -m benchmarks.ragged.speed FOLDER [--rounds 5] [--device cpu] [--lengths sft] [--splits count auto]
 
 The other splits are by count (random order, a fixed count), sorted with a fixed count, filled to a token
 limit from the longest (as frameworks for reinforcement learning do), and Hugging Face's ``group_by_length``,
@@ -45,6 +45,7 @@ SORTED_BATCHES = 50
 """Micro-batches that Hugging Face sorts together (``LengthGroupedSampler``)."""
 Groups = list[list[int]]
 ALL = ["log-normal", "sft", "uniform", "two-peaked", "equal"]
+SPLITS = ["count", "sorted, fixed count", "token limit", "group_by_length", "auto"]
 
 
 def in_counts(ids: list[int], limit: int) -> Groups:
@@ -116,12 +117,13 @@ def splits_of(setup: TrainSetup, rounds: int) -> tuple[dict[str, list[Groups]], 
     return found, {"note": note, "cut": None if cut is None else cut.micro_batches}
 
 
-def measure(lengths: str, device: str, rounds: int) -> dict[str, Any]:
-    """Measure all splits of a distribution."""
+def measure(lengths: str, device: str, rounds: int, names: list[str] = SPLITS) -> dict[str, Any]:
+    """Measure splits of a distribution, ``count`` and ``auto`` among them."""
     setup = setup_of(lengths, device)
     sizes = setup.worst_case.sizes()
     assert sizes is not None
     splits, about = splits_of(setup, rounds)
+    splits = {name: found for name, found in splits.items() if name in names}
     clock = time.process_time if device == "cpu" else time.perf_counter
     seconds = time_splits(setup, splits, rounds, clock)
     figures: dict[str, Any] = {"lengths": lengths, **about, "splits": {}}
@@ -227,12 +229,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lengths", nargs="*", default=ALL)
+    parser.add_argument("--splits", nargs="*", default=SPLITS, choices=SPLITS)
     options = parser.parse_args()
+    names = ["count", "auto", *options.splits]
     options.folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(options.folder, last_call(options.folder) + 1)
     for lengths in options.lengths:
         if lengths not in journal.done():
-            journal.write(lengths, DONE, row=measure(lengths, options.device, options.rounds))
+            journal.write(lengths, DONE, row=measure(lengths, options.device, options.rounds, names))
     found = {row["unit"]: row["row"] for row in journal.rows() if row["status"] == DONE}
     rows = [found[lengths] for lengths in ALL if lengths in found]
     print(text(rows))
