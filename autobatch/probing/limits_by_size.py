@@ -35,14 +35,20 @@ def find_limits_by_size(
     unit = process.info.size_unit
     cap = min(caps_of(process.info, limits).values())
     progress.doing("computing the limits of smaller samples")
+    kept, question = kept_answers(process.info, found, home), ("quartiles", found.micro_batch, cap)
+    lengths = kept.find(question, list[LengthLimit])
+    if lengths is not None:
+        return msgspec.structs.replace(found, lengths=lengths, size_unit=unit)
     try:
         curve = _curve(process, found, cap, home)
     except KeyboardInterrupt:
         progress.note("interrupted: left out the micro-batches of smaller samples")
         return found
     if curve is None:
-        lengths = list(_searched(process, found, cap, progress))
-        return msgspec.structs.replace(found, lengths=lengths[::-1], size_unit=unit) if lengths else found
+        lengths = list(_searched(process, found, cap, progress))[::-1]
+        if not lengths:
+            return found
+        return msgspec.structs.replace(found, lengths=kept.keep(question, lengths), size_unit=unit)
     *points, (longest, limit) = curve
     lengths = [_length_limit(size, own, "cap" if own == cap else "replay") for size, own in points]
     lengths.append(_length_limit(longest, limit, found.upper_bound_by))

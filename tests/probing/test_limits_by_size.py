@@ -102,3 +102,12 @@ def test_the_same_curve_is_computed_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(limits_by_size, "find_curve", lambda *_: pytest.fail("computed again"))
     _, again = probe_by_size(LENGTHS, tmp_path)
     assert again.lengths == first.lengths
+
+
+def test_the_same_quartiles_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_by_size, "find_curve", lambda *_: None)
+    _, first = probe_by_size(LENGTHS, tmp_path)
+    assert first.lengths
+    monkeypatch.setattr(limits_by_size, "search", lambda *_, **__: pytest.fail("searched again"))
+    _, again = probe_by_size(LENGTHS, tmp_path)
+    assert again.lengths == first.lengths
