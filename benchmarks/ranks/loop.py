@@ -28,7 +28,7 @@ from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import Rows, make_workload
 
 ACCUMULATION, MICRO_BATCH, WORLD = 4, 32, 2
-ROUNDS, STEPS = 10, 3
+ROUNDS, STEPS = 30, 3
 BATCHES = 16
 """Batches of an epoch."""
 SAMPLES = ACCUMULATION * MICRO_BATCH * WORLD
