@@ -130,8 +130,9 @@ class ReplayPredictor:
     def largest(self, cap: int) -> int | None:
         """Predict the largest micro-batch that fits, at most ``cap`` and possibly 0; None if unknown."""
         if self._program is not None:
-            # A trace that the first run refuted misses a little more often than a lot.
-            is_refuted = self._refusals == 1 and not self._points
+            # A trace that the first run refuted misses a little more often than a lot. One that agrees with
+            # that run needs the other order only.
+            is_refuted = self._refusals == 1 and not self._points and self._other is None
             program = self._with_room(self._program) if is_refuted else self._program
             try:
                 return largest(program, self._new_allocator, cap, other=self._other) or 0
