@@ -5,79 +5,41 @@ from __future__ import annotations
 import datetime
 import platform
 import shlex
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
 from autobatch.api import unpack
-from autobatch.api.checks import CHECKING_SPLIT, refuse_split, refuse_weights
-from autobatch.api.confirm import Together
+from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import (
     check_count,
-    check_loss_of_ranks,
-    claim_of_ranks,
     continued,
     options_of_rank,
 )
-from autobatch.api.parallel import check_parallel, layout_of_resume, open_choice, probe_choice
-from autobatch.api.pipeline import (
-    OPENING,
-    RunContext,
-    add_learning_rate,
-    add_tuning,
-    check_storage_option,
-    open_setup_process,
-    open_tuner,
-    probe_and_plan,
-    uninterrupted,
-    write_memory_viz,
-)
-from autobatch.api.split import add_split, sizes_of
+from autobatch.api.parallel import check_parallel
+from autobatch.api.prepare import prepare, prepare_resume
 from autobatch.core.files import write_atomic
 from autobatch.core.options import FitOptions
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan
 from autobatch.core.text import error_text
 from autobatch.core.version import commit, versions
 from autobatch.device.host import usable_cores
 from autobatch.device.nvml import driver_version
-from autobatch.distributed.layout import ShardLayout
-from autobatch.distributed.rank_plan import layout_of
-from autobatch.distributed.shared_stream import open_stream, split_note
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.cache import KeyValue
-from autobatch.probing.child import SetupProcess, ThisProcess
-from autobatch.probing.setup import find_workload, open_setup
-from autobatch.probing.setup_key import device_key
 from autobatch.report.result import Result, load_run
-from autobatch.training.build import LoopSettings, build_sampler, count_stream, depends_on_end, split_changes
 from autobatch.training.checkpoint import list_checkpoints
 from autobatch.training.export import whole_model
-from autobatch.training.resume import (
-    changes_since_checkpoint,
-    check_same_data_order,
-    load_plan,
-    load_run_state,
-)
 from autobatch.training.run_folder import (
     CHECKPOINTS,
     REPORT,
     RESULT,
-    folder_of,
-    move_earlier_run,
 )
-from autobatch.training.train_plan import PreparedRun, Resume, train_plan
+from autobatch.training.train_plan import train_plan
 from autobatch.workload.contract import Workload
-from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.shared_model import shared_model_notes
-from autobatch.workload.streams import ENDLESS, count_samples
 
 
 def run_fit(workload: Workload | str | None, options: FitOptions, context: RunContext) -> Result:
@@ -94,8 +56,8 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
     ranks.limit_wait(options.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)
     with ExitStack() as held:
-        prepare = _prepare_resume if options.resume else _prepare
-        ready = prepare(workload, options, settings, context, held)
+        prepare_run = prepare_resume if options.resume else prepare
+        ready = prepare_run(workload, options, settings, context, held)
         for line in shared_model_notes(ready.run.setup.workload, ready.run.setup.model):
             context.progress.note(line)
         training, model = train_plan(
@@ -123,183 +85,6 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
             surroundings=_surroundings(),
         )
         return _write(result, ready.out, context.progress) if ranks.rank == 0 else result
-
-
-class _Ready(NamedTuple):
-    """A run that is ready to be trained, and its folder."""
-
-    result: Result
-    """Records of the parts before the training."""
-    run: PreparedRun
-    out: Path
-
-
-def _prepare(
-    workload: Workload | str | None,
-    options: FitOptions,
-    settings: LoopSettings,
-    context: RunContext,
-    held: ExitStack,
-) -> _Ready:
-    """Probe, plan and tune in one process, then open the setup for the training."""
-    check_storage_option(options)
-    ranks = context.ranks
-    with ExitStack() as opened:
-        first = open_choice(workload, options, context, opened)
-        process = first.process
-        samples = _epoch_samples(process, settings, context)
-        sampler = build_sampler(samples, settings)
-        name = process.info.name
-        out = claim_of_ranks(lambda: folder_of(options.out, name, resume=False), ranks, context.entered, held)
-        if first.shard is None:
-            refuse_weights(process)
-        process, result, shard = probe_choice(workload, options, context, first, opened)
-        assert result.plan is not None
-        # A run that the launcher has started again has no earlier one.
-        earlier = None if ranks.restart > 0 else ranks.once(lambda: move_earlier_run(out))
-        if earlier is not None:
-            context.progress.note(f"moved the earlier run of {out} to {earlier}")
-        tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
-        if shard is not None:
-            if tune_settings.trials:
-                context.progress.note("the configuration is not tuned, because the ranks share the model")
-            tune_settings = replace(tune_settings, trials=0)
-        is_tuned = tune_settings.trials or options.tune_lr
-        if is_tuned and options.split_check == "error" and result.plan.accumulation_steps > 1:
-            context.progress.doing(CHECKING_SPLIT)
-            refuse_split(process, result.plan.micro_batch)
-        tuner = open_tuner(process, tune_settings, context, options.timeout)
-        if tune_settings.trials:
-            result = add_tuning(tuner, result, options)
-        if options.tune_lr:
-            result = add_learning_rate(tuner, result)
-        write_memory_viz(process, result, options, context.progress)
-        if shard is None:
-            result = add_split(process, result, options, context.progress, home=context.home, ranks=ranks)
-        sizes = sizes_of(process, result)
-    assert result.plan is not None
-    # A child has ended by now, and its memory is free for the training.
-    setup = (
-        process.setup
-        if isinstance(process, ThisProcess) and shard is None
-        else _open_setup(workload, options, context, shard)
-    )
-    setup = _budgeted(setup, process.info.key)
-    sampler = _sampler_of(setup, settings, samples, context)
-    if sizes is not None:
-        setup.worst_case.take_sizes(sizes)
-    run = PreparedRun(setup=setup, plan=result.plan, sampler=sampler, key=process.info.key)
-    return _Ready(result, run, out)
-
-
-def _prepare_resume(
-    workload: Workload | str | None,
-    options: FitOptions,
-    settings: LoopSettings,
-    context: RunContext,
-    held: ExitStack,
-) -> _Ready:
-    """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
-    progress, ranks = context.progress, context.ranks
-    name = find_workload(workload).name
-    out = claim_of_ranks(lambda: folder_of(options.out, name, resume=True), ranks, context.entered, held)
-    stored = load_run_state(out, ranks)
-    for line in stored.passed_over:
-        progress.note(f"skipped an invalid checkpoint: {line}")
-    plan = load_plan(stored, settings)
-    shard = layout_of_resume(plan, options, ranks)
-    setup = _open_setup(workload, options, context, shard)
-    sampler = _sampler_of(setup, settings, None, context)
-    check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
-    changes = changes_since_checkpoint(
-        stored,
-        device_key(setup),
-        plan,
-        ranks,
-        max_micro_batch=options.max_micro_batch,
-        set_budget=None if options.memory_budget is None else setup.device.budget_bytes,
-    )
-    changes += split_changes(setup, plan, options.split)
-    changes += [] if shard == layout_of(plan) else ["--parallel"]
-    changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
-    if not changes:
-        progress.note(f"resuming from {stored.path} on the same hardware, bit for bit")
-        device = setup.device.describe()
-        progress.opened(device)
-        progress.planned(plan)
-        result = Result(device=device, plan=plan, title=setup.workload.name)
-        setup = _budgeted(setup, stored.facts.get("key", {}))
-        key, resume = stored.facts.get("key", {}), Resume(checkpoint=stored, is_exact=True)
-        run = PreparedRun(setup=setup, plan=plan, sampler=sampler, key=key, resume=resume)
-        return _Ready(result, run, out)
-    progress.note(
-        f"resuming from {stored.path} with another {' and another '.join(changes)}: the batch, the learning "
-        "rate and the order of the data stay, the micro-batch is planned again, and sums differ by rounding"
-    )
-    together = Together(shard=shard, grad_sync=options.grad_sync)
-    with open_setup_process(workload, options, context, shard) as process:
-        result = uninterrupted(probe_and_plan(process, options, context, together=together))
-        if shard is None:
-            result = add_split(process, result, options, progress, home=context.home, ranks=ranks)
-    assert result.plan is not None
-    rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
-    plan = msgspec.structs.replace(result.plan, **rate)
-    result = msgspec.structs.replace(result, plan=plan)
-    resume = Resume(checkpoint=stored, is_exact=False)
-    setup = _budgeted(setup, process.info.key)
-    run = PreparedRun(setup=setup, plan=plan, sampler=sampler, key=process.info.key, resume=resume)
-    return _Ready(result, run, out)
-
-
-def _open_setup(
-    workload: Workload | str | None,
-    options: FitOptions,
-    context: RunContext,
-    shard: ShardLayout | None = None,
-) -> TrainSetup:
-    """Open the setup for the training; rank 0 holds a model that ranks share."""
-    ranks = context.ranks
-    settings = unpack.setup_settings(
-        options, options.target_batch, world=ranks.world, shard=shard, holds_model=ranks.rank == 0
-    )
-    context.progress.doing(OPENING)
-    found = find_workload(workload)
-    check_loss_of_ranks(found, context.ranks)
-    return open_setup(
-        found, replace(settings, trains=True), environ=context.environ, is_demo=workload is None
-    )
-
-
-def _budgeted(setup: TrainSetup, key: Mapping[str, KeyValue]) -> TrainSetup:
-    """Return a setup with the budget of a probe, as its key has it, so that training has the same."""
-    budget_bytes = key.get("budget_bytes")
-    return setup if budget_bytes is None else replace(setup, device=setup.device.budgeted(int(budget_bytes)))
-
-
-def _epoch_samples(process: SetupProcess, settings: LoopSettings, context: RunContext) -> int:
-    """Return the samples of an epoch. A stream is counted only if the run depends on its end."""
-    if process.info.epoch_samples is not None:
-        return process.info.epoch_samples
-    if not depends_on_end(settings):
-        return ENDLESS
-    context.progress.doing("counting the samples of the stream to its end, which --steps does not need")
-    return context.ranks.once(lambda: process.call("counting the samples", count_stream))
-
-
-def _sampler_of(
-    setup: TrainSetup, settings: LoopSettings, samples: int | None, context: RunContext
-) -> GlobalBatchSampler:
-    """Return the batches of the run; ``samples`` of an epoch of a stream are None if not counted yet."""
-    if setup.stream is not None:
-        stream, ranks = setup.stream, context.ranks
-        if samples is None:
-            samples = ranks.once(lambda: count_samples(stream)) if depends_on_end(settings) else ENDLESS
-        note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
-        if note is not None:
-            context.progress.note(note)
-        return build_sampler(samples, settings, view=open_stream(stream, ranks))
-    samples, order = epoch_of(setup.workload, settings.seed)
-    return build_sampler(samples, settings, order)
 
 
 def _resume_hint(command: str, out: Path) -> str:

@@ -11,10 +11,11 @@ from typing import Any, Unpack
 
 import msgspec
 
+from autobatch.api.context import RunContext
 from autobatch.api.fit import run_fit
 from autobatch.api.listeners import ShowProgress, listening
 from autobatch.api.over_ranks import joined_ranks
-from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
+from autobatch.api.pipeline import run_estimate, run_plan, run_probe, run_tune
 from autobatch.core.check_options import options_from
 from autobatch.core.keywords import (
     EstimateKeywords,

@@ -9,8 +9,9 @@ import msgspec
 
 from autobatch.api import unpack
 from autobatch.api.confirm import Together
+from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
-from autobatch.api.pipeline import RunContext, open_setup_process, probe_and_plan, uninterrupted
+from autobatch.api.pipeline import open_setup_process, probe_and_plan, uninterrupted
 from autobatch.core.errors import InputError
 from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan

@@ -9,11 +9,9 @@ runs, and this process opens it once more for the training.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -21,8 +19,11 @@ import msgspec
 from autobatch.api import unpack
 from autobatch.api.checks import note_split
 from autobatch.api.confirm import Together, confirmed_plan
+from autobatch.api.context import RunContext
+from autobatch.api.one_size import one_size_if_asked
 from autobatch.api.over_ranks import agree_on_fit
 from autobatch.api.split import add_split
+from autobatch.api.tune_stage import add_learning_rate, add_tuning, check_storage_option, open_tuner
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_output
 from autobatch.core.options import (
@@ -34,12 +35,11 @@ from autobatch.core.options import (
     TuneOptions,
 )
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Tuning
 from autobatch.device.profiles import data_home
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.layout import ShardLayout
-from autobatch.distributed.ranks import Alone, Ranks, refuse_ranks
-from autobatch.planning import even_split_note, in_one_size, rank_share
+from autobatch.distributed.ranks import refuse_ranks
+from autobatch.planning import rank_share
 from autobatch.probing.child import SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits
 from autobatch.probing.estimate_ranks import estimate_over_ranks
@@ -47,49 +47,15 @@ from autobatch.probing.find_limit import Limit, check_size, find_limit
 from autobatch.probing.limits_by_size import find_limits_by_size
 from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload
-from autobatch.probing.spare import Spare
 from autobatch.probing.step_snapshot import step_snapshot
 from autobatch.probing.survive import survive_real_batches
 from autobatch.probing.traced_setup import predicted_memory
 from autobatch.report.result import Estimates, Result
-from autobatch.training.sinks import Sink
-from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
 from autobatch.workload.contract import Workload
 
 OPENING = "opening the workload"
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """Surroundings of a call: its progress, its process and its environment."""
-
-    progress: Progress = field(default_factory=Progress)
-    ranks: Ranks = field(default_factory=Alone)
-    """The processes that run this call together."""
-    isolated: bool = False
-    """True to try a workload in a child process if it is given as a reference."""
-    spare: Spare | None = None
-    """A child that has begun to import torch; None to start one when it is needed."""
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    command: str = ""
-    """The command line that repeats this call."""
-    sinks: tuple[Sink, ...] = ()
-    """Receive the records of the training besides the files of the run."""
-    entered: Callable[[Path], None] = lambda _: None
-    """Receives the folder of a run as soon as it is known."""
-    clock: Callable[[], float] = time.monotonic
-
-    @property
-    def home(self) -> Path:
-        """The data directory."""
-        return data_home(self.environ)
-
-    def expiry(self, seconds: float | None) -> Callable[[], bool]:
-        """Return a function that tells whether so many seconds have passed since now; None for no limit."""
-        start = self.clock()
-        return lambda: seconds is not None and self.clock() - start > seconds
 
 
 def run_probe(workload: Workload | str | None, options: ProbeOptions, context: RunContext) -> Result:
@@ -275,27 +241,6 @@ def probe_and_plan(
     )
 
 
-def one_size_if_asked(plan: Plan, limit: int, options: PlanOptions, progress: Progress) -> Plan:
-    """Return the plan, with one size of micro-batch if ``--static-shapes`` asks for it.
-
-    Args:
-        plan: to change.
-        limit: the largest micro-batch that fits, in samples.
-        options: say whether.
-        progress: receives a note if the size is at most half of what fits.
-
-    Raises:
-        InputError: several ranks train.
-    """
-    if not options.static_shapes:
-        return plan
-    found = in_one_size(plan)
-    note = even_split_note(plan, limit, instead="without this option any batch is split")
-    if note is not None:
-        progress.note(f"--static-shapes: {note}")
-    return found
-
-
 def write_memory_viz(
     process: SetupProcess, result: Result, options: SearchOptions, progress: Progress
 ) -> None:
@@ -327,49 +272,3 @@ def uninterrupted(result: Result) -> Result:
     if result.probe is not None and result.probe.stopped_by == "interrupt":
         raise KeyboardInterrupt
     return result
-
-
-def open_tuner(
-    process: SetupProcess, settings: TuneSettings, context: RunContext, timeout: float | None
-) -> PlanTuner:
-    """Return the tuner of a plan, whose time starts now."""
-    return PlanTuner(
-        process=process,
-        settings=settings,
-        home=context.home,
-        progress=context.progress,
-        ranks=context.ranks,
-        expired=context.expiry(timeout),
-        clock=context.clock,
-    )
-
-
-def add_tuning(tuner: PlanTuner, result: Result, options: PlanOptions) -> Result:
-    """Put the fastest configuration into a result."""
-    assert result.plan is not None
-    assert result.probe is not None
-    plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
-    plan = one_size_if_asked(plan, result.probe.micro_batch, options, tuner.progress)
-    return msgspec.structs.replace(result, plan=plan, tuning=tuning)
-
-
-def add_learning_rate(tuner: PlanTuner, result: Result) -> Result:
-    """Put the best learning rate into a result, beside the trials if there were any."""
-    assert result.plan is not None
-    plan, found = tuner.tune_learning_rate(result.plan)
-    nothing = Tuning(trials=0, best={}, baseline_samples_per_s=0.0, best_samples_per_s=0.0, study="")
-    tuning = msgspec.structs.replace(result.tuning or nothing, learning_rate=found)
-    return msgspec.structs.replace(result, plan=plan, tuning=tuning)
-
-
-def check_storage_option(options: TuneOptions) -> None:
-    """Check that a requested storage is usable, before minutes are spent on a probe.
-
-    Raises:
-        InputError: it is not.
-    """
-    if options.storage is not None and (options.trials != 0 or options.tune_lr):
-        # Only here: Optuna takes half a second to import.
-        from autobatch.tuning.storage import check_storage
-
-        check_storage(options.storage)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from autobatch.cli.output import SafeStream, reserve_stdout, undelivered_code
 
 if TYPE_CHECKING:
-    from autobatch.api.pipeline import RunContext
+    from autobatch.api.context import RunContext
     from autobatch.cli.failures import RunLog
     from autobatch.core.options import EstimateOptions, FitOptions, Options
     from autobatch.distributed.ranks import Ranks
@@ -71,7 +71,8 @@ def _result_of(
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
-        from autobatch.api.pipeline import RunContext, run_estimate
+        from autobatch.api.context import RunContext
+        from autobatch.api.pipeline import run_estimate
 
         if name == "estimate":
             terminal.doing("predicting what fits")
@@ -108,7 +109,7 @@ def _runner(name: str) -> Callable[[Any, Any, RunContext], Result]:
 
 def _run_silently(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> None:
     """Run a command on a rank that prints nothing, and writes a log into the folder of the run."""
-    from autobatch.api.pipeline import RunContext
+    from autobatch.api.context import RunContext
     from autobatch.cli.rank_log import RankLog
 
     progress = RankLog(ranks.rank)

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_plan
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import RankPlanOptions

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import autobatch
+from autobatch.api.context import RunContext
 from autobatch.api.fit import _resume_hint, _write, run_fit
-from autobatch.api.pipeline import RunContext
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.options import FitOptions

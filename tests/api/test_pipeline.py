@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from torch import nn
 
-from autobatch.api.pipeline import RunContext, run_estimate, run_plan, run_probe, run_tune
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_estimate, run_plan, run_probe, run_tune
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.options import EstimateOptions, ProbeOptions, RankPlanOptions, TuneOptions

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from autobatch.api import split
-from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_plan
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import RankPlanOptions

@@ -11,7 +11,8 @@ import pytest
 from torch import nn
 
 import autobatch
-from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import RankPlanOptions
 from autobatch.core.progress import Progress

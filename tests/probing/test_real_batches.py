@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.api.pipeline import RunContext, run_plan
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_plan
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import RankPlanOptions

@@ -9,7 +9,8 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.api.pipeline import RunContext, run_plan, run_probe, run_tune
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_plan, run_probe, run_tune
 from autobatch.core.errors import InputError
 from autobatch.core.options import ProbeOptions, RankPlanOptions, TuneOptions
 from autobatch.core.progress import Progress

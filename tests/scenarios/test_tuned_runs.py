@@ -18,7 +18,8 @@ from torch import nn
 
 import autobatch
 from autobatch.api import pipeline
-from autobatch.api.pipeline import RunContext, run_tune
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_tune
 from autobatch.cli.failures import Terminated
 from autobatch.core.check_options import options_from
 from autobatch.core.options import TuneOptions

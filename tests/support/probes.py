@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from autobatch import Workload
-from autobatch.api.pipeline import RunContext, run_probe
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_probe
 from autobatch.core.check_options import options_from
 from autobatch.core.options import ProbeOptions
 from autobatch.core.progress import Progress

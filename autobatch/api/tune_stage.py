@@ -1,0 +1,62 @@
+"""The stages of tuning: the fastest configuration of a plan, and its learning rate."""
+
+from __future__ import annotations
+
+import msgspec
+
+from autobatch.api.context import RunContext
+from autobatch.api.one_size import one_size_if_asked
+from autobatch.core.options import (
+    PlanOptions,
+    TuneOptions,
+)
+from autobatch.core.records import Tuning
+from autobatch.probing.child import SetupProcess
+from autobatch.report.result import Result
+from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
+
+
+def open_tuner(
+    process: SetupProcess, settings: TuneSettings, context: RunContext, timeout: float | None
+) -> PlanTuner:
+    """Return the tuner of a plan, whose time starts now."""
+    return PlanTuner(
+        process=process,
+        settings=settings,
+        home=context.home,
+        progress=context.progress,
+        ranks=context.ranks,
+        expired=context.expiry(timeout),
+        clock=context.clock,
+    )
+
+
+def add_tuning(tuner: PlanTuner, result: Result, options: PlanOptions) -> Result:
+    """Put the fastest configuration into a result."""
+    assert result.plan is not None
+    assert result.probe is not None
+    plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
+    plan = one_size_if_asked(plan, result.probe.micro_batch, options, tuner.progress)
+    return msgspec.structs.replace(result, plan=plan, tuning=tuning)
+
+
+def add_learning_rate(tuner: PlanTuner, result: Result) -> Result:
+    """Put the best learning rate into a result, beside the trials if there were any."""
+    assert result.plan is not None
+    plan, found = tuner.tune_learning_rate(result.plan)
+    nothing = Tuning(trials=0, best={}, baseline_samples_per_s=0.0, best_samples_per_s=0.0, study="")
+    tuning = msgspec.structs.replace(result.tuning or nothing, learning_rate=found)
+    return msgspec.structs.replace(result, plan=plan, tuning=tuning)
+
+
+def check_storage_option(options: TuneOptions) -> None:
+    """Check that a requested storage is usable, before minutes are spent on a probe.
+
+    Raises:
+        InputError: it is not.
+    """
+    if options.storage is not None and (options.trials != 0 or options.tune_lr):
+        # Only here: Optuna takes half a second to import.
+        from autobatch.tuning.storage import check_storage
+
+        check_storage(options.storage)
