@@ -269,7 +269,7 @@ def test_a_run_resumed_on_other_hardware_keeps_the_found_learning_rate(
     options = {"target_batch": SAMPLES, "device": "cpu", "trials": 0, "tune_lr": True, "lr_steps": STEPS}
     options |= {"lr_trials": 3, "steps": 2, "out": tmp_path / "run"}
     first = autobatch.fit(linear_workload(learning_rate=0.01), **options).plan
-    monkeypatch.setattr("autobatch.api.fit.changes_since_checkpoint", lambda *_, **__: ["device"])
+    monkeypatch.setattr("autobatch.api.prepare.changes_since_checkpoint", lambda *_, **__: ["device"])
     again = autobatch.fit(linear_workload(learning_rate=0.01), **{**options, "steps": 4, "resume": True}).plan
     assert first is not None
     assert again is not None
