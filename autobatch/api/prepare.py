@@ -114,7 +114,7 @@ def prepare(
     setup = (
         process.setup
         if isinstance(process, ThisProcess) and shard is None
-        else _open_setup(workload, options, context, shard)
+        else _open_setup(_find(workload, context), options, context, shard, is_demo=workload is None)
     )
     setup = _budgeted(setup, process.info.key)
     sampler = _sampler_of(setup, settings, samples, context)
@@ -133,14 +133,16 @@ def prepare_resume(
 ) -> ReadyRun:
     """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
     progress, ranks = context.progress, context.ranks
-    name = find_workload(workload).name
-    out = claim_of_ranks(lambda: folder_of(options.out, name, resume=True), ranks, context.entered, held)
+    found = _find(workload, context)
+    out = claim_of_ranks(
+        lambda: folder_of(options.out, found.name, resume=True), ranks, context.entered, held
+    )
     stored = load_run_state(out, ranks)
     for line in stored.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
     plan = load_plan(stored, settings)
     shard = layout_of_resume(plan, options, ranks)
-    setup = _open_setup(workload, options, context, shard)
+    setup = _open_setup(found, options, context, shard, is_demo=workload is None)
     sampler = _sampler_of(setup, settings, None, context)
     check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
     changes = changes_since_checkpoint(
@@ -183,23 +185,26 @@ def prepare_resume(
     return ReadyRun(result, run, out)
 
 
+def _find(workload: Workload | str | None, context: RunContext) -> Workload:
+    context.progress.doing(OPENING)
+    return find_workload(workload)
+
+
 def _open_setup(
-    workload: Workload | str | None,
+    workload: Workload,
     options: FitOptions,
     context: RunContext,
-    shard: ShardLayout | None = None,
+    shard: ShardLayout | None,
+    *,
+    is_demo: bool,
 ) -> TrainSetup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     ranks = context.ranks
     settings = unpack.setup_settings(
         options, options.target_batch, world=ranks.world, shard=shard, holds_model=ranks.rank == 0
     )
-    context.progress.doing(OPENING)
-    found = find_workload(workload)
-    check_loss_of_ranks(found, context.ranks)
-    return open_setup(
-        found, replace(settings, trains=True), environ=context.environ, is_demo=workload is None
-    )
+    check_loss_of_ranks(workload, ranks)
+    return open_setup(workload, replace(settings, trains=True), environ=context.environ, is_demo=is_demo)
 
 
 def _budgeted(setup: TrainSetup, key: Mapping[str, KeyValue]) -> TrainSetup:
