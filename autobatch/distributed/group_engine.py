@@ -14,7 +14,7 @@ from autobatch.distributed.group import Group
 from autobatch.distributed.messages import as_rank_lost
 from autobatch.distributed.shares import RankSplit
 from autobatch.step.train_state import TrainState
-from autobatch.workload.contract import Collated
+from autobatch.workload.contract import Collated, Loss
 
 
 class GroupEngine:
@@ -106,3 +106,11 @@ class GroupEngine:
     def _all_reduce(self, tensor: Tensor) -> None:
         with as_rank_lost("sum the gradients"):
             dist.all_reduce(tensor, group=self._tensors)
+
+    def divide_alike(self, train_state: TrainState, found: Tensor | Loss, size: int) -> bool:
+        """Let all ranks divide by one D, from the loss of a micro-batch on each; False if none has counts."""
+        known = self.ranks.gather(float(found.count) / size if isinstance(found, Loss) else None)
+        if all(one is None for one in known):
+            return False
+        train_state.items_per_sample = max(one or 0.0 for one in known) or 1.0
+        return True

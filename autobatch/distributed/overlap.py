@@ -133,10 +133,7 @@ class Overlap(GroupEngine):
             batch, size = self._spare()
             found = self._module.loss(train_state.model, batch)
         train_state.buffers.restore(keep=True)
-        known = self.ranks.gather(float(found.count) / size if isinstance(found, Loss) else None)
-        self._has_no_counts = all(one is None for one in known)
-        if not self._has_no_counts:
-            train_state.items_per_sample = max(one or 0.0 for one in known) or 1.0
+        self._has_no_counts = not self.divide_alike(train_state, found, size)
 
     def _give_up(self, train_state: TrainState, outcome: OutOfMemory) -> OutOfMemory:
         """Let the other ranks know, unless they do, and build DDP anew, which has prepared a reduction."""

@@ -25,7 +25,7 @@ from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.workload.contract import Collated, Loss
+from autobatch.workload.contract import Collated
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 
 Spare = Callable[[], tuple[Collated, int]]
@@ -129,10 +129,7 @@ class Share(GroupEngine):
             batch, size = self._spare()
             found = train_state.loss(train_state.model, batch)
         self._buffers.restore()
-        known = self.ranks.gather(float(found.count) / size if isinstance(found, Loss) else None)
-        self._has_no_counts = all(one is None for one in known)
-        if not self._has_no_counts:
-            train_state.items_per_sample = max(one or 0.0 for one in known) or 1.0
+        self._has_no_counts = not self.divide_alike(train_state, found, size)
 
 
 def _squared(norm: float | Tensor) -> float | Tensor:

@@ -16,7 +16,7 @@ class Rule(Protocol):
 
 
 class LiveBytes:
-    """What a program holds after each of its events.
+    """The bytes that a program holds after each of its events.
 
     Args:
         events: ``(block, size)`` for an allocation, ``(block, None)`` for a free; frees of unknown blocks are
