@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from autobatch.distributed.group import Group
 from tests.support.rank_server import rank_server
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import Rows, make_workload
@@ -138,6 +139,11 @@ def measure(name: str) -> dict[str, list[tuple[float, float]]]:
             group, workload, [MICRO_BATCH] * WORLD, target_batch=SAMPLES, steps=steps, sync=sync
         )
         loops[sync] = loop.run()
+    return in_turn(group, loops)
+
+
+def in_turn(group: Group, loops: Mapping[str, Iterator[Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Run loops on all ranks, a few steps of each in turn; return wall and CPU seconds of each round."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     for number in range(ROUNDS + 1):
         for name, loop in loops.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from benchmarks.ranks.loop import (
     SAMPLES,
     STEPS,
     WORLD,
+    in_turn,
     loss,
     micro_batches,
 )
@@ -80,17 +80,7 @@ def measure(name: str, sync: ShardSync) -> dict[str, list[tuple[float, float]]]:
         "by hand": by_hand(build(), data, group.rank, sync),
         "autobatch": shared.run(),
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-    for number in range(ROUNDS + 1):
-        for name, loop in loops.items():
-            group.agree(False)
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(STEPS):
-                next(loop)
-            if number:  # the first round warms up
-                found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    group.close()
-    return found
+    return in_turn(group, loops)
 
 
 def main() -> None:
