@@ -9,9 +9,9 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.core.progress import Progress
 from autobatch.core.records import Attempt, Plan
 from autobatch.core.units import format_bytes
-from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.rank_plan import meeting_place, plan_over_ranks
 from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.confirm import joint_batch, run_joint_batch
 

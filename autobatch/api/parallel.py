@@ -15,9 +15,9 @@ from autobatch.api.pipeline import open_setup_process, probe_and_plan, uninterru
 from autobatch.core.errors import InputError
 from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
-from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.child import SetupProcess
 from autobatch.report.result import Result
 from autobatch.workload.contract import Workload

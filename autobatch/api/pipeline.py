@@ -37,8 +37,8 @@ from autobatch.core.options import (
 from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
 from autobatch.distributed.launch import check_equal
-from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.ranks import refuse_ranks
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
 from autobatch.probing.child import SetupProcess, open_process
 from autobatch.probing.estimate import estimate_limits

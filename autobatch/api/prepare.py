@@ -30,8 +30,8 @@ from autobatch.api.split import add_split, sizes_of
 from autobatch.api.tune_stage import add_learning_rate, add_tuning, check_storage_option, open_tuner
 from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
-from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.rank_plan import layout_of
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue

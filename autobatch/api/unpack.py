@@ -17,7 +17,7 @@ from autobatch.core.options import (
     TuneOptions,
 )
 from autobatch.core.records import Plan
-from autobatch.distributed.layout import ShardLayout
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimate import EstimateSettings
 from autobatch.probing.estimate_ranks import RankSettings

@@ -9,8 +9,8 @@ import msgspec
 from autobatch.core.records import DeviceRecord, Plan, RankPlan
 from autobatch.distributed.engine import Engine, OneProcess
 from autobatch.distributed.joint_split import JointSizeSplit
-from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shares import Place, RankSplit, kinds_of, least_of_each_kind, shares
 from autobatch.planning import micro_batches
 from autobatch.workload.size_split import SizeSplit
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from autobatch.distributed.choose import GradSync
     from autobatch.distributed.meeting import MeetingPlace
-    from autobatch.distributed.shard import ShardedModel
+    from autobatch.distributed.sharding.model import ShardedModel
     from autobatch.step.train_state import TrainState
     from autobatch.workload.contract import Collated
 
@@ -116,7 +116,7 @@ def model_of_ranks(
         return model.to(device), None
     # Only here: importing FSDP takes a second.
     from autobatch.distributed.group import Group
-    from autobatch.distributed.shard_build import shard_over
+    from autobatch.distributed.sharding.build import shard_over
 
     assert isinstance(ranks, Group)
     return shard_over(ranks, layout, model, plan.precision, device)
@@ -165,7 +165,7 @@ def open_engine(
     assert isinstance(split, RankSplit)
     kinds = [one.kind for one in plan.ranks]
     if train_state.shared is not None:
-        from autobatch.distributed.share import Share
+        from autobatch.distributed.sharding.engine import Share
 
         engine = Share(ranks, split, kinds, ranks.tensor_group(train_state.device))
         engine.attach(train_state, spare)

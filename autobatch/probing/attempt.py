@@ -36,8 +36,8 @@ from autobatch.workload.rng import preserved_random_state
 from autobatch.workload.user_code import user_code
 
 if TYPE_CHECKING:
-    from autobatch.distributed.layout import ShardLayout
-    from autobatch.distributed.shard import Sharding
+    from autobatch.distributed.sharding.layout import ShardLayout
+    from autobatch.distributed.sharding.model import Sharding
 
 ATTEMPT_STEPS = (1, 2, 2)
 """Micro-batches of each step of an attempt. Adam's state appears in the first step, and ``.grad`` is resident
@@ -218,7 +218,7 @@ def on_copies(setup: TrainSetup, meter: Meter, *, learning_rate: float | None = 
             yield open_train_state(setup, meter, learning_rate=learning_rate)
         return
     # Importing FSDP takes a second, which a run without it saves.
-    from autobatch.distributed.shard_probe import sharded_copy
+    from autobatch.distributed.sharding.one_rank import sharded_copy
 
     with meter.uncounted():
         model, shared = sharded_copy(setup.model, setup.sharding, setup.precision, setup.device.torch_device)

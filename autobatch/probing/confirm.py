@@ -167,8 +167,8 @@ def _joined(
     """Return a train state on copies of the model, and the engine over the children that trains it."""
     from autobatch.distributed.choose import choose_engine
     from autobatch.distributed.group import Group
-    from autobatch.distributed.shard_build import mesh_of
-    from autobatch.distributed.share import Share
+    from autobatch.distributed.sharding.build import mesh_of
+    from autobatch.distributed.sharding.engine import Share
 
     device = setup.device.torch_device
     # The engines use what a group and its children have in common.

@@ -310,7 +310,7 @@ def _arranged(layout: Layout, model: nn.Module) -> Iterator[tuple[Arrange | None
     # Importing FSDP takes a second, which an estimate for one GPU saves.
     from autobatch.distributed.fake_group import fake_ranks
     from autobatch.distributed.replicas import has_buckets, in_buckets
-    from autobatch.distributed.shard import Sharding
+    from autobatch.distributed.sharding.model import Sharding
 
     if layout.world == 1:
         yield None, 1

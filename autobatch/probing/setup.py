@@ -21,7 +21,7 @@ from autobatch.device.base import Device
 from autobatch.device.host import host_memory
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
-from autobatch.distributed.layout import ShardLayout
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
@@ -228,8 +228,8 @@ def build_shared_model(workload: Workload, settings: SetupSettings) -> nn.Module
     if on_meta is None:
         return build_model(workload)
     # Only here: a run without FSDP saves its import.
-    from autobatch.distributed.shard import check_sharding
-    from autobatch.distributed.shard_build import check_resets
+    from autobatch.distributed.sharding.build import check_resets
+    from autobatch.distributed.sharding.model import check_sharding
 
     assert settings.shard is not None
     check_sharding(on_meta, settings.shard.modules)

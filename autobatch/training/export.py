@@ -115,7 +115,7 @@ def _export_on_first(model: nn.Module, path: Path, engine: Engine) -> None:
         engine.ranks.once(lambda: _export(model.state_dict(), path))
         return
     # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.sharded_state import gather_weights
+    from autobatch.distributed.sharding.state import gather_weights
 
     weights = gather_weights(model, keep=engine.ranks.rank == 0)
     engine.ranks.once(lambda: _export(weights, path))

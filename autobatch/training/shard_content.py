@@ -16,7 +16,7 @@ PLACES = "DCP_SHARDING_INFO"
 
 
 class ShardNote(msgspec.Struct):
-    """A sharded tensor; see `autobatch.distributed.sharded_state.separate`."""
+    """A sharded tensor; see `autobatch.distributed.sharding.state.separate`."""
 
     shape: list[_Size]
     dtype: str

@@ -40,8 +40,8 @@ def save_sharded(
     """
     # Only here: one process needs no torch.distributed.
     from autobatch.distributed.group import Group
-    from autobatch.distributed.shard_files import write_shards
-    from autobatch.distributed.sharded_state import separate
+    from autobatch.distributed.sharding.files import write_shards
+    from autobatch.distributed.sharding.state import separate
 
     ranks = loop.engine.ranks
     assert isinstance(ranks, Group)
@@ -72,8 +72,8 @@ def with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Ma
     notes, mesh = state.get(SHARDED), loop.engine.mesh
     if notes is None and mesh is None:
         return state
-    from autobatch.distributed.shard_files import read_shards
-    from autobatch.distributed.sharded_state import fill, shard_like, sharded_parameters
+    from autobatch.distributed.sharding.files import read_shards
+    from autobatch.distributed.sharding.state import fill, shard_like, sharded_parameters
 
     if notes is not None:
         assert folder is not None

@@ -16,9 +16,9 @@ import autobatch
 from autobatch.api.parallel import asked_layout, check_parallel, layout_of_resume
 from autobatch.core.errors import InputError
 from autobatch.core.options import FitOptions
-from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Alone
+from autobatch.distributed.sharding.layout import ShardLayout
 from tests.support.rank_server import RankServer
 from tests.support.sample_run import a_run
 from tests.support.training import make_workload, points

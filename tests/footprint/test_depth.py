@@ -10,7 +10,7 @@ from torch import nn
 
 from autobatch.distributed.fake_group import fake_ranks
 from autobatch.distributed.replicas import in_buckets
-from autobatch.distributed.shard import Sharding
+from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.apart import run_apart
 from autobatch.footprint.depth import cut_to, deep_footprint, like_layers
 from autobatch.footprint.predict import Footprint, footprint

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autobatch.core.records import Attempt
-from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.meeting import MeetingPlace
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.confirm import JointBatch, joint_batch, run_joint_batch
 from autobatch.probing.setup import SetupSettings, open_setup

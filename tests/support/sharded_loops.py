@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from autobatch.core.records import ShardSync
 from autobatch.distributed.group import Group
-from autobatch.distributed.shard import Sharding
-from autobatch.distributed.sharded_state import map_leaves
-from autobatch.distributed.share import Share
+from autobatch.distributed.sharding.engine import Share
+from autobatch.distributed.sharding.model import Sharding
+from autobatch.distributed.sharding.state import map_leaves
 from autobatch.distributed.shares import RankSplit
 from autobatch.step.train_step import train_step
 from autobatch.training.loop import Loop

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from autobatch.core.errors import AutobatchError
-from autobatch.distributed import shard_files
+from autobatch.distributed.sharding import files as shard_files
 from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
 from autobatch.training.load_checkpoint import load_newest
 from autobatch.training.loop import Loop

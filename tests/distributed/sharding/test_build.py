@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.errors import InputError
-from autobatch.distributed.layout import ShardLayout
-from autobatch.distributed.shard_build import check_resets, on_meta, shard_over
+from autobatch.distributed.sharding.build import check_resets, on_meta, shard_over
+from autobatch.distributed.sharding.layout import ShardLayout
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 

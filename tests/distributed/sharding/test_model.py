@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.errors import InputError
-from autobatch.distributed.shard import Sharding, modules_to_shard
+from autobatch.distributed.sharding.model import Sharding, modules_to_shard
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
 from tests.support.rank_server import RankServer

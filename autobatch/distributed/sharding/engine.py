@@ -20,7 +20,7 @@ from autobatch.distributed.engine import OutOfMemory
 from autobatch.distributed.figures import Figures, figures_of, read_rows, sum_totals, table_size, write_row
 from autobatch.distributed.group_engine import GroupEngine
 from autobatch.distributed.messages import lost_rank
-from autobatch.distributed.shard import ShardedModel
+from autobatch.distributed.sharding.model import ShardedModel
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.restore import BufferSnapshot

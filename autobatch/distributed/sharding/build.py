@@ -22,10 +22,10 @@ from autobatch.core.errors import InputError
 from autobatch.core.records import Precision
 from autobatch.device.oom import first_line
 from autobatch.distributed.group import Group
-from autobatch.distributed.layout import ShardLayout
 from autobatch.distributed.messages import as_rank_lost
-from autobatch.distributed.shard import ShardedModel
-from autobatch.distributed.shard_checks import check_shapes
+from autobatch.distributed.sharding.checks import check_shapes
+from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.sharding.model import ShardedModel
 from autobatch.step.local_part import local_part
 from autobatch.workload.rng import seed_rank
 

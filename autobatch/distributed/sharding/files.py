@@ -83,7 +83,7 @@ def read_shards(
 
     Args:
         folder: of the checkpoint.
-        notes: of `autobatch.distributed.sharded_state.separate`.
+        notes: of `autobatch.distributed.sharding.state.separate`.
         mesh: the ranks that share them from now on; None for whole tensors, on the CPU.
         into: tensors to read into, by place; the others are new.
 

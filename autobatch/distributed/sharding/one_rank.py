@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from autobatch.core.records import Precision
 from autobatch.distributed.fake_group import ALONE
-from autobatch.distributed.shard import ShardedModel, Sharding
-from autobatch.distributed.shard_build import fill, on_meta
+from autobatch.distributed.sharding.build import fill, on_meta
+from autobatch.distributed.sharding.model import ShardedModel, Sharding
 
 
 def sharded_copy(

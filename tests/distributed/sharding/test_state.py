@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from autobatch.distributed.sharded_state import fill, map_leaves, separate, shard_like
+from autobatch.distributed.sharding.state import fill, map_leaves, separate, shard_like
 from autobatch.training.loop_state import capture_loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group

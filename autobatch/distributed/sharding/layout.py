@@ -9,7 +9,7 @@ from autobatch.core.records import Record, ShardSync
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from autobatch.distributed.shard import Sharding
+    from autobatch.distributed.sharding.model import Sharding
 
 
 class ShardLayout(Record, frozen=True, kw_only=True):
@@ -25,7 +25,7 @@ class ShardLayout(Record, frozen=True, kw_only=True):
     def over(self, mesh: DeviceMesh) -> Sharding:
         """Return the sharding over the ranks of a mesh."""
         # Importing FSDP takes a second, which a run without it saves.
-        from autobatch.distributed.shard import Sharding
+        from autobatch.distributed.sharding.model import Sharding
 
         return Sharding(mesh=mesh, sync=self.sync, modules=self.modules)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from autobatch.distributed.layout import ShardLayout
+from autobatch.distributed.sharding.layout import ShardLayout
 
 
 def test_a_layout_travels_to_another_process() -> None:

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from autobatch.core.errors import InputError
-from autobatch.distributed.shard import Sharding, shard
+from autobatch.distributed.sharding.model import Sharding, shard
 
 UNSHARDED = Sharding(mesh=None)  # type: ignore[arg-type]
 
