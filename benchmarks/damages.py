@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autobatch.training.checkpoint import list_checkpoints
-from autobatch.training.manifest import MANIFEST, STATE, read_manifest, write_manifest
+from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.checkpoints.manifest import MANIFEST, STATE, read_manifest, write_manifest
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS
 from benchmarks.tiny_run import tiny_workload, trained_run

@@ -7,9 +7,9 @@ from autobatch.core.progress import Progress
 from autobatch.probing.child import ChildCrashed, SetupProcess
 from autobatch.probing.questions import ask_or_none
 from autobatch.report.result import Result
-from autobatch.training.compare_modes import Finding
 from autobatch.training.export import examine_weights
-from autobatch.training.preflight import examine, name_writes
+from autobatch.training.split_check.compare_modes import Finding
+from autobatch.training.split_check.preflight import examine, name_writes
 
 CHECKING_SPLIT = "checking that the loss can be split into micro-batches"
 

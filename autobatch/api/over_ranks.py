@@ -17,7 +17,7 @@ from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.ranks import Ranks, open_ranks
-from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
 from autobatch.workload.contract import WholeBatchLoss, Workload
 

@@ -28,9 +28,9 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
+from autobatch.training.checkpoints.sharded import sharded_bytes, with_shards
 from autobatch.training.loop import Loop
 from autobatch.training.oom_errors import available_host_memory
-from autobatch.training.sharded_checkpoint import sharded_bytes, with_shards
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import capture_random_state, restore_random_state, seed_rank
 from autobatch.workload.streams import stream_state

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from autobatch.core.errors import AutobatchError, InputError, RestartSmallerError
 from autobatch.core.files import read_json, write_atomic
-from autobatch.training.checkpoint import list_checkpoints
-from autobatch.training.load_checkpoint import Loaded
+from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.loop import Loop
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.training.run_settings import RunSettings

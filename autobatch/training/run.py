@@ -16,9 +16,10 @@ from autobatch.core.records import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.device.oom import first_line, memory_named
 from autobatch.step.optimizers import averaged_weights, switch
+from autobatch.training.checkpoints.load import Loaded
+from autobatch.training.checkpoints.run_checkpoints import RunCheckpoints
 from autobatch.training.evaluation import Sums, ValidationBatchSize, evaluate_part
 from autobatch.training.export import check_exportable, export_weights
-from autobatch.training.load_checkpoint import Loaded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
 from autobatch.training.metrics import (
@@ -29,13 +30,12 @@ from autobatch.training.metrics import (
     rewind_metrics,
 )
 from autobatch.training.oom_file import apply_smaller_micro_batch, restart_hint
-from autobatch.training.run_checkpoints import RunCheckpoints
 from autobatch.training.run_folder import METRICS
 from autobatch.training.run_settings import RunSettings
 from autobatch.training.shared_evaluation import evaluate_shared
 from autobatch.training.sinks import UserSinks
+from autobatch.training.split_check.watch import SplitWatch
 from autobatch.training.totals import RunTotals
-from autobatch.training.watch_split import SplitWatch
 from autobatch.workload.rng import preserved_random_state
 
 

@@ -13,8 +13,13 @@ import pytest
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.progress import Progress
-from autobatch.training import checkpoint
-from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
+from autobatch.training.checkpoints import checkpoint
+from autobatch.training.checkpoints.checkpoint import (
+    clean_leftovers,
+    is_valid,
+    list_checkpoints,
+    save_checkpoint,
+)
 from autobatch.training.run import train
 from tests.support.checkpoints import Killed, SystemCalls, leftovers, newest, save
 from tests.support.runs import STEPS, open_loop, saved_steps, settings

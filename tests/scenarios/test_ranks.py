@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.run_folder import CHECKPOINTS
 from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer

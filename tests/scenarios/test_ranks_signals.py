@@ -12,8 +12,8 @@ import torch
 
 from autobatch.core.errors import Interrupted
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoint import list_checkpoints
-from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.run import train
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.training.run_settings import RunSettings

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from autobatch.planning import make_plan
-from autobatch.training import checkpoint
-from autobatch.training.checkpoint import save_checkpoint
-from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.checkpoints import checkpoint
+from autobatch.training.checkpoints.checkpoint import save_checkpoint
+from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoints.manifest import read_manifest, write_manifest, write_state
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop
-from autobatch.training.manifest import read_manifest, write_manifest, write_state
 from autobatch.training.resume import data_order_facts
 
 MANIFEST, STATE = "manifest.json", "state.pt"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.training.checkpoint import save_checkpoint
-from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.checkpoints.checkpoint import save_checkpoint
+from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop, to_plain
 from tests.support.faults import Fault
 from tests.support.kinds import RUNS, adamw

@@ -15,8 +15,8 @@ from autobatch.core.units import GiB, format_bytes
 from autobatch.distributed.ranks import Alone
 from autobatch.planning import make_plan
 from autobatch.training.build import LoopSettings
-from autobatch.training.checkpoint import is_valid
-from autobatch.training.load_checkpoint import Loaded
+from autobatch.training.checkpoints.checkpoint import is_valid
+from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.resume import (
     changes_since_checkpoint,
     check_same_data_order,

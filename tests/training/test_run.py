@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from autobatch.core.errors import DoesNotFitError, RestartSmallerError
 from autobatch.core.progress import Progress
-from autobatch.training.checkpoint import list_checkpoints
+from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.run import train
 from tests.support.faults import Fault, Noisy, Watching, plain
 from tests.support.runs import STEPS, ActingAfter, open_loop, resume, rows, saved_steps, settings
@@ -159,7 +159,7 @@ def test_the_error_of_the_run_counts_if_no_checkpoint_can_be_written_after_it(
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError("no host memory")
 
-    monkeypatch.setattr("autobatch.training.run_checkpoints.save_checkpoint", refuse)
+    monkeypatch.setattr("autobatch.training.checkpoints.run_checkpoints.save_checkpoint", refuse)
     caught = run_until_oom(tmp_path, FULL, micro_batch=1)
     assert caught.exit_code == 3
     (said,) = [

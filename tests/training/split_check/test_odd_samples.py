@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autobatch.training.odd_samples import MOST_ODD, odd_samples, odd_sizes
+from autobatch.training.split_check.odd_samples import MOST_ODD, odd_samples, odd_sizes
 
 N = 100
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from autobatch.core.errors import CheckpointError, InputError
-from autobatch.training.checkpoint import save_checkpoint
-from autobatch.training.checkpoint_content import check_content
-from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.checkpoints.checkpoint import save_checkpoint
+from autobatch.training.checkpoints.content import check_content
+from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.loop_state import capture_loop
 from autobatch.training.resume import load_run_state
 from tests.support.checkpoints import facts_of, reseal, save_run

@@ -8,14 +8,14 @@ from typing import Any
 from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.progress import Progress
 from autobatch.device.oom import first_line, is_oom
-from autobatch.training.checkpoint import save_checkpoint
+from autobatch.training.checkpoints.checkpoint import save_checkpoint
+from autobatch.training.checkpoints.sharded import save_sharded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.oom_file import OOM_FILE
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.training.run_settings import RunSettings
-from autobatch.training.sharded_checkpoint import save_sharded
 
 
 class RunCheckpoints:

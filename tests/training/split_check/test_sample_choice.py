@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.utils.data import default_collate
 
-from autobatch.training.sample_choice import CANDIDATES, FIRST_CHUNK, SampleChoice
+from autobatch.training.split_check.sample_choice import CANDIDATES, FIRST_CHUNK, SampleChoice
 from tests.support.training import Rows, make_setup, make_workload
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autobatch.core.errors import CheckpointError
-from autobatch.training.load_checkpoint import load_checkpoint, load_newest
-from autobatch.training.manifest import check_files, read_manifest, write_manifest, write_state
+from autobatch.training.checkpoints.load import load_checkpoint, load_newest
+from autobatch.training.checkpoints.manifest import check_files, read_manifest, write_manifest, write_state
 from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 

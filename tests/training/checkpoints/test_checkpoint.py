@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
-from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.checkpoints.checkpoint import (
+    clean_leftovers,
+    is_valid,
+    list_checkpoints,
+    save_checkpoint,
+)
+from autobatch.training.checkpoints.load import load_newest
 from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 

@@ -18,8 +18,8 @@ from autobatch.core.errors import CheckpointError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.records import Plan
 from autobatch.device.oom import is_oom
-from autobatch.training.manifest import MANIFEST, STATE
-from autobatch.training.shard_content import ShardNote, check_shards
+from autobatch.training.checkpoints.manifest import MANIFEST, STATE
+from autobatch.training.checkpoints.sharded_content import ShardNote, check_shards
 from autobatch.workload.order import LastBatch
 
 _Count = Annotated[int, Meta(ge=0)]

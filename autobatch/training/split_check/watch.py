@@ -21,9 +21,9 @@ from autobatch.core.records import StepRecord
 from autobatch.device.host import host_memory
 from autobatch.device.oom import first_line, is_oom
 from autobatch.probing.attempt import TrainSetup
-from autobatch.training.compare_modes import Finding, compare_samples, modes_of_training
 from autobatch.training.loop import Loop
-from autobatch.training.odd_samples import odd_samples, odd_sizes
+from autobatch.training.split_check.compare_modes import Finding, compare_samples, modes_of_training
+from autobatch.training.split_check.odd_samples import odd_samples, odd_sizes
 from autobatch.workload.data import collate_samples, fetch
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import GlobalBatch

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.training.compare_modes import (
+from autobatch.training.split_check.compare_modes import (
     Finding,
     Mode,
     compare_samples,
     modes_before_training,
     modes_of_training,
 )
-from autobatch.training.odd_samples import odd_samples, odd_sizes
+from autobatch.training.split_check.odd_samples import odd_samples, odd_sizes
 from autobatch.workload.data import fetch, load_micro_batch
 from autobatch.workload.nested import map_tensors
 from benchmarks.workloads import WORKLOADS

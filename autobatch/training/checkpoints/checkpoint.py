@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autobatch.core.errors import CheckpointError
-from autobatch.training.manifest import (
+from autobatch.training.checkpoints.manifest import (
     MANIFEST,
     STATE,
     check_files,

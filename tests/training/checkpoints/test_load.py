@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.errors import InputError
-from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoints.sharded import save_sharded
 from autobatch.training.loop_state import capture_loop
-from autobatch.training.sharded_checkpoint import save_sharded
 from tests.support.checkpoints import save
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autobatch.training.random_draws import SEED, NoDropout, SampleDraws
-from autobatch.training.sample_gradient import GradientRunner, SampleGradient
-from autobatch.training.split_samples import Parts, SplitSamples
+from autobatch.training.split_check.random_draws import SEED, NoDropout, SampleDraws
+from autobatch.training.split_check.sample_gradient import GradientRunner, SampleGradient
+from autobatch.training.split_check.split_samples import Parts, SplitSamples
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.rng import seed_everything
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autobatch.device.cpu import SilentMeter
-from autobatch.training.sample_gradient import ELEMENTS, GradientRunner
+from autobatch.training.split_check.sample_gradient import ELEMENTS, GradientRunner
 from autobatch.workload.contract import Loss
 from tests.support.training import (
     INFO_NCE,

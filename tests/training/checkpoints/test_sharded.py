@@ -15,12 +15,17 @@ import pytest
 
 from autobatch.core.errors import AutobatchError
 from autobatch.distributed.sharding import files as shard_files
-from autobatch.training.checkpoint import clean_leftovers, is_valid, list_checkpoints, save_checkpoint
-from autobatch.training.load_checkpoint import load_newest
+from autobatch.training.checkpoints.checkpoint import (
+    clean_leftovers,
+    is_valid,
+    list_checkpoints,
+    save_checkpoint,
+)
+from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoints.manifest import MANIFEST, STATE
+from autobatch.training.checkpoints.sharded import SHARDED, save_sharded, sharded_bytes
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, restore_loop
-from autobatch.training.manifest import MANIFEST, STATE
-from autobatch.training.sharded_checkpoint import SHARDED, save_sharded, sharded_bytes
 from tests.support.checkpoints import leftovers
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group

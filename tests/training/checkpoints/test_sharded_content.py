@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from autobatch.core.errors import CheckpointError
-from autobatch.training.load_checkpoint import load_checkpoint
-from autobatch.training.shard_content import PLACES, ShardNote, check_shards
+from autobatch.training.checkpoints.load import load_checkpoint
+from autobatch.training.checkpoints.sharded_content import PLACES, ShardNote, check_shards
 from tests.support.checkpoints import save
 
 WEIGHT = ShardNote(shape=[5, 2], dtype="float32", dim=0, kept_at="model.weight")

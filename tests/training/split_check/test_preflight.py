@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from autobatch.core.errors import InputError
-from autobatch.training import compare_modes, preflight
-from autobatch.training.preflight import check_loss_splits
+from autobatch.training.split_check import compare_modes, preflight
+from autobatch.training.split_check.preflight import check_loss_splits
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.workloads import WORKLOADS

@@ -22,10 +22,10 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
 from autobatch.step.restore import temporary_weights
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
-from autobatch.training.compare_modes import Finding, compare_samples, modes_before_training
 from autobatch.training.forward_writes import forward_write_notes
-from autobatch.training.sample_choice import SampleChoice
-from autobatch.training.sample_gradient import GradientRunner
+from autobatch.training.split_check.compare_modes import Finding, compare_samples, modes_before_training
+from autobatch.training.split_check.sample_choice import SampleChoice
+from autobatch.training.split_check.sample_gradient import GradientRunner
 from autobatch.workload.data import fetch, load_micro_batch
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from autobatch.training.random_draws import NoDropout, SampleDraws
+from autobatch.training.split_check.random_draws import NoDropout, SampleDraws
 
 
 def uniform(samples: int) -> torch.Tensor:

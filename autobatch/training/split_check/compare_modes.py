@@ -16,9 +16,9 @@ from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import split_evenly
 from autobatch.probing.attempt import TrainSetup
 from autobatch.step.restore import temporary_weights
-from autobatch.training.compare_parts import UncheckedError, find_fault
-from autobatch.training.sample_gradient import GradientRunner
-from autobatch.training.split_samples import SplitSamples, collate_split
+from autobatch.training.split_check.compare_parts import UncheckedError, find_fault
+from autobatch.training.split_check.sample_gradient import GradientRunner
+from autobatch.training.split_check.split_samples import SplitSamples, collate_split
 
 MOST_PARTS = 8
 FLOAT64_BUDGET_SHARE = 0.1

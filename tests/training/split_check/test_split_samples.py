@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from autobatch.training.split_samples import collate_split
+from autobatch.training.split_check.split_samples import collate_split
 from autobatch.workload.data import fetch
 from tests.support.training import make_workload, points
 

@@ -14,8 +14,8 @@ import torch
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.device.oom import is_oom
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.training.checkpoint import list_checkpoints
-from autobatch.training.manifest import STATE, check_files, read_manifest
+from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.checkpoints.manifest import STATE, check_files, read_manifest
 
 
 class Loaded(NamedTuple):
@@ -75,7 +75,7 @@ def load_checkpoint(path: Path, check: Check = lambda *_: None, *, part: tuple[i
     Args:
         path: its folder.
         check: see `load_newest`.
-        part: see `autobatch.training.manifest.check_files`.
+        part: see `autobatch.training.checkpoints.manifest.check_files`.
 
     Raises:
         CheckpointError: it is damaged; names the fault.

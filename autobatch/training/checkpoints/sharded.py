@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
-from autobatch.training.checkpoint import begin_checkpoint, discard_checkpoint, prune, publish_checkpoint
+from autobatch.training.checkpoints.checkpoint import (
+    begin_checkpoint,
+    discard_checkpoint,
+    prune,
+    publish_checkpoint,
+)
 from autobatch.training.loop import Loop
 
 SHARDED = "sharded"
@@ -32,7 +37,7 @@ def save_sharded(
     keep_last: int = 3,
     protected: Path | None = None,
 ) -> Path:
-    """Write a checkpoint as `autobatch.training.checkpoint.save_checkpoint` does; all ranks call it.
+    """Write a checkpoint as `checkpoints.checkpoint.save_checkpoint` does; all ranks call it.
 
     Raises:
         CheckpointError: a rank could not write its part, on every rank.

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from autobatch.core.errors import InputError
-from autobatch.training import watch_split
-from autobatch.training.compare_modes import Finding
 from autobatch.training.loop_state import capture_loop
-from autobatch.training.preflight import examine_loss
-from autobatch.training.sample_choice import _candidates
-from autobatch.training.watch_split import WATCHED_BATCHES, SplitWatch
+from autobatch.training.split_check import watch as watch_split
+from autobatch.training.split_check.compare_modes import Finding
+from autobatch.training.split_check.preflight import examine_loss
+from autobatch.training.split_check.sample_choice import _candidates
+from autobatch.training.split_check.watch import WATCHED_BATCHES, SplitWatch
 from autobatch.workload.contract import Loss
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.workloads import WORKLOADS
@@ -150,7 +150,7 @@ SLEEPERS: dict[str, tuple[Any, dict[str, Any], Any, Any, str]] = {
 @pytest.mark.parametrize("share", [0.1, 0.0], ids=["float64", "float32"])
 @pytest.mark.parametrize("kind", SLEEPERS)
 def test_faults_that_the_check_before_training_cannot_see_are_found(kind: str, share, monkeypatch) -> None:
-    monkeypatch.setattr("autobatch.training.compare_modes.FLOAT64_BUDGET_SHARE", share)
+    monkeypatch.setattr("autobatch.training.split_check.compare_modes.FLOAT64_BUDGET_SHARE", share)
     data, fields, wrong, right, cause = SLEEPERS[kind]
     workload = make_workload(train_data=data(), loss=wrong, **fields)
     assert examine_loss(make_setup(workload), 32) == Finding()

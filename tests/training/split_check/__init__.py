@@ -1,0 +1,1 @@
+"""Tests of `autobatch.training.split_check`."""
