@@ -1,15 +1,15 @@
-"""The plan of a batch over ranks, confirmed by one batch over all of them before any training."""
+"""The limits of all ranks, confirmed by one batch over all of them before any training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, Plan
+from autobatch.core.records import Attempt, RankLimit
 from autobatch.core.units import format_bytes
-from autobatch.distributed.rank_plan import meeting_place, plan_over_ranks
+from autobatch.distributed.rank_plan import limits_over_ranks, meeting_place
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.child import SetupProcess
@@ -33,27 +33,29 @@ class Together(NamedTuple):
 
 
 class Confirmed(NamedTuple):
-    """A plan over ranks, and the attempts of this rank in batches of all ranks."""
+    """The limits of all ranks, and the attempts of this rank in batches of all ranks."""
 
-    plan: Plan
+    limits: list[RankLimit]
     attempts: list[Attempt]
+    skipped: str | None = None
+    """Reason why no batch of all ranks ran; None if one did, or for one rank."""
 
 
-def confirmed_plan(  # noqa: PLR0917 - what a plan is made of
+def confirmed_limits(  # noqa: PLR0917 - what a batch over ranks is made of
     process: SetupProcess,
-    plan_for: Callable[[int], Plan],
+    sizes_for: Callable[[list[RankLimit]], Sequence[Sequence[int]]],
     limit: int,
     together: Together,
     ranks: Ranks,
     progress: Progress,
 ) -> Confirmed:
-    """Return a plan whose micro-batches ran over all ranks; all of them call it.
+    """Return limits whose micro-batches ran over all ranks; all of them call it.
 
     A process that cannot be replaced runs no such batch, because a failure would end the run.
 
     Args:
         process: holds the setup.
-        plan_for: returns the plan of one process for a limit.
+        sizes_for: returns the micro-batches of each rank for some limits.
         limit: the largest micro-batch that fits on this rank alone.
         together: how the ranks train together.
         ranks: the ranks.
@@ -63,26 +65,28 @@ def confirmed_plan(  # noqa: PLR0917 - what a plan is made of
         DoesNotFitError: not even a micro-batch of 1 fits beside the other ranks.
     """
 
-    def over_ranks(size: int) -> Plan:
-        return plan_over_ranks(ranks, plan_for(size), size, process.info.device, together.shard)
+    def of_all(size: int) -> list[RankLimit]:
+        return limits_over_ranks(ranks, size, process.info.device)
 
-    plan, attempts = over_ranks(limit), list[Attempt]()
-    if ranks.world == 1 or not ranks.agree(process.is_replaceable):
-        return Confirmed(plan, attempts)
+    limits, attempts, skipped = of_all(limit), list[Attempt](), None
+    if ranks.world == 1:
+        return Confirmed(limits, attempts)
+    if not ranks.agree(process.is_replaceable):
+        return Confirmed(limits, attempts, "the workload is not open in a child process")
     for number in range(MOST_TRIES):
         place = meeting_place(ranks, number)
         if place is None:
             break
         progress.doing("running a batch over all ranks")
-        of_ranks = [one.micro_batches for one in plan.ranks]
-        found = run_joint_batch(process, place, joint_batch(of_ranks, ranks.rank, together.grad_sync))
+        batch = joint_batch(sizes_for(limits), ranks.rank, together.grad_sync)
+        found = run_joint_batch(process, place, batch)
         attempts.append(found)
         progress.attempted(found)
         reasons = ranks.gather(found.reason)
         failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
         if not failed:
-            is_lost = ranks.agree(not found.fits)
-            if is_lost:
+            if ranks.agree(not found.fits):
+                skipped = "a child ended"
                 progress.note("no batch over all ranks ran before the training, because a child ended")
             break
         first = failed[0]
@@ -92,8 +96,8 @@ def confirmed_plan(  # noqa: PLR0917 - what a plan is made of
         )
         if ranks.rank in failed:
             limit = _smaller(found, process.info.device.budget_bytes, ranks.world)
-        plan = over_ranks(limit)
-    return Confirmed(plan, attempts)
+        limits = of_all(limit)
+    return Confirmed(limits, attempts, skipped)
 
 
 def _smaller(failed: Attempt, budget_bytes: int, world: int) -> int:

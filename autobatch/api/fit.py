@@ -15,12 +15,9 @@ from torch import nn
 
 from autobatch.api import unpack
 from autobatch.api.context import RunContext
-from autobatch.api.over_ranks import (
-    check_count,
-    continued,
-    options_of_rank,
-)
-from autobatch.api.parallel import check_parallel
+from autobatch.api.over_ranks import continued
+from autobatch.api.parallel import check_whole_models
+from autobatch.api.pipeline import checked_options
 from autobatch.api.prepare import prepare, prepare_resume
 from autobatch.core.files import write_atomic
 from autobatch.core.options import FitOptions
@@ -50,9 +47,8 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
         AutobatchError: see `autobatch.training.run.train`.
     """
     ranks = context.ranks
-    check_count(options, ranks)
-    check_parallel(options, ranks)
-    options = continued(options_of_rank(options, ranks), ranks)
+    check_whole_models(options)
+    options = continued(checked_options(options, ranks), ranks)
     ranks.limit_wait(options.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)
     with ExitStack() as held:

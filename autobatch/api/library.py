@@ -49,8 +49,8 @@ def probe(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     checked = options_from(ProbeOptions, dict(options))
-    with listening(progress) as listener:
-        result = run_probe(workload, checked, RunContext(progress=listener))
+    with listening(progress) as listener, joined_ranks(os.environ) as ranks:
+        result = run_probe(workload, checked, RunContext(progress=listener, ranks=ranks))
     assert result.probe is not None
     return ProbeResult(**_fields(result.probe), device=result.device)
 
@@ -62,6 +62,8 @@ def plan(
     **options: Unpack[PlanKeywords],
 ) -> PlanResult:
     """Probe, then plan the batch, to train in your own loop.
+
+    Under torchrun all ranks call it, unless ``world_size`` is given: then this process plans alone.
 
     Such loops keep a micro-batch in a variable until the next one is there, so this counts on it;
     ``own_loop=False`` counts on a loop that frees it after the forward pass.
@@ -77,8 +79,9 @@ def plan(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     checked = options_from(RankPlanOptions, {"own_loop": True, **options})
-    with listening(progress) as listener:
-        result = run_plan(workload, checked, RunContext(progress=listener))
+    environ = os.environ if checked.world_size is None and "RANK" in os.environ else {}
+    with listening(progress) as listener, joined_ranks(environ) as ranks:
+        result = run_plan(workload, checked, RunContext(progress=listener, ranks=ranks))
     assert result.plan is not None
     assert result.probe is not None
     return PlanResult(**_fields(result.plan), device=result.device, probe=result.probe)
@@ -118,8 +121,8 @@ def tune(
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
     checked = options_from(TuneOptions, dict(options))
-    with listening(progress) as listener:
-        return run_tune(workload, checked, RunContext(progress=listener))
+    with listening(progress) as listener, joined_ranks(os.environ) as ranks:
+        return run_tune(workload, checked, RunContext(progress=listener, ranks=ranks))
 
 
 def fit(

@@ -12,7 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import FitOptions, PlanOptions
+from autobatch.core.options import FitOptions
+from autobatch.core.search_options import SearchOptions
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import check_equal
@@ -26,7 +27,7 @@ SHARED_SECONDS = 30.0
 OWN_OPTIONS = ("device", "memory_budget", "json", "quiet", "verbose")
 """Options in which ranks may differ."""
 T = TypeVar("T")
-_Options = TypeVar("_Options", bound=PlanOptions)
+_Options = TypeVar("_Options", bound=SearchOptions)
 
 
 class WholeModelTooLargeError(DoesNotFitError):
@@ -68,7 +69,7 @@ def options_of_rank(options: _Options, ranks: Ranks) -> _Options:
     return msgspec.structs.replace(options, device=device)
 
 
-def check_count(options: FitOptions, ranks: Ranks) -> None:
+def check_count(options: SearchOptions, ranks: Ranks) -> None:
     """Check that as many ranks run as were asked for.
 
     Raises:
@@ -78,7 +79,7 @@ def check_count(options: FitOptions, ranks: Ranks) -> None:
         return
     if ranks.world == 1:
         raise InputError(
-            f"ranks is {options.ranks}, and a call cannot start processes: use autobatch fit --ranks "
+            f"ranks is {options.ranks}, and a call cannot start processes: use the command with --ranks "
             f"{options.ranks}, or start the script with torchrun --nproc-per-node {options.ranks}"
         )
     raise InputError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -11,18 +12,22 @@ from autobatch.api import unpack
 from autobatch.api.confirm import Together
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
-from autobatch.api.pipeline import open_setup_process, probe_and_plan, uninterrupted
+from autobatch.api.probe_stage import open_setup_process, uninterrupted
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions
+from autobatch.core.options import FitOptions, TuneOptions
 from autobatch.core.records import Plan
+from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.distributed.sharding.layout import ONCE, ShardLayout
 from autobatch.probing.child import SetupProcess
 from autobatch.report.result import Result
 from autobatch.workload.contract import Workload
 
 WHOLE = "a whole model fits on each rank, so each has its own"
+_Options = TypeVar("_Options", bound=SearchOptions)
+Stage = Callable[[SetupProcess, _Options, RunContext, Together], Result]
+"""Probes in an open process, and may plan."""
 
 
 class Probed(NamedTuple):
@@ -34,19 +39,27 @@ class Probed(NamedTuple):
     """The way in which ranks share the model; None if each has a whole one."""
 
 
-def check_parallel(options: FitOptions, ranks: Ranks) -> None:
-    """Check that ranks can share a model as asked.
+def check_parallel(options: SearchOptions, ranks: Ranks) -> None:
+    """Check that several ranks run if they are to share a model.
 
     Raises:
-        InputError: there is one rank, or an option of whole models was given too.
+        InputError: there is one rank.
     """
-    if options.parallel != "shard":
-        return
-    if ranks.world == 1:
+    if options.parallel == "shard" and ranks.world == 1:
         raise InputError(
             "--parallel shard shares a model among ranks, found one process: give --ranks N with N at least "
             "2, or start with torchrun"
         )
+
+
+def check_whole_models(options: TuneOptions) -> None:
+    """Check that nothing was asked for that needs whole models, if ranks share one.
+
+    Raises:
+        InputError: something was.
+    """
+    if options.parallel != "shard":
+        return
     if options.trials or options.tune_lr:
         asked = "--tune-lr" if options.tune_lr else f"--trials {options.trials}"
         raise InputError(
@@ -57,7 +70,7 @@ def check_parallel(options: FitOptions, ranks: Ranks) -> None:
         raise InputError("--split size is for whole models: use --split count with --parallel shard")
 
 
-def asked_layout(options: FitOptions, ranks: Ranks) -> ShardLayout | None:
+def asked_layout(options: SearchOptions, ranks: Ranks) -> ShardLayout | None:
     """Return the way in which ranks share the model if that was asked for; None for whole models first."""
     return unpack.shard_layout(options, ranks.world) if options.parallel == "shard" else None
 
@@ -72,7 +85,12 @@ class Opened(NamedTuple):
 
 
 def open_choice(
-    workload: Workload | str | None, options: FitOptions, context: RunContext, opened: ExitStack
+    workload: Workload | str | None,
+    options: SearchOptions,
+    context: RunContext,
+    opened: ExitStack,
+    *,
+    keeps_batches: bool = False,
 ) -> Opened:
     """Open the setup as asked; ``auto`` shares the model if its weights alone are too large for some rank.
 
@@ -81,14 +99,19 @@ def open_choice(
         options: options of the command.
         context: surroundings of the call.
         opened: keeps the process open.
+        keeps_batches: whether the loop keeps each micro-batch until the next one is there.
     """
     ranks, shard = context.ranks, asked_layout(options, context.ranks)
     if not _may_share(options, ranks):
-        process = opened.enter_context(open_setup_process(workload, options, context, shard))
-        return Opened(process, shard, None)
+        process = opened.enter_context(
+            open_setup_process(workload, options, context, shard, keeps_batches=keeps_batches)
+        )
+        return Opened(process, process.info.layout, None)
 
     def whole() -> SetupProcess:
-        return opened.enter_context(open_setup_process(workload, options, context, may_share=True))
+        return opened.enter_context(
+            open_setup_process(workload, options, context, keeps_batches=keeps_batches, may_share=True)
+        )
 
     try:
         return Opened(agree_on_fit(whole, ranks), None, WHOLE)
@@ -98,14 +121,16 @@ def open_choice(
 
 def probe_choice(
     workload: Workload | str | None,
-    options: FitOptions,
+    options: _Options,
     context: RunContext,
     first: Opened,
     opened: ExitStack,
+    *,
+    stage: Stage[_Options],
 ) -> Probed:
-    """Probe and plan as asked; ``auto`` shares the model if it does not fit whole on some rank.
+    """Probe as asked; ``auto`` shares the model if it does not fit whole on some rank.
 
-    All ranks call it, and choose alike.
+    All ranks call it, and choose alike. An interrupted probe of one process answers, one of several does not.
 
     Args:
         workload: what to train.
@@ -113,35 +138,68 @@ def probe_choice(
         context: surroundings of the call.
         first: of `open_choice`.
         opened: keeps the process open.
+        stage: probes.
     """
     process, shard, reason = first
     may_share = shard is None and _may_share(options, context.ranks)
     try:
         together = Together(shard, may_share, options.grad_sync)
-        result = probe_and_plan(process, options, context, together=together)
+        result = stage(process, options, context, together)
     except WholeModelTooLargeError as error:
         process, shard, reason = _open_shared(workload, options, context, opened, str(error))
-        together = Together(shard, grad_sync=options.grad_sync)
-        result = probe_and_plan(process, options, context, together=together)
-    result = uninterrupted(result)
-    assert result.plan is not None
-    plan = msgspec.structs.replace(result.plan, parallel_reason=reason)
-    return Probed(process, msgspec.structs.replace(result, plan=plan), shard)
+        result = stage(process, options, context, Together(shard, grad_sync=options.grad_sync))
+    if context.ranks.world == 1:
+        return Probed(process, result, shard)
+    return Probed(process, with_parallel(uninterrupted(result), options, shard, reason, context), shard)
 
 
-def _may_share(options: FitOptions, ranks: Ranks) -> bool:
+def with_parallel(
+    result: Result, options: SearchOptions, shard: ShardLayout | None, reason: str | None, context: RunContext
+) -> Result:
+    """Put the way in which ranks train together into the probe and the plan, with its reasons.
+
+    Args:
+        result: of several ranks.
+        options: what was asked for.
+        shard: the model that the ranks share; None if each has a whole one.
+        reason: for sharing or not; None if it was asked for.
+        context: receives a note on what is not as asked.
+    """
+    sync = None if shard is None else shard.sync
+    sync_reason = ONCE if sync not in (None, options.shard_sync) else None
+    if sync_reason is not None:
+        context.progress.note(f"gradients are reduced once per step (--shard-sync once): {sync_reason}")
+    assert result.probe is not None
+    probe = msgspec.structs.replace(
+        result.probe,
+        parallel="replicate" if shard is None else "shard",
+        parallel_reason=reason,
+        shard_sync=sync,
+        shard_sync_reason=sync_reason,
+    )
+    plan = result.plan
+    if plan is not None:
+        plan = msgspec.structs.replace(plan, parallel_reason=reason, shard_sync_reason=sync_reason)
+    return msgspec.structs.replace(result, probe=probe, plan=plan)
+
+
+def _may_share(options: SearchOptions, ranks: Ranks) -> bool:
     return options.parallel == "auto" and ranks.world > 1
 
 
 def _open_shared(
-    workload: Workload | str | None, options: FitOptions, context: RunContext, opened: ExitStack, reason: str
+    workload: Workload | str | None,
+    options: SearchOptions,
+    context: RunContext,
+    opened: ExitStack,
+    reason: str,
 ) -> Opened:
     """Open the setup of a shared model in place of a whole one."""
     opened.close()
     context.progress.note(reason)
     shard = unpack.shard_layout(options, context.ranks.world)
     process = opened.enter_context(open_setup_process(workload, options, context, shard))
-    return Opened(process, shard, reason)
+    return Opened(process, process.info.layout, reason)
 
 
 def layout_of_resume(plan: Plan, options: FitOptions, ranks: Ranks) -> ShardLayout | None:

@@ -18,8 +18,8 @@ from autobatch.api.over_ranks import (
     check_loss_of_ranks,
     claim_of_ranks,
 )
-from autobatch.api.parallel import layout_of_resume, open_choice, probe_choice
-from autobatch.api.pipeline import (
+from autobatch.api.parallel import layout_of_resume, open_choice, probe_choice, with_parallel
+from autobatch.api.probe_stage import (
     OPENING,
     open_setup_process,
     probe_and_plan,
@@ -27,7 +27,13 @@ from autobatch.api.pipeline import (
     write_memory_viz,
 )
 from autobatch.api.split import add_split, sizes_of
-from autobatch.api.tune_stage import add_learning_rate, add_tuning, check_storage_option, open_tuner
+from autobatch.api.tune_stage import (
+    add_learning_rate,
+    add_tuning,
+    check_storage_option,
+    open_tuner,
+    settings_for,
+)
 from autobatch.core.options import FitOptions
 from autobatch.core.records import Plan
 from autobatch.distributed.rank_plan import layout_of
@@ -85,17 +91,15 @@ def prepare(
         out = claim_of_ranks(lambda: folder_of(options.out, name, resume=False), ranks, context.entered, held)
         if first.shard is None:
             refuse_weights(process)
-        process, result, shard = probe_choice(workload, options, context, first, opened)
+        process, result, shard = probe_choice(workload, options, context, first, opened, stage=probe_and_plan)
+        result = uninterrupted(result)
         assert result.plan is not None
         # A run that the launcher has started again has no earlier one.
         earlier = None if ranks.restart > 0 else ranks.once(lambda: move_earlier_run(out))
         if earlier is not None:
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
-        if shard is not None:
-            if tune_settings.trials:
-                context.progress.note("the configuration is not tuned, because the ranks share the model")
-            tune_settings = replace(tune_settings, trials=0)
+        tune_settings = settings_for(tune_settings, shard, context.progress)
         is_tuned = tune_settings.trials or options.tune_lr
         if is_tuned and options.split_check == "error" and result.plan.accumulation_steps > 1:
             context.progress.doing(CHECKING_SPLIT)
@@ -154,7 +158,7 @@ def prepare_resume(
         set_budget=None if options.memory_budget is None else setup.device.budget_bytes,
     )
     changes += split_changes(setup, plan, options.split)
-    changes += [] if shard == layout_of(plan) else ["--parallel"]
+    changes += [] if setup.layout == layout_of(plan) else ["--parallel"]
     changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:
         progress.note(f"resuming from {stored.path} on the same hardware, bit for bit")
@@ -170,9 +174,12 @@ def prepare_resume(
         f"resuming from {stored.path} with another {' and another '.join(changes)}: the batch, the learning "
         "rate and the order of the data stay, the micro-batch is planned again, and sums differ by rounding"
     )
-    together = Together(shard=shard, grad_sync=options.grad_sync)
     with open_setup_process(workload, options, context, shard) as process:
-        result = uninterrupted(probe_and_plan(process, options, context, together=together))
+        shard = process.info.layout
+        together = Together(shard=shard, grad_sync=options.grad_sync)
+        result = uninterrupted(probe_and_plan(process, options, context, together))
+        if ranks.world > 1:
+            result = with_parallel(result, options, shard, None, context)
         if shard is None:
             result = add_split(process, result, options, progress, home=context.home, ranks=ranks)
     assert result.plan is not None
@@ -200,9 +207,7 @@ def _open_setup(
 ) -> TrainSetup:
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     ranks = context.ranks
-    settings = unpack.setup_settings(
-        options, options.target_batch, world=ranks.world, shard=shard, holds_model=ranks.rank == 0
-    )
+    settings = unpack.setup_settings(options, world=ranks.world, shard=shard, holds_model=ranks.rank == 0)
     check_loss_of_ranks(workload, ranks)
     return open_setup(workload, replace(settings, trains=True), environ=context.environ, is_demo=is_demo)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from autobatch.api.context import RunContext
@@ -10,7 +12,9 @@ from autobatch.core.options import (
     PlanOptions,
     TuneOptions,
 )
+from autobatch.core.progress import Progress
 from autobatch.core.records import Tuning
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.child import SetupProcess
 from autobatch.report.result import Result
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
@@ -29,6 +33,15 @@ def open_tuner(
         expired=context.expiry(timeout),
         clock=context.clock,
     )
+
+
+def settings_for(settings: TuneSettings, shard: ShardLayout | None, progress: Progress) -> TuneSettings:
+    """Return the settings of the tuner for ranks that share a model, which is not tuned; else as they are."""
+    if shard is None:
+        return settings
+    if settings.trials:
+        progress.note("the configuration is not tuned, because the ranks share the model")
+    return replace(settings, trials=0)
 
 
 def add_tuning(tuner: PlanTuner, result: Result, options: PlanOptions) -> Result:

@@ -13,10 +13,10 @@ from autobatch.core.options import (
     FitOptions,
     PlanOptions,
     RankPlanOptions,
-    SearchOptions,
     TuneOptions,
 )
 from autobatch.core.records import Plan
+from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimate import EstimateSettings
@@ -34,14 +34,13 @@ DEFAULT_TRIALS = 8
 
 def setup_settings(
     options: SearchOptions,
-    target_batch: int | None = None,
     *,
     world: int = 1,
     shard: ShardLayout | None = None,
     holds_model: bool = True,
     keeps_batches: bool = False,
 ) -> SetupSettings:
-    """Return how the setup is opened; ``target_batch`` is None if the batch is unknown."""
+    """Return how the setup is opened."""
     return SetupSettings(
         device=options.device,
         memory_budget=options.memory_budget,
@@ -50,7 +49,7 @@ def setup_settings(
         seed=options.seed,
         max_grad_norm=options.max_grad_norm,
         ema=options.ema,
-        target_batch=target_batch,
+        target_batch=options.batch,
         keeps_batches=keeps_batches,
         size_multiple=options.size_multiple,
         world=world,
@@ -60,7 +59,7 @@ def setup_settings(
     )
 
 
-def shard_layout(options: FitOptions, world: int) -> ShardLayout:
+def shard_layout(options: SearchOptions, world: int) -> ShardLayout:
     """Return how so many ranks share a model."""
     return ShardLayout(world=world, sync=options.shard_sync, modules=options.shard_modules)
 

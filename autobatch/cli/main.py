@@ -16,7 +16,7 @@ from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
     from autobatch.cli.failures import RunLog
-    from autobatch.core.options import FitOptions
+    from autobatch.core.search_options import SearchOptions
     from autobatch.distributed.group import Group
     from autobatch.distributed.ranks import Ranks
 
@@ -50,7 +50,7 @@ demo.
 """
 RUNNING = ("fit", "plan", "probe", "tune", "estimate")
 OTHER = ("profiles", "doctor", "report", "compare")
-OVER_RANKS = ("fit", "plan")
+OVER_RANKS = ("fit", "plan", "probe", "tune")
 """Commands that several processes may run."""
 
 
@@ -103,7 +103,6 @@ def _guarded(name: str, arguments: list[str]) -> int:
     try:
         if name not in OVER_RANKS:
             refuse_ranks(os.environ, name)
-        if name != "fit":
             ranks = Alone()
         if name in OTHER:
             return _run_other(name, arguments)
@@ -117,10 +116,12 @@ def _guarded(name: str, arguments: list[str]) -> int:
         except OSError as error:  # the help could not be printed
             return undelivered_code(error)
         verbose = options.verbose
-        count = cast("FitOptions", options).ranks if name == "fit" else None
+        count = cast("SearchOptions", options).ranks if name in OVER_RANKS else None
         with raise_on_termination():
             if count is not None and count > 1 and read_launch(os.environ) is None:
                 return _start_ranks([name, *arguments], count)
+            if name == "plan" and "RANK" not in os.environ:
+                ranks = Alone()  # WORLD_SIZE alone asks for a plan for another launcher
             ranks = ranks or open_ranks(os.environ)
             if ranks.world > 1 and count is None:
                 per_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world))

@@ -20,7 +20,8 @@ from autobatch.cli.config_files import OptionValue, configured, layered
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.option_types import Group, choices_of, expected, help_of, plain_type
-from autobatch.core.options import COMMANDS, Options
+from autobatch.core.options import COMMANDS
+from autobatch.core.search_options import Options
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
 from autobatch.core.usual_words import answer_to
 

@@ -14,7 +14,8 @@ from autobatch.cli.output import SafeStream, reserve_stdout, undelivered_code
 if TYPE_CHECKING:
     from autobatch.api.context import RunContext
     from autobatch.cli.failures import RunLog
-    from autobatch.core.options import EstimateOptions, FitOptions, Options
+    from autobatch.core.options import EstimateOptions, FitOptions
+    from autobatch.core.search_options import Options
     from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
 

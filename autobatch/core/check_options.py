@@ -17,7 +17,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE
 from autobatch.core.knobs import parse_knobs
 from autobatch.core.option_types import LARGEST_INTEGER, expected, plain_type, unknown_option
-from autobatch.core.options import Options
+from autobatch.core.search_options import Options
 from autobatch.core.text import is_text, quoted
 from autobatch.core.units import TiB, parse_budget, parse_multiple
 

@@ -35,6 +35,11 @@ class SearchKeywords(CommonKeywords, total=False):
     ema: float | None
     size_multiple: str | int | None
     memory_viz: StrPath | None
+    ranks: int | None
+    grad_sync: Literal["auto", "overlap", "after"]
+    parallel: Literal["auto", "replicate", "shard"]
+    shard_sync: Literal["each", "once"]
+    shard_modules: str | None
 
 
 class ProbeKeywords(SearchKeywords, total=False):
@@ -92,11 +97,6 @@ class FitKeywords(TuneKeywords, total=False):
     workers: int | None
     prefetch: int | None
     sample_seeds: bool
-    ranks: int | None
-    grad_sync: Literal["auto", "overlap", "after"]
-    parallel: Literal["auto", "replicate", "shard"]
-    shard_sync: Literal["each", "once"]
-    shard_modules: str | None
     collective_timeout: float
     resume: bool
     out: StrPath | None

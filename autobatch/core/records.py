@@ -97,6 +97,18 @@ class RealBatches(Record, frozen=True, kw_only=True):
     """False if the replay bounds some allocations from above."""
 
 
+class RankLimit(Record, frozen=True, kw_only=True):
+    """The largest micro-batch of one rank."""
+
+    rank: int
+    host: str
+    device: str
+    kind: int
+    """The first rank of the same device and budget; ranks of one kind have one limit."""
+    limit: int
+    """The largest micro-batch that fits on ranks of this kind."""
+
+
 class Probe(Record, frozen=True, kw_only=True):
     """The largest micro-batch that fits, and how it was found."""
 
@@ -126,6 +138,18 @@ class Probe(Record, frozen=True, kw_only=True):
     """Check against real batches; None if samples do not differ in size or the allocator caches nothing."""
     over_ranks: list[Attempt] = []
     """Attempts of this rank in batches of all ranks, with the engine that trains; empty if none ran."""
+    over_ranks_skipped: str | None = None
+    """Reason why no batch of all ranks ran; None if one did, or for one rank."""
+    ranks: list[RankLimit] = []
+    """The limit of each rank, if several run."""
+    parallel: Parallel | None = None
+    """``replicate`` if each rank has a whole model, ``shard`` if the ranks share it; None for one rank."""
+    parallel_reason: str | None = None
+    """The reason for it; None if it was asked for."""
+    shard_sync: ShardSync | None = None
+    """When sharded gradients are reduced; None if nothing is sharded."""
+    shard_sync_reason: str | None = None
+    """The reason for it; None if it was asked for."""
 
 
 class MicroBatchCost(Record, frozen=True, kw_only=True):
@@ -172,16 +196,9 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Batches of the run that fit in a replay of this split; None if the step cannot be traced."""
 
 
-class RankPlan(Record, frozen=True, kw_only=True):
+class RankPlan(RankLimit, frozen=True, kw_only=True):
     """The part of a plan that one rank runs."""
 
-    rank: int
-    host: str
-    device: str
-    kind: int
-    """The first rank of the same device and budget; ranks of one kind have one limit."""
-    limit: int
-    """The largest micro-batch that fits on ranks of this kind."""
     samples: int
     """Samples of a full batch that this rank takes."""
     micro_batches: list[int]
@@ -223,6 +240,8 @@ class Plan(Record, frozen=True, kw_only=True):
     """The reason for it; None if it was asked for."""
     shard_sync: ShardSync | None = None
     """When sharded gradients are reduced; None if nothing is sharded."""
+    shard_sync_reason: str | None = None
+    """The reason for it; None if it was asked for."""
     shard_modules: str | None = None
     """Regular expression for the modules that are gathered one at a time; None for the repeated blocks."""
 

@@ -32,10 +32,7 @@ _OUT = (Answer("out", "give {} FOLDER"),)
 _EPOCHS = (Answer("epochs", "give {} N"),)
 _UNTUNED = (Answer("trials", "give {} 0"),)
 _MEMORY = (Answer("memory_budget", "give {} 6GiB or 80%"),)
-_SHARED = (
-    Answer("parallel", "give {} shard"),
-    Answer(None, "autobatch fit --parallel shard shares a model among ranks"),
-)
+_SHARED = (Answer("parallel", "give {} shard"),)
 USUAL: Mapping[str, tuple[Answer, ...]] = {
     "batch": _BATCH,
     "batch_size": _BATCH,
@@ -63,7 +60,6 @@ USUAL: Mapping[str, tuple[Answer, ...]] = {
     "nproc_per_node": _RANKS,
     "num_processes": _RANKS,
     "cuda": _DEVICE,
-    "parallel": _SHARED[1:],
     "shard": _SHARED,
     "fsdp": _SHARED,
     "fsdp2": _SHARED,

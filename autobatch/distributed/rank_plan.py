@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autobatch.core.records import DeviceRecord, Plan, RankPlan
+from autobatch.core.records import DeviceRecord, Plan, RankLimit, RankPlan
 from autobatch.distributed.engine import Engine, OneProcess
 from autobatch.distributed.joint_split import JointSizeSplit
 from autobatch.distributed.ranks import Ranks
@@ -17,7 +17,7 @@ from autobatch.workload.size_split import SizeSplit
 from autobatch.workload.split import Split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import nn
@@ -29,39 +29,43 @@ if TYPE_CHECKING:
     from autobatch.workload.contract import Collated
 
 
-def plan_over_ranks(
-    ranks: Ranks, plan: Plan, limit: int, device: DeviceRecord, layout: ShardLayout | None = None
-) -> Plan:
-    """Return the plan of one process, spread over all ranks; all of them call it.
+def limits_over_ranks(ranks: Ranks, limit: int, device: DeviceRecord) -> list[RankLimit]:
+    """Return the limit of each rank, the least of its kind; all of them call it.
 
     Args:
         ranks: the ranks.
-        plan: the plan as one process would run it.
         limit: the largest micro-batch that fits on this rank.
         device: the device of this rank.
-        layout: the model that the ranks share; None if each has a whole one.
     """
-    if ranks.world == 1:
-        return plan
     found = ranks.gather([ranks.host, device.name, device.total_bytes, device.budget_bytes, limit])
     kinds = kinds_of([Place(*one[1:4]) for one in found])
     limits = least_of_each_kind([one[4] for one in found], kinds)
+    return [
+        RankLimit(rank=rank, host=one[0], device=one[1], kind=kinds[rank], limit=limits[rank])
+        for rank, one in enumerate(found)
+    ]
+
+
+def spread(plan: Plan, limits: Sequence[RankLimit], layout: ShardLayout | None = None) -> Plan:
+    """Return the plan of one process, spread over all ranks.
+
+    Args:
+        plan: the plan as one process would run it.
+        limits: of all ranks.
+        layout: the model that the ranks share; None if each has a whole one.
+    """
     of_ranks = [
         RankPlan(
-            rank=rank,
-            host=found[rank][0],
-            device=found[rank][1],
-            kind=kinds[rank],
-            limit=limits[rank],
+            **{name: getattr(one, name) for name in RankLimit.__struct_fields__},
             samples=samples,
-            micro_batches=micro_batches(samples, limits[rank]),
+            micro_batches=micro_batches(samples, one.limit),
         )
-        for rank, samples in enumerate(shares(plan.target_batch, limits))
+        for one, samples in zip(limits, shares(plan.target_batch, [one.limit for one in limits]), strict=True)
     ]
     first = of_ranks[0].micro_batches
     return msgspec.structs.replace(
         plan,
-        world_size=ranks.world,
+        world_size=len(of_ranks),
         ranks=of_ranks,
         micro_batch=max(first, default=0),
         accumulation_steps=len(first),

@@ -35,7 +35,8 @@ from autobatch.footprint.trace_step import Setting
 from autobatch.planning import make_plan
 from autobatch.probing.cache import prediction_errors
 from autobatch.probing.estimate_sizes import with_sizes
-from autobatch.probing.setup import build_model, whole_batch_notes, whole_batch_of
+from autobatch.probing.setup import whole_batch_notes, whole_batch_of
+from autobatch.probing.setup_model import build_model
 from autobatch.report.result import Estimates
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import Workload

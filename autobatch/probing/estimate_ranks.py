@@ -26,6 +26,7 @@ from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.profiles import list_profiles
 from autobatch.device.simulated import context_bytes
+from autobatch.distributed.sharding.layout import sync_of
 from autobatch.footprint.apart import run_apart
 from autobatch.footprint.depth import DeepFootprint, deep_footprint
 from autobatch.footprint.predict import Footprint, Prediction, predict, with_workspaces
@@ -43,7 +44,7 @@ from autobatch.probing.estimate import (
     precision_on,
     spending_on,
 )
-from autobatch.probing.setup import build_model
+from autobatch.probing.setup_model import build_model
 from autobatch.report.result import Estimates
 from autobatch.step.gradients import gradient_dtype_of
 from autobatch.workload.contract import WholeBatchLoss, Workload
@@ -155,7 +156,8 @@ class _Estimator:
         return [f"each budget leaves {format_bytes(NCCL_BYTES)} for NCCL, a figure of others for its buffers"]
 
     def _layout(self, parallel: Parallel, world: int | None = None) -> Layout:
-        return Layout(world or self.ranks.ranks, parallel, self.ranks.shard_sync, self.ranks.shard_modules)
+        sync = sync_of(self.model, self.ranks.shard_sync)
+        return Layout(world or self.ranks.ranks, parallel, sync, self.ranks.shard_modules)
 
     def _choose(self, gpu: HardwareProfile) -> tuple[Layout, str | None]:
         """Return the layout that was asked for; else replicas if one sample fits, and shards if not."""
@@ -202,7 +204,7 @@ class _Estimator:
         others = []
         if layout.parallel == "replicate":
             others.append(("shard", "--parallel shard", self._layout("shard")))
-        elif layout.sync == "once":
+        elif sync_of(self.model, "each") != layout.sync:
             others.append(("shard_sync", "--shard-sync each", layout._replace(sync="each")))
         for name, advice, other in others:
             size, peak = self._peak(gpu, other)

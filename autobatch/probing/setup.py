@@ -7,18 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
 from autobatch.core.records import DeviceRecord, GradientDtype, Precision, Record
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
-from autobatch.device.host import host_memory
 from autobatch.device.oom import memory_named
 from autobatch.device.select import device_kind, open_device
 from autobatch.distributed.sharding.layout import ShardLayout
@@ -26,18 +23,17 @@ from autobatch.planning import rank_share
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.probing.setup_key import setup_key
+from autobatch.probing.setup_model import build_model, build_shared_model, check_whole
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.demo import MEMORY_BUDGET
-from autobatch.workload.nested import tensors_of
 from autobatch.workload.reference import DEMO, load_workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.size_multiple import in_multiples, multiple_notes
 from autobatch.workload.size_split import digest_of
 from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
-from autobatch.workload.user_code import user_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +103,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """``tokens`` if the sizes of samples count their tokens."""
     sizes_digest: str | None = None
     """Digest of the sizes of all samples; None if some are unknown."""
+    layout: ShardLayout | None = None
+    """What ranks gather and reduce of a model that they share; None if each has a whole one."""
     notes: list[str] = []
 
 
@@ -162,9 +160,16 @@ def open_setup(
         seed_everything(settings.seed)
         with memory_named("the model was built"):
             model = (
-                build_model(workload) if settings.shard is None else build_shared_model(workload, settings)
+                build_model(workload)
+                if settings.shard is None
+                else build_shared_model(
+                    workload,
+                    settings.shard.modules,
+                    holds_model=settings.holds_model,
+                    trains=settings.trains,
+                )
             )
-    shard = settings.shard
+    shard = None if settings.shard is None else settings.shard.fitting(model)
     return TrainSetup(
         workload=workload,
         stream=stream,
@@ -195,92 +200,6 @@ def budget_of(settings: SetupSettings, *, is_demo: bool) -> str | int | None:
     if settings.memory_budget is not None or not is_demo:
         return settings.memory_budget
     return MEMORY_BUDGET.get(device_kind(settings.device))
-
-
-def build_model(workload: Workload) -> nn.Module:
-    """Build the workload's model.
-
-    Raises:
-        InputError: ``Workload(model=…)`` returns no module.
-    """
-    with user_code("model"):
-        model = workload.model()
-    if not isinstance(model, nn.Module):
-        raise InputError(f"Workload(model=…) returned a {type(model).__name__}, not a torch.nn.Module")
-    lazy = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]
-    if lazy:
-        raise InputError(
-            f"{lazy[0]} of the model has no shape before its first forward pass (a lazy module). Run it once "
-            "on a sample in Workload(model=…)"
-        )
-    return model
-
-
-def build_shared_model(workload: Workload, settings: SetupSettings) -> nn.Module:
-    """Build a model that ranks share: without memory, unless this process has its first values.
-
-    That process builds it without memory too if it does not fit in that of the host.
-
-    Raises:
-        InputError: the model cannot be shared, or is too large to be built and cannot draw its first values.
-    """
-    on_meta = built_on_meta(workload)
-    if on_meta is None:
-        return build_model(workload)
-    # Only here: a run without FSDP saves its import.
-    from autobatch.distributed.sharding.build import check_resets
-    from autobatch.distributed.sharding.model import check_sharding
-
-    assert settings.shard is not None
-    check_sharding(on_meta, settings.shard.modules)
-    if not settings.holds_model:
-        return on_meta
-    available = host_memory().available_bytes
-    size = sum(tensor.nbytes for tensor in [*on_meta.parameters(), *on_meta.buffers()])
-    if available is not None and size > available:
-        check_resets(on_meta)
-        return on_meta
-    return build_model(workload) if settings.trains else on_meta
-
-
-def check_whole(workload: Workload, device: Device) -> None:
-    """Check, without any memory, that weights and gradients of a whole model may fit on one rank.
-
-    Raises:
-        DoesNotFitError: they take more than the budget, or the weights more than the memory of the host.
-    """
-    model = built_on_meta(workload)
-    if model is None:
-        return
-    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    both = weights + sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    available = host_memory().available_bytes
-    if both > device.budget_bytes:
-        raise DoesNotFitError(
-            f"the weights and gradients of a whole model take {format_bytes(both)}, and the budget of a rank "
-            f"is {format_bytes(device.budget_bytes)}"
-        )
-    if available is not None and weights > available:
-        raise DoesNotFitError(
-            f"the weights of a whole model take {format_bytes(weights)}, and the host has "
-            f"{format_bytes(available)}"
-        )
-
-
-def built_on_meta(workload: Workload) -> nn.Module | None:
-    """Build the workload's model without memory; None if its constructor or its state needs values."""
-    try:
-        with preserved_random_state(), torch.device("meta"):
-            model = build_model(workload)
-    except InputError:
-        raise
-    except Exception:  # whatever a constructor raises without values, it may run with them
-        return None
-    known = {id(one) for one in [*model.parameters(), *model.buffers()]}
-    others = (value for module in model.modules() for value in vars(module).values())
-    # A tensor that is no buffer gets no value later.
-    has_others = any(one.is_meta and id(one) not in known for one in tensors_of(list(others)))
-    return None if has_others else model
 
 
 def precision_of(settings: SetupSettings, device: Device) -> Precision:
@@ -320,6 +239,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         largest_sample=setup.worst_case.largest(),
         size_unit=size_unit,
         sizes_digest=None if sizes is None else digest_of(sizes),
+        layout=setup.layout,
         notes=[
             *device.notes,
             *stream_notes(workload.train_data),

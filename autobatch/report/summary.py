@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from autobatch.core.units import format_bytes
@@ -51,8 +51,16 @@ class Line(NamedTuple):
 
 
 def describe_limit(probe: Probe) -> str:
-    """Describe how many samples fit, and the evidence."""
+    """Describe how many samples fit, and the evidence; of several ranks, on each of them."""
     fit = f"{plural(probe.micro_batch, 'sample')} fit{'s' if probe.micro_batch == 1 else ''} at a time"
+    limits = [one.limit for one in probe.ranks]
+    if limits:
+        shared = ", which share the model" if probe.parallel == "shard" else ""
+        alike = len(set(limits)) == 1
+        where = (
+            f"each of {count(len(limits))} ranks" if alike else f"rank 0, and {_listed(limits[1:])} on others"
+        )
+        return f"{fit} on {where}{shared}"
     if probe.source == "asked":
         return fit
     if probe.source.startswith("saved "):
@@ -68,6 +76,10 @@ def describe_limit(probe: Probe) -> str:
         None: f"more may: the {probe.stopped_by} ended the search",
     }[probe.upper_bound_by]
     return fit if probe.source.startswith("saved ") else f"{fit}; {evidence}"
+
+
+def _listed(limits: Sequence[int]) -> str:
+    return ", ".join(map(count, sorted(set(limits), reverse=True)))
 
 
 def describe_plan(plan: Plan) -> str:

@@ -24,7 +24,7 @@ from autobatch.core.knobs import (
 from autobatch.core.progress import Progress
 from autobatch.core.records import LrTuning, Plan, Tuning
 from autobatch.distributed.launch import check_equal
-from autobatch.distributed.rank_plan import limit_of_rank, plan_over_ranks, share_of_rank
+from autobatch.distributed.rank_plan import layout_of, limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.planning import micro_batches
 from autobatch.probing.child import SetupProcess
@@ -179,7 +179,8 @@ class PlanTuner:
         if chosen == plan:
             return found, plan
         own = trials.micro_batch(found.tuning.best) or limit_of_rank(ranks, plan)
-        return found, plan_over_ranks(ranks, chosen, own, self.process.info.device)
+        limits = limits_over_ranks(ranks, own, self.process.info.device)
+        return found, spread(chosen, limits, layout_of(plan))
 
     def tune_learning_rate(self, plan: Plan) -> tuple[Plan, LrTuning]:
         """Try learning rates in short runs of a plan, and put a better one into the plan.

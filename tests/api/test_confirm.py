@@ -1,19 +1,17 @@
-"""A plan over ranks is made again in smaller micro-batches until a batch of all ranks fits."""
+"""The limits of ranks are lowered until a batch of all ranks fits."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from autobatch.api import confirm
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, Plan, RankPlan
+from autobatch.core.records import Attempt, RankLimit
 from autobatch.distributed.ranks import Alone, Ranks
-from tests.support.sample_run import a_run
 
 PLACE = object()
 
@@ -47,16 +45,12 @@ def attempt(size: int, reason: str | None, *, fits: bool) -> Attempt:
     )
 
 
-def plan_for(limit: int) -> Plan:
-    plan = a_run().plan
-    assert plan is not None
-    return msgspec.structs.replace(plan, micro_batch=limit)
+def of_both(ranks: Ranks, limit: int, device: Any) -> list[RankLimit]:
+    return [RankLimit(rank=rank, host="a", device="b", kind=0, limit=limit) for rank in range(2)]
 
 
-def over_two(ranks: Ranks, plan: Plan, limit: int, *_: Any) -> Plan:
-    of_rank = {"host": "a", "device": "b", "kind": 0, "limit": limit, "samples": limit}
-    both = [RankPlan(rank=rank, micro_batches=[limit], **of_rank) for rank in range(2)]  # type: ignore[arg-type]
-    return msgspec.structs.replace(plan, ranks=both)
+def one_each(limits: list[RankLimit]) -> list[list[int]]:
+    return [[one.limit] for one in limits]
 
 
 def confirmed(
@@ -78,17 +72,17 @@ def confirmed(
 
     monkeypatch.setattr(confirm, "meeting_place", lambda ranks, number: PLACE)
     monkeypatch.setattr(confirm, "run_joint_batch", run)
-    monkeypatch.setattr(confirm, "plan_over_ranks", over_two)
+    monkeypatch.setattr(confirm, "limits_over_ranks", of_both)
     device = SimpleNamespace(budget_bytes=2**30)
     process: Any = SimpleNamespace(is_replaceable=replaceable, info=SimpleNamespace(device=device))
     notes = Notes()
-    found = confirm.confirmed_plan(process, plan_for, limit, confirm.Together(), Two(), notes)
+    found = confirm.confirmed_limits(process, one_each, limit, confirm.Together(), Two(), notes)
     return found, notes.lines
 
 
 def test_a_plan_that_fits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     found, notes = confirmed(monkeypatch, 64, 64)
-    assert found.plan.ranks[0].limit == 64
+    assert found.limits[0].limit == 64
     assert [one.fits for one in found.attempts] == [True]
     assert notes == []
 
@@ -96,7 +90,7 @@ def test_a_plan_that_fits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_micro_batch_shrinks_by_an_eighth_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     found, notes = confirmed(monkeypatch, 50, 64)
     assert [one.micro_batch for one in found.attempts] == [64, 56, 49]
-    assert found.plan.ranks[0].limit == 49
+    assert found.limits[0].limit == 49
     assert notes[0].startswith("out of memory on rank 0 in a batch over all ranks (no memory)")
 
 
@@ -107,11 +101,12 @@ def test_not_even_one_sample_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_cannot_be_replaced_runs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = confirmed(monkeypatch, 0, 64, replaceable=False)
-    assert found.attempts == []
-    assert found.plan.ranks[0].limit == 64
+    assert (found.attempts, found.skipped) == ([], "the workload is not open in a child process")
+    assert found.limits[0].limit == 64
 
 
 def test_a_child_that_ends_for_another_reason_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     found, notes = confirmed(monkeypatch, 64, 64, crashes=True)
-    assert found.plan.ranks[0].limit == 64
+    assert found.limits[0].limit == 64
+    assert found.skipped == "a child ended"
     assert notes == ["no batch over all ranks ran before the training, because a child ended"]

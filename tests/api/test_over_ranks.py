@@ -59,7 +59,7 @@ CONTRASTIVE = make_workload(loss=INFO_NCE)
 @pytest.mark.parametrize(
     ("refuse", "message"),
     [
-        (lambda: check_count(a_fit(ranks=2), Alone()), "use autobatch fit --ranks 2, or start the script"),
+        (lambda: check_count(a_fit(ranks=2), Alone()), "use the command with --ranks 2, or start the script"),
         (lambda: check_count(a_fit(ranks=3), Two()), "--ranks is 3, and torchrun started 2: leave out"),
         (lambda: options_of_rank(OPTIONS, Two(**{"--seed": 1})), "--seed: rank 1 has 1, and rank 0 has 0"),
         (lambda: options_of_rank(OPTIONS, Two(torch="2.0")), "differ in torch: rank 1 has 2.0"),

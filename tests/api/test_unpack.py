@@ -18,10 +18,11 @@ from tests.support.options import CHANGED, all_changed, required
 from tests.support.probes import work
 
 PRINTING = {"json", "quiet", "verbose"}
+OVER_RANKS = {"ranks", "parallel", "shard_sync", "shard_modules", "grad_sync"}
 READ_BY_STAGES = {
-    "probe": {"micro_batch", "memory_viz"},
-    "plan": {"split", "static_shapes", "memory_viz", "own_loop"},
-    "tune": {"split", "static_shapes", "memory_viz", "timeout", "tune_lr"},
+    "probe": {"micro_batch", "memory_viz", *OVER_RANKS},
+    "plan": {"split", "static_shapes", "memory_viz", "own_loop", *OVER_RANKS},
+    "tune": {"split", "static_shapes", "memory_viz", "timeout", "tune_lr", *OVER_RANKS},
     "fit": {
         "split",
         "static_shapes",
@@ -32,10 +33,7 @@ READ_BY_STAGES = {
         "out",
         "split_check",
         "collective_timeout",
-        "parallel",
-        "shard_sync",
-        "shard_modules",
-        "ranks",
+        *(OVER_RANKS - {"grad_sync"}),
     },
     "estimate": {"all", "report"},
 }
@@ -58,7 +56,7 @@ def settings_of(command: str, info: SetupInfo, values: dict[str, Any]) -> list[o
     if command == "probe":
         return [unpack.setup_settings(options), unpack.probe_limits(options)]
     batch = options.target_batch
-    found = [unpack.setup_settings(options, batch), unpack.probe_limits(options, batch)]
+    found = [unpack.setup_settings(options), unpack.probe_limits(options, batch)]
     world_size = unpack.world_size_of(options, {}) if command == "plan" else 1
     found.append(unpack.plan_for(info, 16, options, world_size))
     if command == "tune":

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions, Options, PlanOptions
+from autobatch.core.options import FitOptions, PlanOptions
+from autobatch.core.search_options import Options
 
 
 @given(st.integers(1, 2**62), st.integers(0, 10**6), st.floats(1e-6, 1e9))

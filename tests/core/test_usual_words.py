@@ -33,7 +33,7 @@ def test_every_answer_names_an_option_that_exists_and_the_word_is_none(word: str
         (("fit", "--lr", "0.1"), "the learning rate is Workload(learning_rate=…), and --tune-lr searches"),
         (("probe", "--lr", "0.1"), "the learning rate is Workload(learning_rate=…)\n"),
         (("fit", "--fsdp"), "there is no option --fsdp; give --parallel shard"),
-        (("tune", "--parallel", "shard"), "there is no option --parallel; autobatch fit --parallel shard"),
+        (("tune", "--fsdp"), "there is no option --fsdp; give --parallel shard"),
         (("estimate", "--fsdp"), "there is no option --fsdp; give --parallel shard"),
         (("fit", "--no-tune"), "there is no option --no-tune; give --trials 0"),
         (("fit", "--batch=4"), "give --target-batch N"),

@@ -6,10 +6,11 @@ from autobatch.core.records import DeviceRecord
 from autobatch.distributed.engine import OneProcess
 from autobatch.distributed.rank_plan import (
     limit_of_rank,
+    limits_over_ranks,
     open_engine,
-    plan_over_ranks,
     share_of_rank,
     split_of_rank,
+    spread,
 )
 from autobatch.distributed.ranks import Alone
 from autobatch.planning import make_plan
@@ -30,7 +31,6 @@ class Three(Alone):
 
 def test_one_process_keeps_its_plan() -> None:
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=0.1)
-    assert plan_over_ranks(Alone(), plan, 3, DEVICE) is plan
     assert limit_of_rank(Alone(), plan) == 3
     assert share_of_rank(Alone(), plan, 7) == 7
     split, notes = CountSplit(), []
@@ -44,9 +44,8 @@ def test_one_process_keeps_its_plan() -> None:
 
 
 def test_every_rank_gets_its_part_of_the_batch() -> None:
-    plan = plan_over_ranks(
-        Three(), make_plan(target_batch=33, micro_batch_limit=9, learning_rate=0.1), 9, DEVICE
-    )
+    whole = make_plan(target_batch=33, micro_batch_limit=9, learning_rate=0.1)
+    plan = spread(whole, limits_over_ranks(Three(), 9, DEVICE))
     # ⌈33 ÷ (8 + 2 + 9)⌉ = 2 micro-batches: the second rank runs 4 samples, the others share 29.
     assert [one.samples for one in plan.ranks] == [14, 4, 15]
     assert [one.micro_batches for one in plan.ranks] == [[7, 7], [2, 2], [8, 7]]

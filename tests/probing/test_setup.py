@@ -11,16 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import InputError
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.cpu import CpuDevice
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import (
     SetupSettings,
     budget_of,
-    build_model,
-    check_whole,
     describe_setup,
     find_workload,
     new_allocator,
@@ -32,7 +29,6 @@ from autobatch.probing.setup import (
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.demo import MEMORY_BUDGET
 from tests.support.probes import WIDTH, RandomVectors, Sequences, amsgrad, classify, mlp, pad, vectors, work
-from tests.support.training import make_workload
 from tests.support.untouched import fingerprint, with_gradients
 
 
@@ -60,12 +56,6 @@ def test_the_device_chooses_the_precision_unless_one_is_given() -> None:
     device = SimpleNamespace(default_precision=lambda: "bf16")
     assert precision_of(SetupSettings(), device) == "bf16"
     assert precision_of(SetupSettings(precision="fp16"), device) == "fp16"
-
-
-@pytest.mark.parametrize("made", [None, nn.Linear, torch.zeros(3)])
-def test_a_model_function_that_returns_no_module_is_an_error(made) -> None:
-    with pytest.raises(InputError, match=r"Workload\(model=…\) returned"):
-        build_model(work(lambda: made))
 
 
 def test_opening_and_describing_draw_nothing_although_model_and_data_do() -> None:
@@ -213,10 +203,3 @@ def test_a_model_that_was_built_on_a_gpu_is_noted() -> None:
     on_gpu = SimpleNamespace(device=torch.device("cuda", 1), numel=lambda: 1 << 20, element_size=lambda: 4)
     (note,) = placement_notes(SimpleNamespace(parameters=lambda: iter([on_gpu])))
     assert "built on cuda:1, where each attempt holds a copy of its 4.00 MiB" in note
-
-
-def test_a_model_that_is_too_large_for_one_rank_is_known_without_its_memory() -> None:
-    device = CpuDevice(memory_budget="1GiB")
-    check_whole(make_workload(), device)
-    with pytest.raises(DoesNotFitError, match=r"gradients of a whole model take 8.* TiB, and .* 1.00 GiB"):
-        check_whole(make_workload(model=lambda: nn.Linear(2**20, 2**20, bias=False)), device)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.records import LimitedBy, Trial, TrialComparison, Tuning
+from autobatch.core.records import LimitedBy, RankLimit, Trial, TrialComparison, Tuning
 from autobatch.planning import make_plan
 from autobatch.report.result import Result
 from autobatch.report.summary import (
@@ -53,6 +53,20 @@ def test_every_cap_has_words(limit: str) -> None:
     ],
 )
 def test_the_limit_comes_with_its_evidence(changes: dict[str, Any], words: str) -> None:
+    assert describe_limit(msgspec.structs.replace(a_probe(), **changes)) == words
+
+
+@pytest.mark.parametrize(
+    ("limits", "parallel", "words"),
+    [
+        ([93, 93], "replicate", "93 samples fit at a time on each of 2 ranks"),
+        ([93, 12, 93], "replicate", "93 samples fit at a time on rank 0, and 93, 12 on others"),
+        ([93, 93], "shard", "93 samples fit at a time on each of 2 ranks, which share the model"),
+    ],
+)
+def test_the_limit_of_ranks_names_them(limits: list[int], parallel: str, words: str) -> None:
+    ranks = [RankLimit(rank=n, host="h", device="d", kind=0, limit=one) for n, one in enumerate(limits)]
+    changes: dict[str, Any] = {"ranks": ranks, "parallel": parallel, "upper_bound_by": None}
     assert describe_limit(msgspec.structs.replace(a_probe(), **changes)) == words
 
 

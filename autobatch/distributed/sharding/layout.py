@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from autobatch.core.records import Record, ShardSync
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from autobatch.distributed.sharding.model import Sharding
+
+
+ONCE = "the weights have 16 bits, and sums of many micro-batches need more"
+"""The reason for one reduction per step where another was asked for."""
 
 
 class ShardLayout(Record, frozen=True, kw_only=True):
@@ -21,6 +28,10 @@ class ShardLayout(Record, frozen=True, kw_only=True):
     """When gradients are reduced: after each micro-batch, or once per step."""
     modules: str | None = None
     """Regular expression for the modules to gather at a time; None for the repeated blocks."""
+
+    def fitting(self, model: nn.Module) -> ShardLayout:
+        """Return the layout that a model gets."""
+        return msgspec.structs.replace(self, sync=sync_of(model, self.sync))
 
     def over(self, mesh: DeviceMesh) -> Sharding:
         """Return the sharding over the ranks of a mesh."""
@@ -40,3 +51,13 @@ class ShardLayout(Record, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"shard:{self.sync}:{self.modules or ''}"
+
+
+def sync_of(model: nn.Module, asked: ShardSync) -> ShardSync:
+    """Return when the gradients of a shared model are reduced: once per step if weights have 16 bits.
+
+    Parts of gradients have the type of the weights, and sums of many micro-batches need more bits.
+    """
+    from autobatch.step.gradients import low_precision_parameters
+
+    return "once" if low_precision_parameters(model) else asked

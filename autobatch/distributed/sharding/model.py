@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_map_only
 from autobatch.core.errors import InputError
 from autobatch.core.records import Precision, ShardSync
 from autobatch.distributed.sharding.checks import check_model
+from autobatch.distributed.sharding.layout import sync_of
 from autobatch.step.apply_knobs import find_blocks
-from autobatch.step.gradients import LOW_PRECISION, low_precision_parameters
+from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, Loss
 
@@ -65,8 +66,7 @@ class ShardedModel:
 
     def __init__(self, root: _Root, sharding: Sharding) -> None:
         self._root: Any = root
-        # Parts of gradients have the type of the weights, and sums of many micro-batches need more bits.
-        self._sync = "once" if low_precision_parameters(root) else sharding.sync
+        self._sync = sync_of(root, sharding.sync)
         self.mesh = sharding.mesh
         self.weight = 1.0
         """Weight of a micro-batch in the loss; 0 for one that only keeps the other ranks company."""

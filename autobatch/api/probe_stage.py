@@ -1,0 +1,244 @@
+"""The stage that finds the largest micro-batch, and plans a batch with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from autobatch.api import unpack
+from autobatch.api.confirm import Confirmed, Together, confirmed_limits
+from autobatch.api.context import RunContext
+from autobatch.api.one_size import one_size_if_asked
+from autobatch.api.over_ranks import agree_on_fit
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.files import write_output
+from autobatch.core.options import PlanOptions, ProbeOptions
+from autobatch.core.progress import Progress
+from autobatch.core.records import Plan, Probe, RankLimit
+from autobatch.core.search_options import SearchOptions
+from autobatch.core.units import format_bytes
+from autobatch.distributed.launch import check_equal
+from autobatch.distributed.rank_plan import spread
+from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.planning import rank_share
+from autobatch.probing.child import SetupProcess, open_process
+from autobatch.probing.find_limit import Limit, ProbeLimits, check_size, find_limit
+from autobatch.probing.limits_by_size import find_limits_by_size
+from autobatch.probing.real_batches import Order
+from autobatch.probing.step_snapshot import step_snapshot
+from autobatch.probing.survive import survive_real_batches
+from autobatch.probing.traced_setup import predicted_memory
+from autobatch.report.result import Result
+from autobatch.workload.contract import Workload
+
+OPENING = "opening the workload"
+
+
+def open_setup_process(
+    workload: Workload | str | None,
+    options: SearchOptions,
+    context: RunContext,
+    shard: ShardLayout | None = None,
+    *,
+    keeps_batches: bool = False,
+    may_share: bool = False,
+) -> AbstractContextManager[SetupProcess]:
+    """Open the setup in a process that can be asked to try it.
+
+    Args:
+        workload: what to train.
+        options: options of the command.
+        context: surroundings of the call.
+        shard: the way in which ranks share the model; None if each has a whole one.
+        keeps_batches: whether the loop keeps each micro-batch until the next one is there.
+        may_share: whether ranks may share a model that is too large for one of them.
+    """
+    ranks = context.ranks
+    settings = unpack.setup_settings(
+        options,
+        world=ranks.world,
+        shard=shard,
+        holds_model=ranks.rank == 0,
+        keeps_batches=keeps_batches,
+    )
+    settings = replace(settings, may_share=may_share)
+    context.progress.doing(OPENING)
+    return open_process(workload, settings, isolated=context.isolated, spare=context.spare)
+
+
+def probe_only(
+    process: SetupProcess, options: ProbeOptions, context: RunContext, together: Together
+) -> Result:
+    """Find the largest micro-batch, or check the one that was asked for; all ranks call it.
+
+    Args:
+        process: holds the setup.
+        options: options of the command.
+        context: surroundings of the call.
+        together: how the ranks of a run train together.
+
+    Raises:
+        DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
+    """
+    ranks, progress, asked = context.ranks, context.progress, options.micro_batch
+
+    def check() -> Limit:
+        assert asked is not None
+        return Limit(check_size(process, asked, progress=progress))
+
+    if asked is None:
+        limits, order = unpack.probe_limits(options), Order(None, options.seed)
+        found = _limit(process, limits, order, context, together)
+        probe = find_limits_by_size(process, limits, found.probe, home=context.home, progress=progress)
+    else:
+        # Of a larger size, that it does not fit is no reason to share the model.
+        found = agree_on_fit(check, ranks) if together.may_share and asked == 1 else check()
+        probe = found.probe
+    joint = confirmed_limits(process, _twice, probe.micro_batch, together, ranks, progress)
+    least = min(one.limit for one in joint.limits)
+    if asked is not None and least < asked:
+        raise DoesNotFitError(
+            f"a micro-batch of {asked} fits on each rank alone, but not in a batch over {ranks.world} ranks "
+            f"in the budget of {format_bytes(process.info.device.budget_bytes)}"
+        )
+    limit = joint.limits[ranks.rank].limit
+    if limit < probe.micro_batch:
+        probe = msgspec.structs.replace(probe, micro_batch=limit, upper_bound_by=None)
+    return Result(
+        device=process.info.device,
+        probe=_over_ranks(probe, joint),
+        profile=found.file,
+        command=context.command,
+    )
+
+
+def _twice(limits: Sequence[RankLimit]) -> list[list[int]]:
+    """Return a batch of two micro-batches on each rank."""
+    return [[one.limit] * 2 for one in limits]
+
+
+def _over_ranks(probe: Probe, joint: Confirmed) -> Probe:
+    """Put what was found over several ranks into the probe of one of them."""
+    return msgspec.structs.replace(
+        probe,
+        over_ranks=joint.attempts,
+        over_ranks_skipped=joint.skipped,
+        ranks=joint.limits if len(joint.limits) > 1 else [],
+    )
+
+
+def _limit(
+    process: SetupProcess, limits: ProbeLimits, order: Order, context: RunContext, together: Together
+) -> Limit:
+    """Find the largest micro-batch on this rank alone, after a check that all ranks have the same workload.
+
+    Raises:
+        DoesNotFitError: not even a micro-batch of 1 fits. All ranks raise it if they may share the model.
+    """
+    info, progress = process.info, context.progress
+
+    def probe() -> Limit:
+        return find_limit(process, limits, home=context.home, progress=progress, clock=context.clock)
+
+    limit = agree_on_fit(probe, context.ranks) if together.may_share else probe()
+    limit = survive_real_batches(process, limit, order, home=context.home, progress=progress)
+    # Of a stream, this is what the plan looked at, and rank 0 reads it for all.
+    samples = None if info.epoch_samples is None else info.samples
+    check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
+    return limit
+
+
+def probe_and_plan(
+    process: SetupProcess,
+    options: PlanOptions,
+    context: RunContext,
+    together: Together = Together(),  # noqa: B008 - plain values
+    *,
+    world_size: int = 1,
+) -> Result:
+    """Find the largest micro-batch and plan the batch, also after an interrupted probe; all ranks call it.
+
+    Args:
+        process: holds the setup.
+        options: options of the command.
+        context: surroundings of the call.
+        together: how the ranks of a run train together.
+        world_size: data-parallel ranks of another launcher that share a batch.
+
+    Raises:
+        InputError: a rule for the learning rate lacks the batch that it was tuned for.
+        DoesNotFitError: not even a micro-batch of 1 fits. All ranks raise it if they may share the model.
+    """
+    info, progress, ranks = process.info, context.progress, context.ranks
+    # An invalid plan must fail before minutes are spent on a probe.
+    unpack.plan_for(info, 1, options, world_size)
+    share = rank_share(options.target_batch, world_size, 0)
+    limits = unpack.probe_limits(options, share)
+    limit = _limit(process, limits, Order(share, options.seed), context, together)
+    alone = limit.probe.micro_batch
+    plan = unpack.plan_for(info, alone, options, world_size)
+
+    def planned(limits: Sequence[RankLimit]) -> Plan:
+        return plan if ranks.world == 1 else spread(plan, limits, together.shard)
+
+    joint = confirmed_limits(
+        process,
+        lambda limits: [one.micro_batches for one in planned(limits).ranks],
+        alone,
+        together,
+        ranks,
+        progress,
+    )
+    plan = one_size_if_asked(planned(joint.limits), alone, options, progress)
+    progress.planned(plan)
+    if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
+        progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
+    progress.doing("predicting the memory of a step")
+    predicted, curve = predicted_memory(limit.footprint, info, alone)
+    return Result(
+        device=info.device,
+        probe=_over_ranks(limit.probe, joint),
+        plan=plan,
+        profile=limit.file,
+        title=info.name,
+        command=context.command,
+        predicted=predicted,
+        memory_curve=curve,
+    )
+
+
+def write_memory_viz(
+    process: SetupProcess, result: Result, options: SearchOptions, progress: Progress
+) -> None:
+    """Write the memory of a few steps of the result to ``--memory-viz``, if it was asked for.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    probe, plan = result.probe, result.plan
+    if options.memory_viz is None or probe is None or probe.micro_batch < 1:
+        return
+    progress.doing("recording the memory of a few steps")
+    content = step_snapshot(
+        process, probe.micro_batch if plan is None else plan.micro_batch, {} if plan is None else plan.knobs
+    )
+    if content is None:
+        progress.note("--memory-viz: nothing was written, because the steps gave no record of their memory")
+        return
+    path = write_output(Path(options.memory_viz), content, "--memory-viz")
+    progress.note(f"the memory of a few steps is in {path}: open it at pytorch.org/memory_viz")
+
+
+def uninterrupted(result: Result) -> Result:
+    """Return a result, or raise if its probe was interrupted, which ends the later stages too.
+
+    Raises:
+        KeyboardInterrupt: the probe was interrupted.
+    """
+    if result.probe is not None and result.probe.stopped_by == "interrupt":
+        raise KeyboardInterrupt
+    return result

@@ -1,0 +1,89 @@
+"""Probe, plan and tune over ranks answer as a fit over the same ranks does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autobatch
+from tests.support.commandline import SMALL
+from tests.support.commandline import autobatch as command
+from tests.support.rank_server import RankServer
+from tests.support.training import make_workload, points
+
+pytestmark = pytest.mark.distributed
+COMMON: dict[str, Any] = {"device": "cpu", "memory_budget": "1GiB", "max_micro_batch": 3}
+
+
+def workload(dtype: torch.dtype = torch.float32) -> autobatch.Workload:
+    return make_workload(
+        model=lambda: nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3)).to(dtype),
+        train_data=points(dtype=torch.float32),
+        loss=lambda model, batch: cross_entropy(model(batch[0].to(dtype)).float(), batch[1]),
+        name="plain",
+    )
+
+
+def answers(out: str, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return the JSON of a probe, a plan and a fit of one workload."""
+    torch.set_num_threads(1)
+    made, given = workload(dtype), {**COMMON, **options}
+    plan = autobatch.plan(made, target_batch=14, own_loop=False, **given)
+    probe = autobatch.probe(made, **given)
+    with patch("autobatch.report.page.write_report"):
+        fit = autobatch.fit(made, target_batch=14, out=out, steps=1, trials=0, **given)
+    found = {"plan": msgspec.to_builtins(plan), "probe": msgspec.to_builtins(probe)}
+    return {**found, "fit": fit.to_json()["plan"]}
+
+
+def test_a_plan_over_replicas_is_that_of_a_fit(server: RankServer, tmp_path: Path) -> None:
+    first, second = server.values(answers, str(tmp_path / "run"), {})
+    plan = first["plan"]
+    for other in (second["plan"], first["fit"]):
+        assert all(other[name] == plan[name] for name in first["fit"])
+    assert (plan["world_size"], plan["parallel"]) == (2, "replicate")
+    assert plan["parallel_reason"] == "a whole model fits on each rank, so each has its own"
+    assert [one["micro_batches"] for one in plan["ranks"]] == [[3, 2, 2]] * 2
+    probe = first["probe"]
+    assert (probe["micro_batch"], probe["parallel"]) == (3, "replicate")
+    assert [(one["rank"], one["limit"]) for one in probe["ranks"]] == [(0, 3), (1, 3)]
+
+
+def test_a_plan_of_a_shared_model_tells_how_gradients_are_reduced(server: RankServer, tmp_path: Path) -> None:
+    options = {"parallel": "shard"}
+    first, _ = server.values(answers, str(tmp_path / "run"), options, torch.bfloat16)
+    for found in (first["plan"], first["probe"], first["fit"]):
+        assert (found["parallel"], found["parallel_reason"], found["shard_sync"]) == ("shard", None, "once")
+        assert (
+            found["shard_sync_reason"] == "the weights have 16 bits, and sums of many micro-batches need more"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["auto", "shard"])
+def test_ranks_print_one_json_and_keep_the_exit_code(tmp_path: Path, parallel: str) -> None:
+    (tmp_path / "train.py").write_text(SMALL)
+    common = ("train.py:workload", "--memory-budget", "64MiB", "--ranks", 2, "--parallel", parallel, "--json")
+    ran = command(tmp_path, "plan", *common, "--target-batch", 8)
+    assert ran.code == 0, ran.err
+    assert ran.json.keys() == {"schema", "autobatch", "device", "probe", "plan", "profile", "report"}
+    assert [one["samples"] for one in ran.json["plan"]["ranks"]] == [4, 4]
+    assert [one["world"] for one in ran.json["probe"]["over_ranks"]] == [2]
+    ran = command(tmp_path, "probe", *common)
+    assert ran.code == 0, ran.err
+    assert [one["limit"] for one in ran.json["probe"]["ranks"]] == [32, 32]
+    ran = command(tmp_path, "probe", *common[:2], "40B", *common[3:])
+    assert (ran.code, ran.out) == (3, ""), ran.err
+    assert sum(line.startswith("autobatch: ") for line in ran.err.splitlines()) == 1
+    ran = command(tmp_path, "plan", *common, "--target-batch", 8, "--world-size", 3)
+    assert (ran.code, ran.out) == (2, ""), ran.err
+    assert "--world-size 3 plans for another launcher, and 2 ranks run" in ran.err
+    assert json.loads(command(tmp_path, "plan", *common[:3], "--json", "--target-batch", 8).out)
