@@ -174,6 +174,22 @@ def prepare_resume(
         f"resuming from {stored.path} with another {' and another '.join(changes)}: the batch, the learning "
         "rate and the order of the data stay, the micro-batch is planned again, and sums differ by rounding"
     )
+    result, key = _planned_again(workload, options, context, shard)
+    assert result.plan is not None
+    rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
+    plan = msgspec.structs.replace(result.plan, **rate)
+    result = msgspec.structs.replace(result, plan=plan)
+    resume = Resume(checkpoint=stored, is_exact=False)
+    setup = _budgeted(setup, key)
+    run = PreparedRun(setup=setup, plan=plan, sampler=sampler, key=key, resume=resume)
+    return ReadyRun(result, run, out)
+
+
+def _planned_again(
+    workload: Workload | str | None, options: FitOptions, context: RunContext, shard: ShardLayout | None
+) -> tuple[Result, Mapping[str, KeyValue]]:
+    """Probe and plan the batch of a resumed run, and return the result with the key of the setup."""
+    ranks = context.ranks
     with open_setup_process(workload, options, context, shard) as process:
         shard = process.info.layout
         together = Together(shard=shard, grad_sync=options.grad_sync)
@@ -181,15 +197,8 @@ def prepare_resume(
         if ranks.world > 1:
             result = with_parallel(result, options, shard, None, context)
         if shard is None:
-            result = add_split(process, result, options, progress, home=context.home, ranks=ranks)
-    assert result.plan is not None
-    rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
-    plan = msgspec.structs.replace(result.plan, **rate)
-    result = msgspec.structs.replace(result, plan=plan)
-    resume = Resume(checkpoint=stored, is_exact=False)
-    setup = _budgeted(setup, process.info.key)
-    run = PreparedRun(setup=setup, plan=plan, sampler=sampler, key=process.info.key, resume=resume)
-    return ReadyRun(result, run, out)
+            result = add_split(process, result, options, context.progress, home=context.home, ranks=ranks)
+    return result, process.info.key
 
 
 def _find(workload: Workload | str | None, context: RunContext) -> Workload:

@@ -26,7 +26,7 @@ from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.profiles import list_profiles
 from autobatch.device.simulated import context_bytes
-from autobatch.distributed.sharding.layout import sync_of
+from autobatch.distributed.sharding.checks import sync_of
 from autobatch.footprint.apart import run_apart
 from autobatch.footprint.depth import DeepFootprint, deep_footprint
 from autobatch.footprint.predict import Footprint, Prediction, predict, with_workspaces

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autobatch.core.errors import InputError
+from autobatch.core.records import ShardSync
+from autobatch.step.gradients import low_precision_parameters
 
 
 def check_shapes(model: nn.Module) -> None:
@@ -21,6 +23,14 @@ def check_shapes(model: nn.Module) -> None:
                 f"--parallel shard needs parameters with a shape, and {name} has none yet: run one forward "
                 "pass inside Workload(model=…) before returning the model"
             )
+
+
+def sync_of(model: nn.Module, asked: ShardSync) -> ShardSync:
+    """Return when the gradients of a shared model are reduced: once per step if weights have 16 bits.
+
+    Parts of gradients have the type of the weights, and sums of many micro-batches need more bits.
+    """
+    return "once" if low_precision_parameters(model) else asked
 
 
 def check_model(model: nn.Module, blocks: list[nn.Module]) -> None:

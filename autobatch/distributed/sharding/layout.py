@@ -31,6 +31,8 @@ class ShardLayout(Record, frozen=True, kw_only=True):
 
     def fitting(self, model: nn.Module) -> ShardLayout:
         """Return the layout that a model gets."""
+        from autobatch.distributed.sharding.checks import sync_of
+
         return msgspec.structs.replace(self, sync=sync_of(model, self.sync))
 
     def over(self, mesh: DeviceMesh) -> Sharding:
@@ -51,13 +53,3 @@ class ShardLayout(Record, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"shard:{self.sync}:{self.modules or ''}"
-
-
-def sync_of(model: nn.Module, asked: ShardSync) -> ShardSync:
-    """Return when the gradients of a shared model are reduced: once per step if weights have 16 bits.
-
-    Parts of gradients have the type of the weights, and sums of many micro-batches need more bits.
-    """
-    from autobatch.step.gradients import low_precision_parameters
-
-    return "once" if low_precision_parameters(model) else asked
