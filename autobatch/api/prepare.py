@@ -42,10 +42,18 @@ from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.probing.child import SetupProcess, ThisProcess
+from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload, open_setup
 from autobatch.probing.setup_key import device_key
 from autobatch.report.result import Result
-from autobatch.training.build import LoopSettings, build_sampler, count_stream, depends_on_end, split_changes
+from autobatch.training.build import (
+    LoopSettings,
+    build_sampler,
+    count_stream,
+    depends_on_end,
+    order_changes,
+    split_changes,
+)
 from autobatch.training.resume import (
     changes_since_checkpoint,
     check_same_data_order,
@@ -111,7 +119,7 @@ def prepare(
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)
         if shard is None:
-            result = add_split(process, result, options, context.progress, home=context.home, ranks=ranks)
+            result = _with_split(process, result, options, settings, context)
         sizes = sizes_of(process, result)
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
@@ -157,7 +165,7 @@ def prepare_resume(
         max_micro_batch=options.max_micro_batch,
         set_budget=None if options.memory_budget is None else setup.device.budget_bytes,
     )
-    changes += split_changes(setup, plan, options.split)
+    changes += split_changes(setup, plan, options.split) + order_changes(setup, plan, sampler)
     changes += [] if setup.layout == layout_of(plan) else ["--parallel"]
     changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:
@@ -189,7 +197,7 @@ def _planned_again(
     workload: Workload | str | None, options: FitOptions, context: RunContext, shard: ShardLayout | None
 ) -> tuple[Result, Mapping[str, KeyValue]]:
     """Probe and plan the batch of a resumed run, and return the result with the key of the setup."""
-    ranks = context.ranks
+    ranks, settings = context.ranks, unpack.loop_settings(options, is_demo=workload is None)
     with open_setup_process(workload, options, context, shard) as process:
         shard = process.info.layout
         together = Together(shard=shard, grad_sync=options.grad_sync)
@@ -197,8 +205,24 @@ def _planned_again(
         if ranks.world > 1:
             result = with_parallel(result, options, shard, None, context)
         if shard is None:
-            result = add_split(process, result, options, context.progress, home=context.home, ranks=ranks)
+            result = _with_split(process, result, options, settings, context)
     return result, process.info.key
+
+
+def _with_split(
+    process: SetupProcess, result: Result, options: FitOptions, settings: LoopSettings, context: RunContext
+) -> Result:
+    """Choose the split of a run, whose order is known."""
+    order = Order(
+        settings.target_batch,
+        settings.seed,
+        last_batch=settings.last_batch,
+        steps=settings.steps,
+        epochs=settings.epochs,
+    )
+    return add_split(
+        process, result, options, context.progress, home=context.home, ranks=context.ranks, order=order
+    )
 
 
 def _find(workload: Workload | str | None, context: RunContext) -> Workload:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from autobatch.api.run_order import in_run_order
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import PlanOptions
 from autobatch.core.progress import Progress
@@ -17,7 +18,9 @@ from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.child import ChildCrashed, SetupProcess
 from autobatch.probing.kept_answers import KeptAnswers, kept_answers
 from autobatch.probing.plan_split import SplitChoice, SplitSettings, choose_split, read_sizes
+from autobatch.probing.real_batches import Order
 from autobatch.report.result import Result
+from autobatch.report.sentences import run_order_in_words
 
 
 def add_split(
@@ -28,13 +31,15 @@ def add_split(
     *,
     home: Path,
     ranks: Ranks | None = None,
+    order: Order | None = None,
     is_last: bool = False,
 ) -> Result:
     """Put the split into the plan of a result, with a note on the choice; all ranks call it.
 
-    A choice that fails is no reason to end a run that can split by count. If it is the last stage of a
-    command, an interrupted choice keeps the result. A kept choice of the same plan is taken again, so that
-    runs of one machine cut alike.
+    If the order of the run is known, samples that are joined may share larger micro-batches, and that plan is
+    taken unless a split by size is faster. A choice that fails is no reason to end a run that can split by
+    count. If it is the last stage of a command, an interrupted choice keeps the result. A kept choice of the
+    same plan is taken again, so that runs of one machine cut alike.
 
     Raises:
         InputError: a split by size was asked for, and would change results.
@@ -55,10 +60,13 @@ def add_split(
     # A split by size is checked against the batches of the run on its own.
     limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
     settings = SplitSettings(options.split, limit, min(cap, share), options.seed)
-    of_rank = msgspec.structs.replace(plan, target_batch=share)
+    by_count = of_rank = msgspec.structs.replace(plan, target_batch=share)
+    kept = kept_answers(process.info, probe, home)
     progress.doing("choosing how batches are split")
     try:
-        choice = _choose(process, of_rank, settings, kept_answers(process.info, probe, home))
+        if order is not None and plan.world_size == 1 and probe.stopped_by is None:
+            by_count = in_run_order(process, of_rank, order, settings.cap, kept)
+        choice = _choose(process, by_count, settings, kept)
     except KeyboardInterrupt:
         if not is_last:
             raise
@@ -66,8 +74,12 @@ def add_split(
     if choice.note is not None:
         progress.note(choice.note)
     cut = agree_on_cut(ranks, choice.cut)
-    if cut is None:
+    if cut is None and by_count.run_order is None:
         return result
+    if cut is None:
+        progress.note(run_order_in_words(by_count))
+        progress.planned(by_count)
+        return msgspec.structs.replace(result, plan=by_count)
     plan = msgspec.structs.replace(plan, split="size", size_cut=cut)
     return msgspec.structs.replace(result, plan=plan)
 

@@ -196,6 +196,23 @@ class SizeCut(Record, frozen=True, kw_only=True):
     """Batches of the run that fit in a replay of this split; None if the step cannot be traced."""
 
 
+class RunOrder(Record, frozen=True, kw_only=True):
+    """Evidence that a micro-batch fits in the order of one run, though not in every order.
+
+    Samples that are joined end to end, as graphs are, take memory by the sum of their sizes, and the largest
+    ones never share a micro-batch of this run.
+    """
+
+    batches: int
+    """Batches of the run, all of which were looked at."""
+    by: Literal["replay", "run"]
+    """The heaviest of them were run. ``replay`` if hundreds were replayed in a model of the allocator too."""
+    micro_batch_in_any_order: int
+    """Micro-batch that the largest samples together allow."""
+    digest: str = ""
+    """Digest of the sizes of all samples."""
+
+
 class RankPlan(RankLimit, frozen=True, kw_only=True):
     """The part of a plan that one rank runs."""
 
@@ -232,6 +249,8 @@ class Plan(Record, frozen=True, kw_only=True):
     """``count`` splits a batch into equal counts, ``size`` by the sizes of its samples."""
     size_cut: SizeCut | None = None
     """Rule of the split by size; None if batches are split by count."""
+    run_order: RunOrder | None = None
+    """Evidence for a micro-batch that fits in the order of this run; None if it fits in any order."""
     ranks: list[RankPlan] = []
     """The part of each rank, if several train; ``micro_batches`` are those of rank 0."""
     parallel: Parallel | None = None

@@ -15,7 +15,7 @@ from autobatch.core.records import MicroBatchCost, Plan, SizeCut
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
-from autobatch.probing.real_batches import RUN, Order, RunBatches, program_of, trace_setup
+from autobatch.probing.real_batches import RUN, Order, RunBatches, program_for
 from autobatch.probing.setup import with_knobs
 from autobatch.probing.size_cost import measure_cost
 from autobatch.probing.size_curve import CurvePoint, curve_of
@@ -87,18 +87,10 @@ def choose_split(
         )
     if known is not None:
         return known
-    # Another precision, and every knob that changes memory, has a limit of its own.
-    has_own_limit = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
-    if has_own_limit:
-        sizes = setup.worst_case.sizes()
-        program = None if sizes is None else trace_setup(setup, sizes)
-        return _compare(setup, program, plan, settings, plan.micro_batch)
-    return _compare(setup, _program_of(session), plan, settings, settings.limit)
-
-
-def _program_of(session: Session) -> SizeProgram | None:
-    sizes = session.setup.worst_case.sizes()
-    return None if sizes is None else program_of(session, sizes)
+    setup, program = program_for(session, plan)
+    # The limit of the probe is that of its own configuration.
+    is_other = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
+    return _compare(setup, program, plan, settings, plan.micro_batch if is_other else settings.limit)
 
 
 def read_sizes(session: Session) -> Sizes | None:
@@ -164,7 +156,7 @@ def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -
             if not found.fits:
                 continue
             lower = msgspec.structs.replace(lower, replayed_batches=found.batches)
-        if batches.run(split, split.largest, count=1 if program else RUN) is None:
+        if batches.run_first(split, split.largest, count=1 if program else RUN) is None:
             return lower
     return None
 

@@ -8,7 +8,7 @@ step cannot be traced, a few of them are run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError
+from autobatch.core.knobs import PRECISION, memory_signature
+from autobatch.core.records import Plan
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import BatchReplay, replay_batches
 from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
 from autobatch.probing.child import Session
+from autobatch.probing.setup import with_knobs
 from autobatch.probing.size_curve import CurvePoint, curve_of, trace_sizes
 from autobatch.probing.size_hazards import is_padded
 from autobatch.probing.traced_setup import setting_of
@@ -28,8 +31,9 @@ from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.data import load_micro_batch
-from autobatch.workload.order import GlobalBatchSampler, LastBatch
+from autobatch.workload.order import GlobalBatch, GlobalBatchSampler, LastBatch
 from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.size_split import size_of_part
 from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 
@@ -55,6 +59,9 @@ class Order(NamedTuple):
     """None if unknown."""
     seed: int
     last_batch: LastBatch = "carry"
+    steps: int | None = None
+    """Optimizer steps of the run; None if unknown, as are ``epochs``."""
+    epochs: int | None = None
 
 
 class Survivor(NamedTuple):
@@ -86,14 +93,29 @@ class RunBatches:
     is_padded: bool = True
     """False if the mean size of a micro-batch decides on its memory."""
 
-    def sampler(self, batches: int) -> GlobalBatchSampler:
-        """Return the first batches in the order of the run."""
-        target, samples = self.order.target_batch, len(self.sizes)
+    @property
+    def whole(self) -> GlobalBatchSampler:
+        """The batches of the whole run, whose steps or epochs are known."""
+        return self._sampler(self.order.steps, self.order.epochs)
+
+    def first(self, count: int) -> Iterator[GlobalBatch]:
+        """Return the first batches of the run."""
+        return self._sampler(count).batches()
+
+    def _sampler(self, steps: int | None, epochs: int | None = None) -> GlobalBatchSampler:
+        target = self.order.target_batch
         assert target is not None
+        samples, order = epoch_of(self.setup.workload, self.order.seed)
         # A run that drops every batch does not start, and another stage says so.
         last = "carry" if samples < target else self.order.last_batch
         return GlobalBatchSampler(
-            samples=samples, target_batch=target, seed=self.order.seed, steps=batches, last_batch=last
+            samples=samples,
+            target_batch=target,
+            seed=self.order.seed,
+            steps=steps,
+            epochs=epochs,
+            last_batch=last,
+            order=order,
         )
 
     def replay(
@@ -102,16 +124,16 @@ class RunBatches:
         split: Split,
         micro_batch: int,
         *,
-        batches: int | None = None,
+        batches: Iterable[GlobalBatch] | None = None,
         most_events: int = MOST_EVENTS,
     ) -> BatchReplay:
-        """Replay batches in an empty allocator with the budget as its limit; `REPLAYED` ones by default."""
-        parts = self._parts(split, micro_batch, REPLAYED if batches is None else batches)
-        shapes = ([self._shape(part) for part in each] for each in parts)
+        """Replay batches in an empty allocator with the budget as its limit; the first ones by default."""
+        chosen = self.first(REPLAYED) if batches is None else batches
+        shapes = ([self._shape(part) for part in split.parts(batch, micro_batch)] for batch in chosen)
         return replay_batches(program, shapes, self.setup.device.new_allocator(), most_events=most_events)
 
-    def run(self, split: Split, micro_batch: int, *, count: int) -> str | None:
-        """Run the first batches within the budget, on copies of the weights.
+    def run(self, batches: Iterable[Sequence[MicroBatchIds]]) -> str | None:
+        """Run batches, given as their micro-batches, within the budget, on copies of the weights.
 
         Returns:
             The out-of-memory error of a batch that does not fit; None if all fit.
@@ -123,7 +145,7 @@ class RunBatches:
                 meter.mark("setup")
                 with temporary_weights(setup.model, setup.device.torch_device):
                     train_state = open_train_state(setup, meter)
-                    for parts in self._parts(split, micro_batch, count):
+                    for parts in batches:
                         samples = sum(len(part.ids) for part in parts)
                         fetched = ((load_micro_batch(setup.workload, p.ids), len(p.ids)) for p in parts)
                         train_step(train_state, batches_of(setup, meter, fetched), samples, mark=meter.mark)
@@ -140,8 +162,9 @@ class RunBatches:
     def _shape(self, part: MicroBatchIds) -> Shape:
         return Shape(len(part.ids), size_of_part(self.sizes[part.ids], is_padded=self.is_padded))
 
-    def _parts(self, split: Split, micro_batch: int, count: int) -> Iterator[list[MicroBatchIds]]:
-        return (split.parts(batch, micro_batch) for batch in self.sampler(count).batches())
+    def run_first(self, split: Split, micro_batch: int, *, count: int) -> str | None:
+        """Run the first batches; see `run`."""
+        return self.run(split.parts(batch, micro_batch) for batch in self.first(count))
 
 
 def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None:
@@ -175,7 +198,7 @@ def find_survivor(session: Session, limit: int, order: Order) -> Survivor | None
                 return Survivor(micro_batch, found.batches, True, program.is_exact)
             continue
         tries += 1
-        if batches.run(split, micro_batch, count=RUN) is None:
+        if batches.run_first(split, micro_batch, count=RUN) is None:
             return Survivor(micro_batch, RUN, False)
         if tries == MOST_RUNS:
             return None
@@ -212,6 +235,17 @@ def program_of(session: Session, sizes: Sizes) -> SizeProgram | None:
     """Trace the setup of a session over sizes, once; None if that is not possible."""
     kept = session.find(TracedSizes)
     return (kept or session.keep(TracedSizes(trace_setup(session.setup, sizes)))).program
+
+
+def program_for(session: Session, plan: Plan) -> tuple[TrainSetup, SizeProgram | None]:
+    """Return the setup of a plan's configuration, with its program over sizes; None if it has none."""
+    setup = with_knobs(session.setup, {**plan.knobs, PRECISION: plan.precision})
+    sizes = setup.worst_case.sizes()
+    if sizes is None:
+        return setup, None
+    # Another precision, and every knob that changes memory, has a program of its own.
+    is_other = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
+    return setup, trace_setup(setup, sizes) if is_other else program_of(session, sizes)
 
 
 def trace_setup(setup: TrainSetup, sizes: Sizes) -> SizeProgram | None:

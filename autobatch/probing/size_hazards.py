@@ -7,6 +7,7 @@ split by size makes the error systematic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -141,6 +142,25 @@ def is_padded(workload: Workload, sizes: Sizes) -> bool:
     with preserved_random_state():
         one, other, both = (_numbers(workload, ids) for ids in ([short], [longest], [short, longest]))
     return not one < other or both - one - other >= PADDED_SHARE * (other - one)
+
+
+def largest_deviation(workload: Workload, sizes: Sizes) -> float:
+    """Return how far the tensors of a collated sample are off a straight line over its size.
+
+    Returns:
+        The largest share of a tensor's numbers, over samples of many sizes; infinite if their tensors differ
+        in number.
+    """
+    order = np.argsort(sizes, kind="stable").tolist()
+    chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
+    with preserved_random_state():
+        found = [[t.numel() for t in tensors_of(load_micro_batch(workload, [i]))] for i in chosen]
+    if len({len(one) for one in found}) > 1:
+        return math.inf
+    lines = np.stack([np.ones(CHECKED), sizes[chosen]], axis=1)
+    numbers = np.array(found, float)
+    off = np.abs(lines @ np.linalg.lstsq(lines, numbers, rcond=None)[0] - numbers)
+    return float((off / np.maximum(1.0, numbers)).max(initial=0.0))
 
 
 def _numbers(workload: Workload, ids: list[int]) -> int:

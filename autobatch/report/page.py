@@ -50,6 +50,7 @@ from autobatch.report.sentences import (
     rate_in_words,
     rates_in_words,
     real_batches_in_words,
+    run_order_in_words,
     split_in_words,
     training_in_words,
     tuning_in_words,
@@ -178,6 +179,7 @@ def _plan(data: RunRecord) -> Markup:
         ("Tuned knobs", chosen),
     ]
     if plan.size_cut is None:
+        words = f"{words} {run_order_in_words(plan)}".rstrip()
         return join(element("p", words), _pictures(plan_figure(plan)), facts(pairs))
     saved = element("p", padding_in_words(plan.size_cut))
     return join(element("p", words), saved, _pictures(padding_figure(plan.size_cut)), facts(pairs))

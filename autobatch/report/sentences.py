@@ -158,6 +158,18 @@ def padding_in_words(cut: SizeCut) -> str:
     )
 
 
+def run_order_in_words(plan: Plan) -> str:
+    """Describe the order that a micro-batch fits in; nothing if it fits in any order."""
+    found = plan.run_order
+    if found is None:
+        return ""
+    return (
+        f"A micro-batch of {count(plan.micro_batch)} fits in the order of this run: all of its "
+        f"{plural(found.batches, 'batch', 'batches')} are known, and the heaviest ones ran. In any order, "
+        f"{count(found.micro_batch_in_any_order)} fit."
+    )
+
+
 def real_batches_in_words(probe: Probe) -> str | None:
     """Describe the check of a limit against real batches; None if there was none."""
     found = probe.real_batches

@@ -42,6 +42,8 @@ def _limit_words(probe: Probe | None, plan: Plan) -> str:
     """Return the limit of the plan's configuration; the limit of another one says nothing about it."""
     if probe is None or not is_probed_configuration(probe, plan):
         return ", ".join(filter(None, (plan.precision, knobs_in_words(plan.knobs))))
+    if plan.run_order is not None:
+        return f"as many fit in the order of this run, {plan.precision}"
     known = "up to {} fit" if probe.stopped_by is None else "{} are known to fit"
     return f"{known.format(count(probe.micro_batch))}, {plan.precision}"
 

@@ -206,6 +206,17 @@ def split_changes(setup: TrainSetup, plan: Plan, split: Literal["auto", "count",
     return []
 
 
+def order_changes(setup: TrainSetup, plan: Plan, sampler: GlobalBatchSampler) -> list[str]:
+    """Return the changes to the order for which a stored plan was made, if it fits in no other."""
+    if plan.run_order is None:
+        return []
+    sizes = setup.worst_case.sizes()
+    changes = ["number of optimizer steps"] if sampler.total > plan.run_order.batches else []
+    if sizes is None or digest_of(sizes) != plan.run_order.digest:
+        changes.append("sizes of the samples")
+    return changes
+
+
 def _build_loop(
     setup: TrainSetup,
     plan: Plan,

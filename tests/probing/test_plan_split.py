@@ -41,8 +41,8 @@ def known_cost(monkeypatch) -> None:
 @pytest.fixture(name="untraced")
 def untraced_steps(monkeypatch) -> None:
     """Let no step be traced, as on a GPU."""
-    monkeypatch.setattr(plan_split, "program_of", lambda *_: None)
-    monkeypatch.setattr(plan_split, "trace_setup", lambda *_: None)
+    monkeypatch.setattr(real_batches, "program_of", lambda *_: None)
+    monkeypatch.setattr(real_batches, "trace_setup", lambda *_: None)
 
 
 @pytest.mark.usefixtures("untraced")

@@ -78,8 +78,8 @@ def test_a_failed_run_says_why_and_leaves_the_model_alone(tmp_path: Path) -> Non
     setup = simulated_setup(WORKLOAD, tmp_path, "22MiB")
     before = fingerprint(setup.model)
     batches = RunBatches(setup=setup, sizes=setup.worst_case.sizes(), order=Order(512, 0))
-    assert "out of memory" in batches.run(CountSplit(), 512, count=1)
-    assert batches.run(CountSplit(), 4, count=1) is None
+    assert "out of memory" in batches.run_first(CountSplit(), 512, count=1)
+    assert batches.run_first(CountSplit(), 4, count=1) is None
     assert fingerprint(setup.model) == before
 
 

@@ -1,0 +1,45 @@
+"""The stage that raises the micro-batch of joined samples to what fits in the order of the run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from autobatch.core.records import Plan, RunOrder
+from autobatch.planning import micro_batches
+from autobatch.probing.child import SetupProcess
+from autobatch.probing.kept_answers import KeptAnswers
+from autobatch.probing.questions import ask_or_none
+from autobatch.probing.real_batches import Order
+from autobatch.probing.run_order import InOrder, find_in_order
+
+
+def in_run_order(process: SetupProcess, plan: Plan, order: Order, cap: int, kept: KeptAnswers) -> Plan:
+    """Return a plan with the largest micro-batch that fits in the order of the run, or the same plan.
+
+    Args:
+        process: holds the setup.
+        plan: a plan for one rank, whose micro-batch fits in any order.
+        order: the batches of the run.
+        cap: the largest micro-batch to try.
+        kept: answers to earlier questions.
+    """
+    question = ("order", plan, order, cap)
+    found = kept.find(question, InOrder)
+    if found is None:
+        found = ask_or_none(process, "a look at the order of the run", find_in_order, plan, order, cap)
+        if found is None:
+            return plan
+        kept.keep(question, found)
+    sizes = micro_batches(plan.target_batch, found.micro_batch)
+    return msgspec.structs.replace(
+        plan,
+        micro_batch=sizes[0],
+        accumulation_steps=len(sizes),
+        micro_batches=sizes,
+        run_order=RunOrder(
+            batches=found.batches,
+            by=found.by,
+            micro_batch_in_any_order=plan.micro_batch,
+            digest=process.info.sizes_digest or "",
+        ),
+    )
