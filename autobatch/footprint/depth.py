@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from autobatch.footprint.layer_events import events_of, footprint_of
-from autobatch.footprint.predict import SIZES, Footprint, footprint, record_apart
+from autobatch.footprint.predict import SIZES, Footprint, Unpredictable, footprint, record_apart
 from autobatch.footprint.program import Polynomial, Program
 from autobatch.footprint.repeat_layers import deepen
 from autobatch.footprint.trace_mode import Recording
@@ -75,27 +75,42 @@ class DeepFootprint:
 
 
 def deep_footprint(
-    setting: Setting, *, tested: bool = True, clock: Callable[[], float] = time.perf_counter
+    setting: Setting,
+    *,
+    tested: bool = True,
+    most_tensors: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> DeepFootprint:
     """Trace a step of a deep model by a few of its layers, and of any other model as it is.
 
     Args:
         setting: what to trace.
         tested: skip the self-test, because this torch has passed it.
+        most_tensors: parameter tensors of what is traced, above which it is not; None for no limit.
         clock: returns seconds.
 
     Raises:
-        Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
+        Unpredictable: the step cannot be traced, takes too long to trace, or follows no rule in the
+            micro-batch.
     """
-    stack = like_layers(setting.model)
     start = clock()
+    stack = like_layers(setting.model)
     if stack is not None and stack.layers >= LEAST_LAYERS:
+        few, middle, many = (cut_to(setting.model, stack, depth) for depth in DEPTHS)
+        _check_size(many, most_tensors)
         # A model may count its layers elsewhere, and then runs at its own depth only.
         with suppress(Exception):
-            found = _deepened(setting, stack, tested=tested)
+            found = _deepened(setting, (few, middle, many), stack.layers, tested=tested)
             return replace(found, step=replace(found.step, seconds=clock() - start))
+    _check_size(setting.model, most_tensors)
     step = footprint(setting, tested=tested, clock=clock)
     return DeepFootprint(step, step, None, tuple(range(len(step.program.events))))
+
+
+def _check_size(model: nn.Module, most_tensors: int | None) -> None:
+    tensors = sum(1 for _ in model.parameters())
+    if most_tensors is not None and tensors > most_tensors:
+        raise Unpredictable(f"cannot predict: a trace of {tensors:,} parameter tensors takes too long")
 
 
 def like_layers(model: nn.Module) -> Stack | None:
@@ -113,9 +128,14 @@ def like_layers(model: nn.Module) -> Stack | None:
 def cut_to(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
     """Return a copy of a model with the first layers of a stack only; it shares the tensors."""
     tensors = [*model.parameters(), *model.buffers()]
-    shallow = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    del shallow.get_submodule(stack.name)[layers:]  # type: ignore[operator]
-    return shallow
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    # Only the layers that stay are copied: a deep model has thousands of modules.
+    deep = model.get_submodule(stack.name)
+    short = deep.__class__.__new__(deep.__class__)
+    memo[id(deep)] = short
+    kept = dict(list(deep._modules.items())[:layers])
+    vars(short).update(copy.deepcopy({**vars(deep), "_modules": kept}, memo))
+    return copy.deepcopy(model, memo)
 
 
 def _form_of(layer: nn.Module) -> tuple[object, ...]:
@@ -126,14 +146,17 @@ def _form_of(layer: nn.Module) -> tuple[object, ...]:
     )
 
 
-def _deepened(setting: Setting, stack: Stack, *, tested: bool) -> DeepFootprint:
-    few, middle, many = (replace(setting, model=cut_to(setting.model, stack, depth)) for depth in DEPTHS)
+def _deepened(
+    setting: Setting, models: tuple[nn.Module, nn.Module, nn.Module], layers: int, *, tested: bool
+) -> DeepFootprint:
+    """Trace a model that was cut to three depths."""
+    few, middle, many = (replace(setting, model=model) for model in models)
     step = footprint(middle, tested=tested)
     recordings = record_apart((few, SIZES[0]), (many, SIZES[0]))
     others = [events_of(_as_footprint(one, step)) for one in recordings]
-    events = deepen((others[0], events_of(step), others[1]), stack.layers - DEPTHS[1])
-    origins = tuple(event.origin for event in events if event.kind in ("take", "free"))
-    return DeepFootprint(footprint_of(step, events), step, DEPTHS[1], origins)
+    runs = deepen((others[0], events_of(step), others[1]), layers - DEPTHS[1])
+    deep, origins = footprint_of(step, runs)
+    return DeepFootprint(deep, step, DEPTHS[1], origins)
 
 
 def _stack_of(model: nn.Module) -> Stack:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autobatch.footprint.predict import SIZES, Footprint
 from autobatch.footprint.program import Polynomial, Program, Untraceable
@@ -54,40 +59,111 @@ def _digits(module: str) -> tuple[int, ...]:
     return tuple(int(digits) for digits in re.findall(r"[0-9]+", module))
 
 
-def footprint_of(step: Footprint, found: list[Event]) -> Footprint:
-    """Return the footprint of events, and check that they number their blocks in order."""
-    events: list[tuple[int, Polynomial | None]] = []
-    marks: list[tuple[int, str]] = []
-    places: dict[str, list[int]] = {"first": [], "product": []}
-    labels: list[Label] = []
-    live: set[int] = set()
-    for event in found:
-        if event.kind == "mark":
-            marks.append((len(events), event.text))
-        elif event.kind in places:
-            places[event.kind].append(len(events))
-        else:
-            block = event.numbers[0]
-            if event.kind == "take":
-                if block != len(labels):
-                    raise Untraceable(f"block {block} of a deeper model is taken as number {len(labels)}")
-                live.add(block)
-                labels.append(_label(event))
-            elif block not in live:
-                raise Untraceable(f"block {block} of a deeper model is freed twice")
-            else:
-                live.remove(block)
-            events.append((block, event.rule))
-    return replace(
+class Run(NamedTuple):
+    """Events in a row that occur several times, each time with numbers that have grown."""
+
+    events: list[Event]
+    """The events as they occur first."""
+    steps: list[tuple[int, ...]]
+    """By how much each number of each event grows from one time to the next."""
+    times: int
+
+    @classmethod
+    def once(cls, events: list[Event]) -> Self:
+        """Return a run of events that occur once."""
+        return cls(events, [(0,) * len(event.numbers) for event in events], 1)
+
+
+def footprint_of(step: Footprint, runs: list[Run]) -> tuple[Footprint, tuple[int, ...]]:
+    """Return the footprint of runs of events, and for each event of its program the origin.
+
+    Raises:
+        Untraceable: the events do not number their blocks in order, or free a block that is not live.
+    """
+    found = _Unrolled()
+    for run in runs:
+        found.add(run)
+    blocks, is_taken = np.concatenate(found.blocks), np.concatenate(found.is_taken)
+    _check_numbers(blocks, is_taken)
+    program = Program(tuple(zip(blocks.tolist(), found.rules, strict=True)), tuple(found.marks))
+    made = replace(
         step,
-        program=Program(tuple(events), tuple(marks)),
-        labels=tuple(labels),
-        first_products=tuple(places["first"]),
-        products=tuple(places["product"]),
+        program=program,
+        labels=tuple(found.labels),
+        first_products=tuple(found.places["first"]),
+        products=tuple(found.places["product"]),
     )
+    return made, tuple(found.origins)
 
 
-def _label(event: Event) -> Label:
-    words = event.text.rsplit(" ", 1)
-    numbers = iter(event.numbers[1:])
-    return Label(words[0], re.sub("#", lambda _: str(next(numbers)), words[1]))
+@dataclass
+class _Unrolled:
+    """The events of runs: a deep model has hundreds of thousands, so most of this works on whole columns."""
+
+    blocks: list[NDArray[np.int64]] = field(default_factory=list)
+    is_taken: list[NDArray[np.bool_]] = field(default_factory=list)
+    rules: list[Polynomial | None] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    places: dict[str, list[int]] = field(default_factory=lambda: {"first": [], "product": []})
+
+    def add(self, run: Run) -> None:
+        """Add the events of a run."""
+        own = [(one, steps) for one, steps in zip(run.events, run.steps, strict=True) if one.numbers]
+        taken = [(one, steps) for one, steps in own if one.kind == "take"]
+        self._add_between(run, len(own))
+        times = np.arange(run.times)[:, None]
+        starts = np.array([event.numbers[0] for event, _ in own], np.int64)
+        self.blocks.append((starts + times * np.array([step[0] for _, step in own], np.int64)).ravel())
+        self.is_taken.append(np.tile(np.array([one.kind == "take" for one, _ in own], np.bool_), run.times))
+        self.rules += [event.rule for event, _ in own] * run.times
+        self.origins += [event.origin for event, _ in own] * run.times
+        columns = [_labels(event, steps, run.times) for event, steps in taken]
+        self.labels += chain.from_iterable(zip(*columns, strict=True))
+
+    def _add_between(self, run: Run, length: int) -> None:
+        """Add what happens between allocations and frees, of which a run has so many each time."""
+        at = len(self.rules)
+        between: list[tuple[int, Event]] = []
+        for event in run.events:
+            if event.numbers:
+                at += 1
+            else:
+                between.append((at, event))
+        for time in range(run.times if between else 0):
+            for place, event in between:
+                if event.kind == "mark":
+                    self.marks.append((place + time * length, event.text))
+                else:
+                    self.places[event.kind].append(place + time * length)
+
+
+def _check_numbers(blocks: NDArray[np.int64], is_taken: NDArray[np.bool_]) -> None:
+    places, taken, freed = np.flatnonzero(is_taken), blocks[is_taken], blocks[~is_taken]
+    wrong = np.flatnonzero(taken != np.arange(len(taken)))
+    if len(wrong):
+        raise Untraceable(f"block {taken[wrong[0]]} of a deeper model is taken as number {wrong[0]}")
+    is_known = len(freed) == 0 or 0 <= freed.min() <= freed.max() < len(taken)
+    if not is_known or len(np.unique(freed)) < len(freed):
+        raise Untraceable("a block of a deeper model is freed twice, or never taken")
+    if (places[freed] > np.flatnonzero(~is_taken)).any():
+        raise Untraceable("a block of a deeper model is freed before it is taken")
+
+
+def _labels(event: Event, steps: tuple[int, ...], times: int) -> list[Label]:
+    """Return the labels of a block each time that it is taken."""
+    kind, module = event.text.rsplit(" ", 1)
+    numbers, growth = event.numbers[1:], steps[1:]
+    if not any(growth):
+        return [Label(kind, _name(module, numbers))] * times
+    return [
+        Label(kind, _name(module, [n + time * more for n, more in zip(numbers, growth, strict=True)]))
+        for time in range(times)
+    ]
+
+
+def _name(module: str, numbers: Sequence[int]) -> str:
+    """Return the name of a module whose numbers were replaced by ``#``."""
+    first, *others = module.split("#")
+    return first + "".join(f"{n}{part}" for n, part in zip(numbers, others, strict=True))

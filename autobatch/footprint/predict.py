@@ -29,7 +29,8 @@ from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
 from autobatch.footprint.apart import run_each_apart
 from autobatch.footprint.cuda_policy import missing_parts
-from autobatch.footprint.program import Program, Untraceable, largest
+from autobatch.footprint.largest import largest
+from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.selftest import self_test
 from autobatch.footprint.trace_mode import Label, Recording
 from autobatch.footprint.trace_step import Setting, record
@@ -155,9 +156,9 @@ def predict(
     try:
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
         high = largest(program, lambda: CountingAllocator(budget_bytes), cap, neighbours=0) or 0
-        best = largest(program, allocator, high, near_cap=True) or 0
+        best = largest(program, allocator, high) or 0
         cautious = partial(allocator, 1 - step.margin)
-        low = largest(program, cautious, best, neighbours=0, near_cap=True) or 0
+        low = largest(program, cautious, best, neighbours=0) or 0
         asked = best if micro_batch is None else micro_batch
         outcome = replay(program.at(max(1, asked)), allocator())
         fits = outcome.fits and asked > 0

@@ -16,8 +16,10 @@ from autobatch.core.records import Remedy
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint.predict import Footprint, footprint, with_workspaces
-from autobatch.footprint.program import Program, Untraceable, largest
+from autobatch.footprint.depth import deep_footprint
+from autobatch.footprint.largest import largest
+from autobatch.footprint.predict import Footprint, with_workspaces
+from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
@@ -49,7 +51,7 @@ class Spending:
 def trace_change(name: str, changed: Setting) -> Footprint:
     """Trace a step with a change. The name of the change lets others keep what was traced."""
     del name
-    return footprint(changed, tested=True)
+    return deep_footprint(changed).step
 
 
 def find_remedies(

@@ -6,12 +6,13 @@ events that the other one lacks. The numbers of an event grow by the same amount
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autobatch.footprint.layer_events import Event
+from autobatch.footprint.layer_events import Event, Run
 from autobatch.footprint.program import Untraceable
 
 
@@ -24,7 +25,7 @@ class _Site:
     length: int
 
 
-def deepen(traces: tuple[list[Event], list[Event], list[Event]], layers: int) -> list[Event]:
+def deepen(traces: tuple[list[Event], list[Event], list[Event]], layers: int) -> list[Run]:
     """Return the events of a step with so many layers more than the second of three traces.
 
     Args:
@@ -35,30 +36,20 @@ def deepen(traces: tuple[list[Event], list[Event], list[Event]], layers: int) ->
         Untraceable: a layer does not add the same events each time.
     """
     few, middle, many = traces
-    sites = _checked(_names_of(traces))
-    found: list[Event] = []
-    position = [0, 0, 0]
-
-    def one_of_each() -> None:
-        three = few[position[0]], middle[position[1]], many[position[2]]
-        found.append(_grown(*three, layers))
-        for number in range(3):
-            position[number] += 1
-
-    for site in sites:
-        while position[0] < site.at:
-            one_of_each()
-        chunk = middle[position[1] : position[1] + site.length]
-        first = many[position[2] : position[2] + site.length]
-        second = many[position[2] + site.length : position[2] + 2 * site.length]
-        for repetition in range(layers + 1):
-            found += [
-                _repeated(*three, layers, repetition) for three in zip(chunk, first, second, strict=True)
-            ]
-        position[1] += site.length
-        position[2] += 2 * site.length
-    while position[0] < len(few):
-        one_of_each()
+    found: list[Run] = []
+    at = [0, 0, 0]
+    for site in [*_checked(_names_of(traces)), _Site(len(few), 0)]:
+        count = site.at - at[0]
+        if count:
+            parts = (trace[start : start + count] for trace, start in zip(traces, at, strict=True))
+            found.append(Run.once([_grown(a, b, c, layers) for a, b, c in zip(*parts, strict=True)]))
+            at = [start + count for start in at]
+        if site.length:
+            chunk = middle[at[1] : at[1] + site.length]
+            first = many[at[2] : at[2] + site.length]
+            second = many[at[2] + site.length : at[2] + 2 * site.length]
+            found.append(_repeated(chunk, first, second, layers))
+            at = [at[0], at[1] + site.length, at[2] + 2 * site.length]
     return found
 
 
@@ -76,20 +67,31 @@ def _grown(few: Event, middle: Event, many: Event, layers: int) -> Event:
     return middle._replace(numbers=tuple(numbers), rule=rule)
 
 
-def _repeated(one: Event, first: Event, second: Event, layers: int, repetition: int) -> Event:
-    """Return an event of a layer, in a deeper model: ``one`` in the middle trace, and both in the deepest."""
-    if not one.size == first.size == second.size:
-        raise Untraceable(f"an allocation of a layer has {one.size}, {first.size} and {second.size} bytes")
-    numbers = (
-        a + layers * (b - a) + repetition * (c - b)
-        for a, b, c in zip(one.numbers, first.numbers, second.numbers, strict=True)
-    )
-    return one._replace(numbers=tuple(numbers))
+def _repeated(chunk: list[Event], first: list[Event], second: list[Event], layers: int) -> Run:
+    """Return the events of a layer, in a deeper model.
+
+    Args:
+        chunk: its events in the middle trace.
+        first: the same in the deepest trace.
+        second: those of the next layer there.
+        layers: layers that the deeper model has more than the middle trace.
+    """
+    events, steps = [], []
+    for one, other, later in zip(chunk, first, second, strict=True):
+        if not one.size == other.size == later.size:
+            raise Untraceable(f"an allocation of a layer has {one.size}, {other.size} and {later.size} bytes")
+        starts = (a + layers * (b - a) for a, b in zip(one.numbers, other.numbers, strict=True))
+        events.append(one._replace(numbers=tuple(starts)))
+        steps.append(tuple(c - b for b, c in zip(other.numbers, later.numbers, strict=True)))
+    return Run(events, steps, layers + 1)
 
 
 def _names_of(traces: Sequence[list[Event]]) -> list[list[tuple[object, ...]]]:
-    """Return the events of traces without their numbers; a size that some trace lacks is left out."""
-    common = set.intersection(*({event.size for event in events} for events in traces))
+    """Return the events of traces without their numbers, and without sizes that differ with the depth."""
+    few, middle, many = (Counter(event.size for event in events) for events in traces)
+    # A size that grows with the depth, for example that of the norms of all parameters, may be that of a
+    # layer's block at one depth. The number of blocks of that size then grows unevenly.
+    common = {size for size in few if many[size] - middle[size] == middle[size] - few[size] >= 0}
     return [
         [(event.kind, event.text, event.size if event.size in common else None) for event in events]
         for events in traces

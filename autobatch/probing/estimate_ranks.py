@@ -29,8 +29,8 @@ from autobatch.device.simulated import context_bytes
 from autobatch.distributed.sharding.checks import sync_of
 from autobatch.footprint.apart import run_apart
 from autobatch.footprint.depth import DeepFootprint, deep_footprint
+from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import Footprint, Prediction, predict, with_workspaces
-from autobatch.footprint.program import largest
 from autobatch.footprint.remedies import NATIVE_BF16, find_remedies
 from autobatch.footprint.trace_step import Arrange, Setting
 from autobatch.planning import make_plan

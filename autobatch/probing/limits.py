@@ -14,7 +14,8 @@ from collections.abc import Callable
 from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import Trace
-from autobatch.footprint.program import Fitting, Program, Untraceable, largest
+from autobatch.footprint.largest import Fitting, largest
+from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.scratch import Envelope, in_proportion, order_of_tensors
 from autobatch.probing.attempt import Outcome
 
@@ -71,6 +72,7 @@ class ReplayPredictor:
         """The last size that did not fit."""
         self._points: list[tuple[int, Trace]] = []
         self._orders: list[int] = []
+        """Orders of the tensors of the first points, as far as they were asked for."""
         self._peaks: dict[int, int] = {}
         self._live: dict[int, int] = {}
         """Peaks of the bytes in live blocks, without what the allocator keeps beside them."""
@@ -95,7 +97,6 @@ class ReplayPredictor:
             return
         trace = outcome.trace.canonical()
         self._points.append((size, trace))
-        self._orders.append(order_of_tensors(trace))
         if self._agrees(size, trace):
             self._confirmed = True
             return
@@ -147,7 +148,11 @@ class ReplayPredictor:
     @property
     def _changes_order(self) -> bool:
         """True if no two runs have the same order of tensors, so that a third one hardly gives a program."""
-        return len(set(self._orders)) == len(self._points) > 1
+        if len(self._points) < 2:
+            return False
+        known = len(self._orders)
+        self._orders += [order_of_tensors(trace) for _, trace in self._points[known:]]
+        return len(set(self._orders)) == len(self._points)
 
     @property
     def _needs_points(self) -> bool:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from autobatch.core.errors import AutobatchError
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.apart import run_each_apart
-from autobatch.footprint.program import Untraceable, last_fitting
+from autobatch.footprint.largest import last_fitting
+from autobatch.footprint.program import Untraceable
 from autobatch.footprint.size_program import TRACED_STEPS, Shape, SizeProgram, fit_size_program
 from autobatch.footprint.size_replay import replay_batches
 from autobatch.footprint.trace_mode import Recording

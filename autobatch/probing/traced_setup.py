@@ -12,8 +12,9 @@ from autobatch.core.records import MemoryCurve, PredictedPoint, Remedy
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.profiles import data_home, match_profile
+from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
-from autobatch.footprint.predict import Footprint, footprint, with_workspaces
+from autobatch.footprint.predict import Footprint, with_workspaces
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.remedies import Spending, find_remedies
 from autobatch.footprint.trace_step import Setting
@@ -22,7 +23,8 @@ from autobatch.probing.setup import SetupInfo, describe_setup, new_allocator
 from autobatch.workload.rng import preserved_random_state
 
 MOST_TRACED = 1000
-"""Parameter tensors above which no step is traced: a trace takes 10 ms for each, and a run less than 1 ms."""
+"""Parameter tensors above which no step is traced: a trace takes 10 ms for each, and a run less than 1 ms. Of
+like layers only those count that are traced."""
 
 
 def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> Footprint | None:
@@ -34,19 +36,14 @@ def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> 
         setup: the model and the data.
         steps: micro-batches of each step.
     """
-    if not setup.device.is_traceable or _takes_long(setup):
+    if not setup.device.is_traceable:
         return None
     try:
         # Augmented data draw random numbers while they are read.
         with preserved_random_state():
-            return footprint(replace(setting_of(setup), steps=steps))
+            return _trace(replace(setting_of(setup), steps=steps))
     except AutobatchError:
         return None
-
-
-def _takes_long(setup: TrainSetup) -> bool:
-    """Return whether runs show the memory of a step sooner than a trace does."""
-    return sum(1 for _ in setup.model.parameters()) > MOST_TRACED
 
 
 def other_order(setup: TrainSetup) -> Program | None:
@@ -65,12 +62,13 @@ def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
         AutobatchError: the step cannot be traced.
     """
     capability = setup.device.compute_capability
-    if capability is None or _takes_long(setup):
+    if capability is None:
         return None
     device = setup.device.describe()
     gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
     with preserved_random_state():
-        program = with_workspaces(footprint(setting_of(setup)), None if gpu is None else gpu.workspaces)
+        step = _trace(setting_of(setup))
+        program = with_workspaces(step, None if gpu is None else gpu.workspaces)
     unlimited = new_allocator(describe_setup(setup), capped=False)
     return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
 
@@ -100,7 +98,7 @@ def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
     )
     setting = setting_of(setup)
     with preserved_random_state():
-        return find_remedies(setting, step or footprint(setting), spending)
+        return find_remedies(setting, step or _trace(setting), spending)
 
 
 def predicted_memory(
@@ -122,6 +120,10 @@ def predicted_memory(
     except Untraceable:
         return [], None
     return predicted_points(step, micro_batch, unlimited, info.samples), curve
+
+
+def _trace(setting: Setting) -> Footprint:
+    return deep_footprint(setting, tested=False, most_tensors=MOST_TRACED).step
 
 
 def setting_of(setup: TrainSetup) -> Setting:

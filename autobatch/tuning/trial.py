@@ -26,8 +26,9 @@ from autobatch.core.knobs import (
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.trace import replay
 from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Untraceable, largest
+from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import Outcome, TrainSetup, attempt
 from autobatch.probing.child import Session

@@ -33,8 +33,9 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import cpu_name
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
+from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import Program, largest
+from autobatch.footprint.program import Program
 from autobatch.footprint.trace_step import Setting
 from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
 from autobatch.workload.data import WorstCaseSampler

@@ -1,56 +1,17 @@
-"""Programs fitted to traces, and the search for the largest micro-batch, against brute force."""
+"""Programs fitted to traces, against brute force."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autobatch.core.units import KiB, MiB
+from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.footprint.program import Program, Untraceable, largest
-
-
-@st.composite
-def recipes(draw, *, square: bool = False):
-    """Steps of a random program: ``(slope, constant, square)`` allocates, an int frees a live block."""
-    sizes = st.tuples(
-        st.integers(0, 300 * KiB), st.integers(0, 3 * MiB), st.integers(0, 500 if square else 0)
-    )
-    return draw(st.lists(st.one_of(sizes, sizes, st.integers(0, 30)), min_size=1, max_size=30))
-
-
-def trace_of(recipe, m: int, *, shuffle: random.Random | None = None) -> Trace:
-    """Execute a recipe. With ``shuffle``, runs of frees are shuffled and ids are reused."""
-    events: list[tuple[int, int]] = []
-    live: list[int] = []
-    ids = iter(range(1000, 10**6))
-    frees: list[tuple[int, int]] = []
-    free_ids: list[int] = []
-
-    def flush():
-        if shuffle is not None:
-            shuffle.shuffle(frees)
-        events.extend(frees)
-        free_ids.extend(block for block, _ in frees)
-        frees.clear()
-
-    for step in recipe:
-        if isinstance(step, int):
-            if live:
-                frees.append((live.pop(step % len(live)), FREE))
-            continue
-        flush()
-        reuse = shuffle is not None and free_ids and shuffle.random() < 0.5
-        block = free_ids.pop() if reuse else next(ids)
-        live.append(block)
-        events.append((block, step[0] * m + step[1] + step[2] * m * m))
-    flush()
-    return Trace(tuple(events), ((0, "forward"),))
+from autobatch.footprint.program import Program, Untraceable
+from tests.support.recipes import recipes, trace, trace_of
 
 
 @settings(max_examples=50, deadline=None)
@@ -80,10 +41,6 @@ def test_sorting_frees_changes_no_replay(recipe, rng):
     outcomes = [replay(t, CachingAllocator(24 * MiB)) for t in (plain, other, plain.canonical())]
     unlike = {"refusal": None, "failed_at": None, "peak_at": 0, "allocated_bytes": 0}
     assert len({outcome._replace(**unlike) for outcome in outcomes}) == 1
-
-
-def trace(*sizes: int) -> Trace:
-    return Trace(tuple(enumerate(sizes)))
 
 
 def test_a_beginning_is_compared_up_to_its_last_allocation():
@@ -139,32 +96,3 @@ def test_blocks_that_stay_are_inserted_at_their_events():
     assert len({block for block, _ in more.events}) == 4
     assert more.marks == ((0, "forward"), (2, "backward"))
     assert replay(more.at(3), CountingAllocator()).peak_allocated_bytes == 161
-
-
-@settings(max_examples=50, deadline=None)
-@given(recipes(), st.integers(1, 60 * MiB), st.integers(1, 90), st.booleans(), st.booleans())
-def test_the_largest_against_brute_force(recipe, limit, cap, caching, near_cap):
-    program = Program.fit([(2, trace_of(recipe, 2)), (3, trace_of(recipe, 3))])
-
-    def allocator():
-        return CachingAllocator(limit) if caching else CountingAllocator(limit)
-
-    truth = [replay(program.at(m), allocator()).fits for m in range(1, cap + 1)]
-    answer = largest(program, allocator, cap, near_cap=near_cap)
-    if answer is None:
-        assert not any(truth[:16])
-    else:
-        assert truth[answer - 1]
-        assert not any(truth[answer : answer + 16])
-    if sorted(truth, reverse=True) == truth:
-        assert (answer or 0) == sum(truth)
-
-
-def test_the_largest_of_two_orders_fits_in_both():
-    program = Program.fit([(1, trace(100)), (2, trace(200))])
-    assert largest(program, lambda: CountingAllocator(1000), 50) == 10
-    assert largest(program, lambda: CountingAllocator(1000), 7) == 7
-    assert largest(program, lambda: CountingAllocator(99), 7) is None
-    other = Program.fit([(1, trace(130)), (2, trace(250))])
-    assert largest(program, lambda: CountingAllocator(1000), 50, other=other) == (1000 - 10) // 120
-    assert largest(other, lambda: CountingAllocator(1000), 50, other=program) == (1000 - 10) // 120

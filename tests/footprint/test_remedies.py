@@ -15,8 +15,9 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import remedies
+from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.program import Polynomial, largest
+from autobatch.footprint.program import Polynomial
 from autobatch.footprint.remedies import Spending, find_remedies, in_words
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setting, setup, token_loss
@@ -119,7 +120,11 @@ def test_bf16_is_no_remedy_on_a_gpu_without_it():
 
 def test_a_remedy_that_cannot_be_traced_is_left_out(traced, monkeypatch):
     one, step = traced
-    monkeypatch.setattr(remedies, "footprint", lambda *_, **__: (_ for _ in ()).throw(remedies.Untraceable))
+
+    def fail(*_, **__):
+        raise remedies.Untraceable
+
+    monkeypatch.setattr(remedies, "deep_footprint", fail)
     assert set(by_name(find_remedies(one, step, on_gpu(BUDGET)))) <= {"expandable_segments"}
 
 

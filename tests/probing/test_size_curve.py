@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autobatch.footprint.program import Untraceable, last_fitting
+from autobatch.footprint.largest import last_fitting
+from autobatch.footprint.program import Untraceable
 from autobatch.probing.attempt import attempt_at
 from autobatch.probing.size_curve import curve_of, trace_sizes
 from autobatch.probing.traced_setup import setting_of

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
 from autobatch.core.units import MiB
 from autobatch.probing import traced_setup
 from autobatch.probing.attempt import attempt
@@ -54,6 +56,17 @@ def test_a_model_of_very_many_tensors_is_run_in_place_of_traced(monkeypatch) -> 
     assert trace_footprint(made) is not None
     monkeypatch.setattr(traced_setup, "MOST_TRACED", tensors - 1)
     assert trace_footprint(made) is None
+
+
+def test_of_like_layers_only_those_count_that_are_traced(monkeypatch) -> None:
+    monkeypatch.setattr(traced_setup, "MOST_TRACED", 12)
+    made = open_setup(
+        work(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))),
+        SetupSettings(device="sim:t4", memory_budget="4MiB"),
+    )
+    step = trace_footprint(made)
+    assert step is not None
+    assert step.program.at(7) == attempt(made, 7).trace.canonical()
 
 
 def test_the_traced_peak_of_a_gpu_is_that_of_an_estimate(monkeypatch, tmp_path) -> None:

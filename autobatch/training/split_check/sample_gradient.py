@@ -116,12 +116,13 @@ class GradientRunner:
         """Return elements of the gradient that the backward passes left, and clear it."""
         parts = [_elements(p) for p in self._model.parameters() if p.requires_grad]
         self._model.zero_grad(set_to_none=True)
-        return torch.cat(parts) / self._scale
+        # Moved and converted at once: a model may have thousands of parameters.
+        return torch.cat(parts).to("cpu", torch.float64) / self._scale
 
 
 def _elements(parameter: nn.Parameter) -> Tensor:
     stride = max(1, parameter.numel() // ELEMENTS)
     if parameter.grad is None:
-        return torch.zeros(len(range(0, parameter.numel(), stride)), dtype=torch.float64)
+        return parameter.new_zeros(len(range(0, parameter.numel(), stride)))
     gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-    return gradient.detach().flatten()[::stride].to("cpu", torch.float64)
+    return gradient.detach().flatten()[::stride]
