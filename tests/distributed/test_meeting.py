@@ -42,6 +42,8 @@ def fail_on_the_first(how: str) -> str:
     """Fail on rank 0 while rank 1 waits for it, in a collective or outside of one."""
     try:
         with met(place_of(how)) as children:
+            # Rank 0 must not fail before the other has met it.
+            children.all_reduce(torch.ones(1))
             if children.rank == 0:
                 raise ValueError(how)
             if how == "in a collective":
