@@ -57,9 +57,7 @@ def with_sizes(
         return one
     points = curve_of(program, sizes, new_allocator, limit=one.micro_batch, cap=cap)
     one = msgspec.structs.replace(one, lengths=_lengths(points, cap), size_unit=worst_case.size_unit())
-    is_cut = hazard_in_model(setting.workload.loss, setting.model) is None and is_padded(
-        setting.workload, sizes
-    )
+    is_cut = hazard_in_model(setting.model) is None and is_padded(setting.workload, sizes)
     if one.plan is None or not is_cut:
         return one
     return msgspec.structs.replace(one, size_cut=_cut(points, sizes, one.plan, seed))

@@ -148,7 +148,13 @@ class RunBatches:
                     for parts in batches:
                         samples = sum(len(part.ids) for part in parts)
                         fetched = ((load_micro_batch(setup.workload, p.ids), len(p.ids)) for p in parts)
-                        train_step(train_state, batches_of(setup, meter, fetched), samples, mark=meter.mark)
+                        train_step(
+                            train_state,
+                            batches_of(setup, meter, fetched),
+                            samples,
+                            places=[part.places for part in parts],
+                            mark=meter.mark,
+                        )
                     setup.device.synchronize()
                     del train_state
             except Exception as error:

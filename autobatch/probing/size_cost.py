@@ -102,7 +102,9 @@ def _time(setup: TrainSetup, train_state: TrainState, meter: Meter, shape: tuple
     ids = [shape[0]] * shape[1]
     start = setup.clock()
     fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for _ in range(1))
-    accumulate(train_state, batches_of(setup, meter, fetched), len(ids), lambda _: None)
+    # A loss over the whole batch makes its two passes only for a part of a batch.
+    samples = len(ids) if setup.whole_batch is None else 2 * len(ids)
+    accumulate(train_state, batches_of(setup, meter, fetched), samples, lambda _: None)
     setup.device.synchronize()
     return setup.clock() - start
 

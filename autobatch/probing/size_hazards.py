@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from autobatch.core.knobs import COMPILE
 from autobatch.device.oom import Verdict, classify
 from autobatch.probing.attempt import TrainSetup
 from autobatch.step.restore import temporary_weights
-from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import collate_samples, fetch, load_micro_batch, shallow_copies
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -78,18 +79,16 @@ def _obstacles(setup: TrainSetup, sizes: Sizes) -> Iterator[Obstacle | None]:
     yield _in_padding(setup, sizes)
 
 
-def hazard_in_model(loss: object, model: nn.Module) -> str | None:
-    """Return why the loss or a layer forbids a split by size; None if they do not."""
-    if isinstance(loss, WholeBatchLoss):
-        return "a WholeBatchLoss needs its rows in the order of the batch"
+def hazard_in_model(model: nn.Module) -> str | None:
+    """Return why a layer forbids a split by size; None if none does."""
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
     return None
 
 
 def _in_model(setup: TrainSetup) -> Obstacle | None:
-    """Check for layers, losses and compilers that a split by size disturbs."""
-    hazard = hazard_in_model(setup.workload.loss, setup.model)
+    """Check for layers and compilers that a split by size disturbs."""
+    hazard = hazard_in_model(setup.model)
     if hazard is not None:
         return Obstacle(hazard, is_hazard=True)
     is_compiled = hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off"
@@ -180,18 +179,22 @@ def _in_padding(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
     """Compare the loss of a short sample alone with its loss beside the longest one."""
     order = np.argsort(sizes, kind="stable")
     short, longest = int(order[len(order) // 4]), int(order[-1])
-    difference: float | None = None
+    loss = setup.workload.loss
+    what, difference = "loss", None
     try:
-        difference = _change_beside(setup, short, longest)
+        if isinstance(loss, WholeBatchLoss):
+            what, difference = "row", _row_beside(setup, loss, short, longest)
+        else:
+            difference = _change_beside(setup, short, longest)
     except Exception as error:  # other stages report what the workload raises
         if classify(error) is Verdict.NONE:
             return None
     if difference is None or difference <= TOLERANCE:
         return None
     return Obstacle(
-        f"the loss of sample {short} changes by {difference:.1%} beside sample {longest}, so it depends on "
-        "its padding: let the model ignore padding with a mask, and return Loss(total, count) if the loss is "
-        "a mean over tokens",
+        f"the {what} of sample {short} changes by {difference:.1%} beside sample {longest}, so it depends on "
+        "its padding: let the model ignore padding with a mask"
+        + (", and return Loss(total, count) if the loss is a mean over tokens" if what == "loss" else ""),
         is_hazard=True,
     )
 
@@ -200,13 +203,7 @@ def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
     """Return the share by which a sample's loss changes beside another; None if the loss draws at random."""
     # Read once: the data may mask or augment a sample anew each time.
     samples = fetch(setup.workload.train_data, [short, longest])
-    with (
-        setup.device.training() as meter,
-        temporary_weights(setup.model, setup.device.torch_device) as model,
-        torch.no_grad(),
-    ):
-        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        model.eval()
+    with _evaluated(setup) as model:
         alone, other = (_total(setup, model, [one], 1) for one in samples)
         if [alone, other] != [_total(setup, model, [one], 2) for one in samples]:
             return None
@@ -218,12 +215,53 @@ def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
     return max(excess / abs(alone[0]), counted / alone[1] if alone[1] else 0.0)
 
 
+def _row_beside(setup: TrainSetup, loss: WholeBatchLoss, short: int, longest: int) -> float | None:
+    """Return the share by which a sample's row changes beside another; None if rows are drawn at random.
+
+    Rows of another form beside it are a change by 100 %: a batch could not be put together from them.
+    """
+    samples = fetch(setup.workload.train_data, [short, longest])
+
+    def row(chosen: list[Any], seed: int) -> list[torch.Tensor]:
+        seed_everything(seed)
+        found = loss.represent(model, _placed(setup, chosen))
+        return [one[0].double() for one in tensors_of(found)]
+
+    with _evaluated(setup) as model:
+        alone, again, beside = row(samples[:1], 1), row(samples[:1], 2), row(samples, 1)
+    if any(not torch.equal(one, other) for one, other in zip(alone, again, strict=True)):
+        return None
+    if [one.shape for one in alone] != [one.shape for one in beside]:
+        return 1.0
+    pairs = list(zip(alone, beside, strict=True))
+    scale = math.fsum(float(one.norm() ** 2) for one, _ in pairs)
+    change = math.fsum(float((one - other).norm() ** 2) for one, other in pairs)
+    return math.sqrt(change / scale) if scale else 0.0
+
+
+@contextmanager
+def _evaluated(setup: TrainSetup) -> Iterator[nn.Module]:
+    """Put the model on temporary weights, to evaluate it without gradients."""
+    with (
+        setup.device.training() as meter,
+        temporary_weights(setup.model, setup.device.torch_device) as model,
+        torch.no_grad(),
+    ):
+        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+        model.eval()
+        yield model
+
+
+def _placed(setup: TrainSetup, samples: list[Any]) -> Collated:
+    """Collate samples, on the device."""
+    collated = collate_samples(shallow_copies(samples), setup.workload.collate, option="Workload(collate=…)")
+    return to_device(collated, setup.device.torch_device)
+
+
 def _total(setup: TrainSetup, model: nn.Module, samples: list[Any], seed: int) -> tuple[float, float]:
     """Return the sum of the loss over some samples, and the count that it is a sum over."""
     seed_everything(seed)
-    collated = collate_samples(shallow_copies(samples), setup.workload.collate, option="Workload(collate=…)")
-    batch = to_device(collated, setup.device.torch_device)
-    loss = setup.workload.loss(model, batch)
+    loss = setup.workload.loss(model, _placed(setup, samples))
     if isinstance(loss, Loss):
         return float(loss.total), float(loss.count)
     return float(loss) * len(samples), float(len(samples))

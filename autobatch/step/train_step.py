@@ -16,7 +16,7 @@ predicted and probed is what trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,11 +68,12 @@ def train_step(
     micro_batches: Iterable[tuple[Collated, int]],
     samples: int,
     *,
+    places: Sequence[Sequence[int]] | None = None,
     mark: Mark = lambda _: None,
 ) -> StepResult:
     """Take one optimizer step over all micro-batches of a batch; see `accumulate` and `finish`."""
     # The loop may hold the norm of the first micro-batch, so every step does: the peaks are equal to a byte.
-    totals = accumulate(train_state, micro_batches, samples, mark, measure_first=True)
+    totals = accumulate(train_state, micro_batches, samples, mark, places=places, measure_first=True)
     return finish(train_state, totals, mark=mark)
 
 
@@ -82,6 +83,7 @@ def accumulate(
     samples: int,
     mark: Mark,
     *,
+    places: Sequence[Sequence[int]] | None = None,
     measure_first: bool = False,
 ) -> StepTotals:
     """Run the micro-batches forward and backward, and accumulate their gradients.
@@ -92,6 +94,8 @@ def accumulate(
             iterates over them twice (`autobatch.workload.nested.Twice`).
         samples: samples of the whole batch, over all ranks.
         mark: called with each phase.
+        places: place in the batch of each sample of each micro-batch, for a `WholeBatchLoss`; None for
+            samples in order.
         measure_first: also measure the norm of the gradient after the first micro-batch, unless the loss sees
             the whole batch.
     """
@@ -102,7 +106,7 @@ def accumulate(
     try:
         with train_state.gradients.summed_in_float32():
             if isinstance(train_state.loss, WholeBatchLoss):
-                _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark)
+                _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark, places=places)
                 return totals
             for batch, size in micro_batches:
                 part = "loss"
@@ -214,6 +218,8 @@ def _accumulate_whole(
     micro_batches: Iterable[tuple[Collated, int]],
     totals: StepTotals,
     mark: Mark,
+    *,
+    places: Sequence[Sequence[int]] | None,
 ) -> None:
     scaler = train_state.scaler
     value = backward_whole_batch(
@@ -221,6 +227,7 @@ def _accumulate_whole(
         train_state.model,
         micro_batches,
         totals.samples,
+        places=places,
         autocast=lambda: precision_context(train_state.device, train_state.precision),
         scale=at_least_32_bits if scaler is None else lambda one: scaler.scale(at_least_32_bits(one)),
         restore_buffers=lambda: train_state.buffers.restore(keep=True),

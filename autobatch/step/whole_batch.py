@@ -7,12 +7,15 @@ By the chain rule the result is the gradient of one pass over the whole batch, a
 forward pass (Gao et al. 2021, arXiv:2101.06983). The second pass sees the same random states per micro-batch
 and the same buffers. The first pass records its graph too and drops it, because operators and compilers
 behave differently without one. The second pass needs that memory anyway, and so both agree bit for bit.
+
+Micro-batches may take the samples in any order, for example sorted by size. Each row goes to the place of its
+sample in the batch, so that the loss sees the order in which the batch was drawn.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -52,13 +55,13 @@ class Rows:
         self._trained: list[bool] = []
         self._gradients: list[Tensor | None] = []
 
-    def put(self, first: int, found: Any, size: int) -> None:
-        """Copy the rows that ``represent`` returned for the ``size`` samples from ``first`` on.
+    def put(self, places: Sequence[int], found: Any) -> None:
+        """Copy the rows that ``represent`` returned for the samples at these places of the batch.
 
         Raises:
             InputError: there is not one row per sample, or the form differs from the micro-batch before.
         """
-        parts = _parts(found, size)
+        parts = _parts(found, len(places))
         if self.collated is None:
             self.collated = map_tensors(found, lambda part: part.new_empty((self._samples, *part.shape[1:])))
             self._trained = [False] * len(parts)
@@ -69,9 +72,8 @@ class Rows:
                 f"{_forms(wholes)}, then {_forms(parts)}: pad them to one form"
             )
         self._trained = [was or one.requires_grad for was, one in zip(self._trained, parts, strict=True)]
-        start = self._start(first, size)
         for whole, part in zip(wholes, parts, strict=True):
-            whole[start : start + size].copy_(part.detach())
+            whole[_index(places, whole)] = part.detach()
 
     def fill(self, known: int) -> None:
         """Repeat the ``known`` rows to the end, for an attempt with fewer micro-batches than its batch."""
@@ -92,20 +94,15 @@ class Rows:
         self._gradients = [whole.grad for whole in tensors_of(self.collated)]
         self.collated = None
 
-    def run_backward(self, first: int, found: Any, size: int) -> None:
+    def run_backward(self, places: Sequence[int], found: Any) -> None:
         """Run the backward pass of a micro-batch from its recomputed rows."""
-        start = self._start(first, size)
         parts, gradients = [], []
-        for part, gradient in zip(_parts(found, size), self._gradients, strict=True):
+        for part, gradient in zip(_parts(found, len(places)), self._gradients, strict=True):
             if part.requires_grad and gradient is not None:
                 parts.append(part)
-                gradients.append(gradient[start : start + size])
+                gradients.append(gradient[_index(places, gradient)])
         if parts:
             torch.autograd.backward(parts, gradients)
-
-    def _start(self, first: int, size: int) -> int:
-        """Return the first row of a micro-batch, shifted back if an attempt exceeds its batch."""
-        return min(first, self._samples - size)
 
 
 def backward_whole_batch(
@@ -114,6 +111,7 @@ def backward_whole_batch(
     micro_batches: Iterable[tuple[Collated, int]],
     samples: int,
     *,
+    places: Sequence[Sequence[int]] | None = None,
     autocast: Callable[[], AbstractContextManager[object]],
     scale: Callable[[Tensor], Tensor],
     restore_buffers: Callable[[], object],
@@ -127,6 +125,7 @@ def backward_whole_batch(
         micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
         samples: samples of the whole batch. One micro-batch of that size needs one pass. If all micro-batches
             together are fewer (in an attempt), rows are repeated, so that the loss sees that many.
+        places: place in the batch of each sample of each micro-batch; None for samples in order.
         autocast: returns the context of forward passes.
         scale: returns the tensor to run the backward pass from, given the loss.
         restore_buffers: restores the buffers to the start of the batch.
@@ -139,7 +138,9 @@ def backward_whole_batch(
         InputError: a part of the loss returns something invalid.
     """
     passes = _Passes(loss, model, autocast, scale, mark)
-    rows, states, first = Rows(samples), deque[RandomState](), 0
+    rows, states, used = Rows(samples), deque[RandomState](), list[Sequence[int]]()
+    first = 0
+    # No enumerate and no zip, which hold a micro-batch until the next one is there.
     for batch, size in micro_batches:
         states.append(capture_random_state())
         mark("forward")
@@ -149,7 +150,10 @@ def backward_whole_batch(
             mark("backward")
             return passes.run_backward(value)
         with autocast(), user_code("loss"):
-            rows.put(first, loss.represent(model, batch), size)
+            # An attempt may exceed its batch.
+            start = min(first, samples - size)
+            used.append(range(start, start + size) if places is None else places[len(used)])
+            rows.put(used[-1], loss.represent(model, batch))
         first += size
         # Free this micro-batch first: this frame lives while the next one is placed.
         del batch
@@ -157,7 +161,7 @@ def backward_whole_batch(
     value = passes.run_loss(rows)
     after = capture_random_state()
     restore_buffers()
-    passes.run_again(rows, micro_batches, states)
+    passes.run_again(rows, micro_batches, states, used)
     restore_random_state(after)
     return value
 
@@ -195,11 +199,15 @@ class _Passes:
         return value
 
     def run_again(
-        self, rows: Rows, micro_batches: Iterable[tuple[Collated, int]], states: deque[RandomState]
+        self,
+        rows: Rows,
+        micro_batches: Iterable[tuple[Collated, int]],
+        states: deque[RandomState],
+        places: Sequence[Sequence[int]],
     ) -> None:
         """Run every micro-batch forward again, from its random state, and backward from its rows."""
-        first = 0
-        for batch, size in micro_batches:
+        left = deque(places)
+        for batch, _ in micro_batches:
             restore_random_state(states.popleft())
             self.mark("forward")
             with self.autocast(), user_code("loss"):
@@ -208,10 +216,16 @@ class _Passes:
             del batch
             self.mark("backward")
             with user_code("the backward pass of its loss"):
-                rows.run_backward(first, found, size)
-            first += size
+                rows.run_backward(left.popleft(), found)
             del found
         assert not states, "the micro-batches allow only one iteration"
+
+
+def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:
+    """Return what selects the rows at some places: a slice if they are contiguous, which copies nothing."""
+    if isinstance(places, range):
+        return slice(places.start, places.stop)
+    return torch.tensor(places, device=like.device)
 
 
 def _checked(value: Any) -> Tensor:

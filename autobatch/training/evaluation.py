@@ -227,7 +227,8 @@ class WholeBatchRows:
 
     def add(self, loss: WholeBatchLoss, model: nn.Module, batch: Collated, ids: range) -> dict[str, Loss]:
         """Add the rows of a micro-batch; after the last one, return the loss of the batch."""
-        self._rows.put(ids.start - self.ids.start, loss.represent(model, batch), len(ids))
+        start = ids.start - self.ids.start
+        self._rows.put(range(start, start + len(ids)), loss.represent(model, batch))
         if ids.stop < self.ids.stop:
             return {}
         count = len(self.ids)

@@ -234,6 +234,7 @@ class Loop:
             self.engine.passing(self.train_state, placed, len(parts), len(batch.ids)),
             len(batch.ids),
             self._mark if self.times.is_timing else self.meter.mark,
+            places=[part.places for part in parts],
             measure_first=len(parts) > 1 and self.noise.is_due(batch.index),
         )
 

@@ -88,6 +88,9 @@ class SizeSplit:
         # A stable sort: samples of one size keep their order.
         order = first + np.argsort(-own[first:], kind="stable")
         groups += self.groups(own, order.tolist(), micro_batch)
+        if len(groups) == 1:
+            # There is nothing to sort for, and a loss over the batch may read the order.
+            groups = [list(range(len(own)))]
         return [
             MicroBatchIds(batch.index, places, [batch.ids[place] for place in places]) for places in groups
         ]

@@ -16,7 +16,7 @@ from autobatch.core.options import RankPlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records import MicroBatchCost
 from autobatch.probing.size_hazards import Obstacle
-from tests.support.ragged import ragged_workload
+from tests.support.ragged import CONTRASTIVE, ragged_workload
 from tests.support.training import language_model
 
 
@@ -35,8 +35,9 @@ def plan(home: Path, workload, **values: Any):
     return run_plan(workload, options_from(RankPlanOptions, options), context), listener.notes
 
 
-def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(tmp_path: Path) -> None:
-    found, notes = plan(tmp_path, ragged_workload(), split="size")
+@pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])
+def test_a_plan_by_size_has_its_rule_and_says_what_it_saves(tmp_path: Path, changes) -> None:
+    found, notes = plan(tmp_path, ragged_workload(**changes), split="size")
     assert found.plan.split == "size"
     cut = found.plan.size_cut
     assert cut.padding <= cut.padding_by_count

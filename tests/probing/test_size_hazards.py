@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from autobatch.core.knobs import COMPILE
 from autobatch.probing.size_hazards import find_obstacle, is_padded
 from autobatch.workload.contract import Loss, WholeBatchLoss
-from tests.support.ragged import Sequences, joined_workload, pad, ragged_workload, sequence_loss
-from tests.support.training import IGNORED, fingerprint, language_model, make_setup, tokens
+from tests.support.ragged import CONTRASTIVE, Sequences, joined_workload, pad, ragged_workload, sequence_loss
+from tests.support.training import IGNORED, fingerprint, info_nce, language_model, make_setup, tokens
 
 
 class Pooled(nn.Module):
@@ -53,8 +53,9 @@ class Resized(Sequences):
         return ids[:length], labels[:length]
 
 
-def test_a_workload_with_a_mask_can_be_split_by_size() -> None:
-    workload = ragged_workload()
+@pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])
+def test_a_workload_with_a_mask_can_be_split_by_size(changes) -> None:
+    workload = ragged_workload(**changes)
     setup = make_setup(workload)
     before, drawn = fingerprint(setup.model), torch.get_rng_state()
     assert find_obstacle(setup) is None
@@ -66,7 +67,11 @@ def test_a_workload_with_a_mask_can_be_split_by_size() -> None:
     ("changes", "words"),
     [
         ({"model": lambda: nn.Sequential(language_model(), nn.BatchNorm1d(7))}, "BatchNorm"),
-        ({"loss": WholeBatchLoss(represent=lambda m, b: m(b[0]), loss=lambda m, r: r.mean())}, "rows"),
+        ({"loss": WholeBatchLoss(represent=lambda m, b: m(b[0]), loss=info_nce)}, "the row of sample"),
+        (
+            {"loss": WholeBatchLoss(represent=lambda m, b: m(b[0]).mean(1), loss=info_nce)},
+            "the row of sample",
+        ),
         ({"model": Pooled, "loss": pooled_loss}, "depends on its padding"),
         ({"loss": mean_over_tokens}, "depends on its padding"),
     ],

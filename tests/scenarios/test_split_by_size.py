@@ -13,7 +13,7 @@ from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
 from autobatch.workload.loader import open_feed
 from tests.support.faults import Fault, Watching
-from tests.support.ragged import Sequences, ragged_split, ragged_workload
+from tests.support.ragged import CONTRASTIVE, Sequences, ragged_split, ragged_workload
 from tests.support.runs import settings
 from tests.support.training import apart, fingerprint, make_loop, weights
 
@@ -32,9 +32,10 @@ def feed_of(loop, workers: int = 0):
     )
 
 
+@pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])
 @pytest.mark.parametrize("limit", [1, 3, 24])
-def test_the_weights_are_those_of_whole_batches(limit: int) -> None:
-    workload = ragged_workload()
+def test_the_weights_are_those_of_whole_batches(limit: int, changes) -> None:
+    workload = ragged_workload(**changes)
     whole = loop_of(workload, by_size=False, limit=24)
     list(whole.run())
     split = loop_of(workload, limit=limit)

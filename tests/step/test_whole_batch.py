@@ -351,17 +351,20 @@ def test_an_attempt_represents_the_whole_batch_if_its_size_is_known(
     assert batch_samples(target, micro_batch, count) == samples
 
 
+PLACES = (range(1, 3), [4, 0], range(3, 4))
+
+
 def test_gradients_reach_the_rows_of_their_micro_batch() -> None:
     """The loss is Σ i · row_i, so the gradient of the weight is Σ i · x_i."""
     weight = torch.ones(2, requires_grad=True)
     inputs, rows = torch.arange(10.0).view(5, 2), Rows(5)
-    for first, size in ((0, 2), (2, 2), (4, 1)):
-        rows.put(first, inputs[first : first + size] * weight, size)
+    for places in PLACES:
+        rows.put(places, inputs[list(places)] * weight)
     leaves = rows.leaves()
     assert torch.equal(leaves, inputs)
     (leaves.sum(1) @ torch.arange(5.0)).backward()
     rows.keep_gradients()
     assert rows.collated is None
-    for first, size in ((0, 2), (2, 2), (4, 1)):
-        rows.run_backward(first, inputs[first : first + size] * weight, size)
+    for places in PLACES:
+        rows.run_backward(places, inputs[list(places)] * weight)
     assert torch.equal(weight.grad, torch.arange(5.0) @ inputs)

@@ -16,10 +16,10 @@ from autobatch.core.records import MicroBatchCost, SizeCut
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.probing.attempt import TrainSetup
-from autobatch.workload.contract import Collated, Loss, Workload
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.size_split import SizeSplit, digest_of
-from tests.support.training import IGNORED, language_model
+from tests.support.training import IGNORED, info_nce, language_model
 
 COST = MicroBatchCost(fixed=1.0, per_sample=0.1, per_size=0.2)
 
@@ -55,6 +55,16 @@ def sequence_loss(model: nn.Module, batch: Collated) -> Loss:
     ids, labels = batch
     total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return Loss(total, (labels != IGNORED).sum())
+
+
+def pooled_rows(model: nn.Module, batch: Collated) -> Tensor:
+    """Return a row per sequence: the mean over the positions that have a label, and so over no padding."""
+    ids, labels = batch
+    counted = (labels != IGNORED).unsqueeze(-1)
+    return (model(ids) * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+
+CONTRASTIVE = WholeBatchLoss(represent=pooled_rows, loss=info_nce)
 
 
 def ragged_workload(**changes: Any) -> Workload:

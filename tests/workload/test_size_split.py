@@ -167,3 +167,9 @@ def test_a_joined_micro_batch_is_limited_by_its_mean_size() -> None:
     cut = SizeCut(sizes=[10.0, 20.0, 30.0], micro_batches=[6, 3, 2], limits_by="replay", is_padded=False)
     parts = SizeSplit(sizes=np.array(sizes), cut=cut).parts(GlobalBatch(0, 0, list(range(6))), 6)
     assert [part.ids for part in parts] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_batch_in_one_micro_batch_keeps_its_order() -> None:
+    drawn = [3, 1, 2, 0]
+    (only,) = split_of([1.0, 2.0, 3.0, 4.0], [8] * 4).parts(GlobalBatch(1, 0, drawn), 8)
+    assert only.ids == drawn
