@@ -39,6 +39,17 @@ def quick_collection() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace in this process: a copy of it takes longer than a trace of a small model.
+
+    A file that tests the copies defines a fixture of this name that does nothing.
+    """
+    apart = sys.modules.get("autobatch.footprint.apart")
+    if apart is not None:
+        monkeypatch.setattr(apart, "can_run_apart", lambda: False)
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write only the titles of pictures, because drawing takes most of the time of a short run."""

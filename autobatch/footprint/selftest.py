@@ -6,6 +6,8 @@ self-test reports that in place of a wrong prediction.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -31,8 +33,12 @@ class _KnownModel(nn.Module):
         return nn.functional.dropout(self.linear(self.norm(x)), 0.5, self.training)
 
 
+@functools.cache
 def self_test() -> str | None:
-    """Return the reason why predictions with this torch are wrong, None if they are right."""
+    """Return the reason why predictions with this torch are wrong, None if they are right.
+
+    The answer is kept, because torch stays the same in a process.
+    """
     workload = Workload(
         model=_KnownModel,
         train_data=[0],

@@ -24,6 +24,11 @@ from autobatch.footprint.apart import run_apart, run_each_apart
 needs_fork = pytest.mark.skipif(not apart.can_run_apart(), reason="this process cannot be copied")
 
 
+@pytest.fixture(autouse=True)
+def copies() -> None:
+    """Run calls in copies, as a run does."""
+
+
 @needs_fork
 def test_the_result_comes_back_and_nothing_that_was_changed_stays():
     kept: list[int] = []

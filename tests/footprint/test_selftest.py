@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+
 from autobatch.footprint import cuda_policy, selftest, trace_step
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Forget the kept answer before and after a test."""
+    selftest.self_test.cache_clear()
+    yield
+    selftest.self_test.cache_clear()
 
 
 def test_this_torch_passes():
@@ -21,6 +33,12 @@ def test_an_optimizer_with_less_state_is_noticed(monkeypatch):
     # Weights of 64 x 64 and 2 x 64 in fp32; two moments of the same size are missing.
     assert "keeps 16896 bytes with torch" in selftest.self_test()
     assert selftest.self_test().endswith(", not 50688")
+
+
+def test_the_answer_is_kept(monkeypatch):
+    assert selftest.self_test() is None
+    monkeypatch.setattr(trace_step, "cuda_policy", None)
+    assert selftest.self_test() is None
 
 
 def test_a_step_that_fails_is_reported_in_one_line(monkeypatch):
