@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.rank_server import RankServer, rank_server
+from tests.support.warm_children import fork_children
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,12 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
         return f"<svg><title>{title}</title></svg>"
 
     monkeypatch.setattr("autobatch.report.charts.drawing._one", titled)
+
+
+@pytest.fixture
+def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start children in a tenth of a second. tests/probing/test_spare.py starts them as a run does."""
+    fork_children(monkeypatch)
 
 
 @pytest.fixture(scope="session", name="server")

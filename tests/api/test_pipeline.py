@@ -153,6 +153,7 @@ def test_a_timer_starts_when_it_is_made_and_expires_after_its_seconds() -> None:
     assert not never()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_an_isolated_context_opens_a_reference_in_a_child_and_a_workload_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

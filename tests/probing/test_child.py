@@ -18,7 +18,7 @@ from autobatch.probing.setup import SetupSettings
 from autobatch.workload.user_code import to_picklable
 from tests.support.commandline import SMALL
 
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("warm_children")
 SETTINGS = SetupSettings(device="cpu", memory_budget="64MiB")
 
 
@@ -54,7 +54,6 @@ def exits():
 """
 
 
-@SLOW
 def test_a_child_that_is_killed_over_an_optional_question_is_replaced(train: Path) -> None:
     with child(train, "workload", "") as process:
         os.kill(process._process.pid, signal.SIGKILL)
@@ -62,7 +61,6 @@ def test_a_child_that_is_killed_over_an_optional_question_is_replaced(train: Pat
         assert run_attempt(process, 2).attempt.fits
 
 
-@SLOW
 def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_continues(train: Path) -> None:
     kills = itertools.count()
     with child(train, "killed", DIES, oom_kills=lambda: next(kills)) as process:
@@ -72,7 +70,6 @@ def test_a_child_that_the_host_killed_for_memory_is_an_answer_and_the_next_one_c
         assert run_attempt(process, 2).attempt.fits
 
 
-@SLOW
 def test_a_child_that_was_killed_for_another_reason_is_an_error(train: Path) -> None:
     with (
         child(train, "killed", DIES, oom_kills=lambda: 5) as process,
@@ -94,7 +91,6 @@ def test_a_crash_names_the_line_where_it_happened(train: Path) -> None:
     assert "\n" not in str(found.value)
 
 
-@SLOW
 def test_a_child_that_exits_is_an_error_with_its_code(train: Path) -> None:
     with child(train, "exits", DIES) as process, pytest.raises(AutobatchError, match="exit code 7"):
         run_attempt(process, 3)
@@ -156,9 +152,9 @@ def workload():
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        pytest.param("raise RuntimeError('so')", r"raised RuntimeError: so \(.*train.py:\d+\)", marks=SLOW),
+        ("raise RuntimeError('so')", r"raised RuntimeError: so \(.*train.py:\d+\)"),
         ("def workload(): raise SystemExit(3)", r"called sys.exit\(3\) \(.*train.py:\d+\)"),
-        pytest.param("def workload(): return 7", "returned an int, not an autobatch.Workload", marks=SLOW),
+        ("def workload(): return 7", "returned an int, not an autobatch.Workload"),
     ],
 )
 def test_a_child_that_cannot_open_the_workload_raises_the_reason(train: Path, code: str, said: str) -> None:

@@ -104,6 +104,7 @@ def workload():
 """
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(("device", "budget"), [("cpu", "2MiB"), ("sim:t4", "6MiB")])
 def test_a_used_child_finds_the_limit_of_a_fresh_one(
     device: str, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -83,7 +83,7 @@ def workload():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_children")
 def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{CRASHES}\n")

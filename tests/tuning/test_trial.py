@@ -245,6 +245,7 @@ def workload():
 """
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_child_process_that_runs_trials_may_have_workers(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"{SMALL}\n{RANDOM}\n")
