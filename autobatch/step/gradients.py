@@ -7,6 +7,7 @@ rounded. On request they accumulate in the type of the weights, which takes half
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from autobatch.core.records import GradientDtype
 from autobatch.core.units import MiB, format_bytes
 from autobatch.step.local_part import local_part
+from autobatch.step.readable import is_readable
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 EXCHANGE_BYTES = 25 * MiB
@@ -155,8 +157,12 @@ def gradient_sum_notes(model: nn.Module, dtype: GradientDtype) -> list[str]:
     ]
 
 
-def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients together, a 0-d tensor that is finite only if every element is."""
+def norm_of(gradients: Sequence[Tensor]) -> Tensor | float:
+    """Return the 2-norm of all gradients together, which is finite only if every element is.
+
+    Returns:
+        A 0-d tensor, or a number if nothing has to wait for it.
+    """
     low: list[Tensor] = []
     others: list[Tensor] = []
     for gradient in gradients:
@@ -166,6 +172,8 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     if low:
         # In 16 bits a norm would have 8 or 11 bits, and could overflow.
         norms = (*norms, *torch._foreach_norm(low, 2, torch.float32))
+    if is_readable(norms[0]) and all(norm.is_cpu for norm in norms):
+        return math.hypot(*(norm.item() for norm in norms))
     first = norms[0]
     if len({(norm.dtype, norm.device) for norm in norms}) > 1:
         norms = tuple(n.to(first.device, torch.float64) for n in norms)

@@ -20,7 +20,7 @@ from autobatch.workload.contract import Loss
 from autobatch.workload.nested import form_of
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class StepTotals:
     """Sums over the micro-batches of one batch."""
 
@@ -36,7 +36,7 @@ class StepTotals:
     """D: each total was divided by it."""
     sizes: list[int] = field(default_factory=list)
     """Samples of each micro-batch so far."""
-    first_norm: Tensor | None = None
+    first_norm: Tensor | float | None = None
     """Norm of the gradient after the first micro-batch, before D ÷ N and with any loss scale; None if not
     requested."""
     first_count: Tensor | float = 0.0

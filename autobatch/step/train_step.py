@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.errors import InputError
+from autobatch.core.records import Record
 from autobatch.step.backward import backward_from
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import (
@@ -33,6 +33,8 @@ from autobatch.step.loss_share import (
     invalid_count,
     normalize_loss,
 )
+from autobatch.step.optimizers import take_step
+from autobatch.step.readable import is_readable
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.step.whole_batch import backward_whole_batch
 from autobatch.workload.contract import Collated, WholeBatchLoss
@@ -43,8 +45,7 @@ Mark = Callable[[str], None]
 ``optimizer``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(Record, frozen=True, kw_only=True):
     """The result of one batch, with or without an applied step."""
 
     loss: float
@@ -125,8 +126,6 @@ def accumulate(
                     _measure_first(train_state, totals)
                 part = "data"
                 del share
-    except AutobatchError:
-        raise
     except Exception as error:
         mark_user_error(error, part)
         raise
@@ -144,9 +143,14 @@ def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size
     if loss.requires_grad:
         scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
         backward_from(scaled, weight * train_state.gradient_factor)
-    loss = loss.detach()
-    # A sum of its own: a constant loss may be one tensor for all micro-batches.
-    totals.loss = loss * weight if isinstance(totals.loss, float) else totals.loss.add(loss, alpha=weight)
+    if is_readable(loss):
+        totals.loss += loss.item() * weight
+    elif isinstance(totals.loss, Tensor):
+        totals.loss = totals.loss.add(loss.detach(), alpha=weight)
+    else:
+        # A sum of its own: a constant loss may be one tensor for all micro-batches.
+        own = loss.detach() * weight
+        totals.loss = own + totals.loss if totals.loss else own
     totals.sizes.append(size)
 
 
@@ -246,23 +250,19 @@ def _measure_first(train_state: TrainState, totals: StepTotals) -> None:
         totals.first_count = float(totals.sizes[0]) if totals.count is None else totals.count
 
 
-def _read(
-    totals: StepTotals, norms: list[Tensor | None]
-) -> tuple[tuple[float, float, float, float, float], list[float]]:
+def _read(totals: StepTotals, norms: list[Tensor | float | None]) -> tuple[list[float], list[float]]:
     """Bring the sums and norms to the host in one transfer, with 0 in place of None.
 
     Returns:
         The loss, the count, the norm and the count of the first micro-batch, the least count; and the norms.
     """
     figures = [totals.loss, totals.count, totals.first_norm, totals.first_count, totals.least_count, *norms]
-    away = [figure for figure in figures if isinstance(figure, Tensor) and figure.device.type != "cpu"]
+    away = [figure for figure in figures if isinstance(figure, Tensor) and not figure.is_cpu]
     if len(away) > 1:
         values = iter(torch.stack([figure.to(away[0].device, torch.float64) for figure in away]).tolist())
         figures = [next(values) if any(figure is one for one in away) else figure for figure in figures]
-    loss, count, first_norm, first_count, least_count, *rest = (
-        0.0 if f is None else float(f) for f in figures
-    )
-    return (loss, count, first_norm, first_count, least_count), rest if totals.norms is None else totals.norms
+    found = [0.0 if figure is None else float(figure) for figure in figures]
+    return found[:5], found[5:] if totals.norms is None else totals.norms
 
 
 def _steps_to_take(
@@ -291,7 +291,7 @@ def _take_steps(train_state: TrainState, has_gradient: list[bool], *, moved: boo
         for optimizer, has in zip(train_state.optimizers, has_gradient, strict=True):
             # A scaler refuses an optimizer without any gradient.
             if train_state.scaler is None or not has:
-                optimizer.step()
+                take_step(optimizer)
             else:
                 train_state.scaler.step(optimizer)
         if train_state.scaler is not None and any(has_gradient):

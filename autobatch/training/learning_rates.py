@@ -43,15 +43,16 @@ def check_learning_rates(optimizers: Optimizers, step: int) -> float:
         InputError: a learning rate is negative.
     """
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    away = [one for one in rates if isinstance(one, Tensor) and one.device.type != "cpu"]
-    # One transfer for all rates that are on the device.
-    values = iter(torch.stack([one.double() for one in away]).tolist() if away else [])
-    found = [next(values) if any(one is other for other in away) else one for one in rates]
-    for number, rate in enumerate(found, 1):
+    away = [one for one in rates if isinstance(one, Tensor) and not one.is_cpu]
+    if away:
+        # One transfer for all rates that are on the device.
+        values = iter(torch.stack([one.double() for one in away]).tolist())
+        rates = [next(values) if any(one is other for other in away) else one for one in rates]
+    for number, rate in enumerate(rates, 1):
         if rate is not None and not 0 <= rate < math.inf:
             raise (InputError if math.isfinite(rate) else NonFiniteError)(
                 f"the learning rate of step {step} is {float(rate):g} (parameter group {number} of "
-                f"{len(found)}), so the step was not taken: it must be finite and at least 0; check "
+                f"{len(rates)}), so the step was not taken: it must be finite and at least 0; check "
                 "Workload(schedule=…) and Workload(optimizer=…)"
             )
-    return float(found[0] or 0.0)
+    return float(rates[0] or 0.0)

@@ -24,7 +24,7 @@ from autobatch.core.text import quoted
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
-from autobatch.workload.user_code import user_code
+from autobatch.workload.user_code import mark_user_error, user_code
 
 FIRST_LOOK = 64
 """Samples, spread over the data, that are read first to see whether sizes differ."""
@@ -51,10 +51,13 @@ def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None
 
 def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
     """Read samples of map-style data."""
-    with user_code("data"):
+    try:
         # As in torch's loader, a dataset with __getitems__ fetches many samples at once.
         many = getattr(data, "__getitems__", None)
         return many(list(ids)) if many else [data[index] for index in ids]
+    except (Exception, SystemExit) as error:
+        mark_user_error(error, "data")
+        raise
 
 
 def shallow_copies(samples: Sequence[Any]) -> list[Any]:
@@ -76,8 +79,11 @@ def collate_samples(
         InputError: the samples cannot be collated; the message has the shapes found.
     """
     if collate is not None:
-        with user_code("collate"):
+        try:
             return collate(samples)
+        except (Exception, SystemExit) as error:
+            mark_user_error(error, "collate")
+            raise
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, ValueError, LookupError) as error:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 _MT19937_BYTES = 4 * (624 + 1)
 """Size of NumPy's Mersenne Twister: 624 words and the place in them (numpy/random/src/mt19937/mt19937.h)."""
+_Memory = ctypes.c_char * _MT19937_BYTES
+"""The memory of a generator; ``raw`` copies it."""
 
 
 class RandomState(NamedTuple):
@@ -48,55 +50,53 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
         numpy_state = last.numpy
     else:
         numpy_state = None if numpy is None else numpy.random.get_state()
-    own = _python_memory()
+    memory_of_python = _python_state()
+    own = b"" if memory_of_python is None else memory_of_python.raw
     generator: Any = random._inst
     has_normal = generator.gauss_next is not None
     is_same = last is not None and own and own == last.python_memory and not has_normal
     return RandomState(
         python=last.python if last is not None and is_same and last.python[2] is None else random.getstate(),
         numpy=numpy_state,
-        torch=torch.get_rng_state(),
+        torch=torch.default_generator.get_state(),
         cuda=torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
         numpy_memory=memory,
         python_memory=own,
     )
 
 
-def _python_memory() -> bytes:
-    """Copy the memory of Python's global generator, empty if its layout is not the known one.
+@functools.cache
+def _python_state() -> ctypes.Array[ctypes.c_char] | None:
+    """Find the memory of Python's global generator; None if its layout is not the known one.
 
     The layout is that of ``RandomObject`` in CPython's Modules/_randommodule.c: the head of an object, the
     place, and 624 words. It is compared with the state that Python reports, once per process.
     """
-    address = _python_state_address()
-    return b"" if address is None else ctypes.string_at(address, _MT19937_BYTES)
-
-
-@functools.cache
-def _python_state_address() -> int | None:
     generator: Any = random._inst
     head = object.__basicsize__
     if sys.implementation.name != "cpython" or type(generator) is not random.Random:
         return None
     if random.Random.__mro__[1].__basicsize__ < head + _MT19937_BYTES:
         return None
-    address = id(generator) + head
-    words = struct.unpack(f"={_MT19937_BYTES // 4}I", ctypes.string_at(address, _MT19937_BYTES))
-    return address if (*words[1:], words[0]) == generator.getstate()[1] else None
+    found = _Memory.from_address(id(generator) + head)
+    words = struct.unpack(f"={_MT19937_BYTES // 4}I", found.raw)
+    return found if (*words[1:], words[0]) == generator.getstate()[1] else None
 
 
 def _memory_of(numpy: ModuleType) -> bytes:
     """Copy the memory of NumPy's global generator, empty if it is not the default one."""
     # The function came with NumPy 1.24.
     find: Callable[[], Any] | None = getattr(numpy.random, "get_bit_generator", None)
-    address = None if find is None else _numpy_state_address(find())
-    return b"" if address is None else ctypes.string_at(address, _MT19937_BYTES)
+    memory = None if find is None else _numpy_state(find())
+    return b"" if memory is None else memory.raw
 
 
 @functools.lru_cache(maxsize=1)
-def _numpy_state_address(generator: Any) -> int | None:
-    """Return the address of a generator's state, which asking for takes longer than reading it."""
-    return generator.ctypes.state_address if type(generator).__name__ == "MT19937" else None
+def _numpy_state(generator: Any) -> ctypes.Array[ctypes.c_char] | None:
+    """Find the memory of a generator's state, which takes longer than reading it."""
+    if type(generator).__name__ != "MT19937":
+        return None
+    return _Memory.from_address(generator.ctypes.state_address)
 
 
 def _is_same(last: RandomState, memory: bytes) -> bool:

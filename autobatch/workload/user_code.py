@@ -25,13 +25,13 @@ class user_code:  # noqa: N801 - reads as a statement; a generator would cost mo
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         """Mark the error, if there is one."""
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, AutobatchError):
+        if isinstance(error, Exception | SystemExit):
             mark_user_error(error, self._part)
 
 
 def mark_user_error(error: BaseException, part: str) -> None:
-    """Add a note (PEP 678) that ``part`` of the workload raised the error, unless it has such a note."""
-    if failed_part(error) is None:
+    """Add a note (PEP 678) that ``part`` of the workload raised the error, unless it has one or is ours."""
+    if not isinstance(error, AutobatchError) and failed_part(error) is None:
         error.add_note(_MARK + part)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autobatch.core.errors import InputError
-from autobatch.step.optimizers import argument_of, averaged_weights, build_optimizers, switch
+from autobatch.step.optimizers import argument_of, averaged_weights, build_optimizers, switch, take_step
 from tests.support.training import make_workload
 
 
@@ -90,3 +91,50 @@ def test_training_weights_return_after_an_error() -> None:
     with pytest.raises(KeyError), averaged_weights(optimizers):
         raise KeyError
     assert optimizers[0].modes[-1] == "train"  # type: ignore[attr-defined]
+
+
+class Halving(torch.optim.SGD):
+    """An optimizer with a step of its own around that of its class."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] /= 2
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Halving])
+def test_a_step_is_that_of_the_optimizer(kind: type[torch.optim.Optimizer]) -> None:
+    weights = []
+    for act in (take_step, lambda optimizer: optimizer.step()):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = kind([weight], lr=0.1)
+        for _ in range(2):
+            weight.grad = torch.arange(3.0)
+            act(optimizer)
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_everyone_who_listens_to_steps_hears_of_them() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    heard = []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    own = [
+        optimizer.register_step_pre_hook(lambda *_: heard.append("before")),
+        optimizer.register_step_post_hook(lambda *_: heard.append("after")),
+    ]
+    take_step(optimizer)
+    for hook in own:
+        hook.remove()
+    of_all = register_optimizer_step_post_hook(lambda *_: heard.append("any"))
+    take_step(optimizer)
+    of_all.remove()
+    take_step(optimizer)
+    assert heard == ["before", "after", "any"]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    take_step(optimizer)
+    schedule.step()  # warns if it has not heard of the step before it
+    with torch.profiler.profile() as profile:
+        take_step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
