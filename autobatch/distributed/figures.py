@@ -8,6 +8,7 @@ stay whole numbers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from autobatch.distributed.engine import OutOfMemory
 from autobatch.step.loss_share import StepTotals
 
 _PARTS = {torch.float32: 3, torch.float64: 1}
+_CODES = {torch.float32: "f", torch.float64: "d"}
 
 
 class Figures(NamedTuple):
@@ -54,10 +56,10 @@ def write_row(table: Tensor, row: Sequence[float | Tensor], rank: int) -> None:
     """
     parts = _PARTS[table.dtype]
     if table.is_cpu:
-        values = torch.tensor([float(one) for one in row], dtype=torch.float64)
-    else:
-        each = [torch.as_tensor(one, dtype=torch.float64, device=table.device).detach() for one in row]
-        values = torch.stack(each)
+        table.copy_(torch.frombuffer(_cells(table, row, rank), dtype=table.dtype))
+        return
+    each = [torch.as_tensor(one, dtype=torch.float64, device=table.device).detach() for one in row]
+    values = torch.stack(each)
     table.zero_()
     own = table.view(-1, parts, len(row))[rank]
     for part in range(parts):
@@ -65,6 +67,22 @@ def write_row(table: Tensor, row: Sequence[float | Tensor], rank: int) -> None:
         if part + 1 < parts:
             # Nothing is left of an infinity or a NaN.
             values = (values - own[part].double()).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _cells(table: Tensor, row: Sequence[float | Tensor], rank: int) -> array[float]:
+    """Return what `write_row` writes into a table on the host, where small tensors cost more than numbers."""
+    code = _CODES[table.dtype]
+    cells: array[float] = array(code, bytes(table.nbytes))
+    at, values = rank * _PARTS[table.dtype] * len(row), [float(one) for one in row]
+    for _ in range(_PARTS[table.dtype]):
+        rounded: array[float] = array(code, values)
+        cells[at : at + len(row)] = rounded
+        at += len(row)
+        # Nothing is left of an infinity or a NaN, which alone differ from themselves by more than 0.
+        values = [one - part if part - part == 0 else 0.0 for one, part in zip(values, rounded, strict=True)]
+        if not any(values):
+            break
+    return cells
 
 
 def read_rows(table: Sequence[float], columns: int, dtype: torch.dtype) -> list[list[float]]:
@@ -106,5 +124,5 @@ def sum_totals(totals: StepTotals, rows: list[Figures]) -> None:
     totals.loss = sum(row.loss for row in rows)
     totals.count = sum(row.items for row in rows) if any(row.has_count for row in rows) else None
     totals.divisor = max(row.divisor for row in rows)
-    totals.first_norm = torch.tensor(first.first_norm, dtype=torch.float64) if first.has_first_norm else None
+    totals.first_norm = first.first_norm if first.has_first_norm else None
     totals.first_count = first.first_count

@@ -85,10 +85,8 @@ class RankSplit:
         )
         start = sum(of_ranks[: self._rank])
         own = GlobalBatch(batch.index, batch.epoch, batch.ids[start : start + of_ranks[self._rank]])
-        return [
-            part._replace(places=[start + place for place in part.places])
-            for part in self._split.parts(own, micro_batch)
-        ]
+        parts = self._split.parts(own, micro_batch)
+        return [part._replace(places=_moved(part.places, start)) for part in parts] if start else parts
 
     def rounds(self, samples: int) -> int:
         """Return the most micro-batches that any rank runs of so many samples, split by count."""
@@ -102,6 +100,12 @@ class RankSplit:
     def of_longest(self, micro_batch: int) -> int:
         """See `Split.of_longest`."""
         return self._split.of_longest(micro_batch)
+
+
+def _moved(places: Sequence[int], by: int) -> Sequence[int]:
+    if isinstance(places, range):
+        return range(places.start + by, places.stop + by, places.step)
+    return [by + place for place in places]
 
 
 def _are_alike(one: Place, other: Place) -> bool:

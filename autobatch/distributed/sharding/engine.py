@@ -90,11 +90,10 @@ class Share(GroupEngine):
         sum_totals(outcome, rows)
         has_first = all(row.has_first_norm for row in rows)
         squares = [float(row.first_norm) for row in rows]
-        outcome.first_norm = torch.tensor(sum(squares), dtype=torch.float64).sqrt() if has_first else None
+        outcome.first_norm = _root(sum(squares)) if has_first else None
         outcome.first_count = sum(row.first_count for row in rows)
         parts = zip(*(row[len(figures) :] for row in found), strict=True)
-        # The sum of squares may be infinite or NaN, and then so is the norm.
-        outcome.norms = [math.sqrt(total) if (total := sum(part)) >= 0 else math.nan for part in parts]
+        outcome.norms = [_root(sum(part)) for part in parts]
         return outcome
 
     def explained(self, error: Exception) -> Exception:
@@ -130,6 +129,11 @@ class Share(GroupEngine):
             found = train_state.loss(train_state.model, batch)
         self._buffers.restore()
         self._has_no_counts = not self.divide_alike(train_state, found, size)
+
+
+def _root(square: float) -> float:
+    """Return the norm of a sum of squares, which may be infinite or NaN."""
+    return math.sqrt(square) if square >= 0 else math.nan
 
 
 def _squared(norm: float | Tensor) -> float | Tensor:
