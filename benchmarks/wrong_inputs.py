@@ -18,7 +18,7 @@ from unittest import mock
 
 import msgspec
 
-from autobatch.api import pipeline
+from autobatch.api import probe_stage
 from autobatch.cli import main as cli
 from autobatch.core.option_types import choices_of, expected, plain_type
 from autobatch.core.options import COMMANDS
@@ -197,10 +197,10 @@ def ask(asked: WrongInput, folder: Path) -> Answer:
     def in_this_process(workload: object, settings: object, **_: object) -> object:
         return open_process(workload, settings, isolated=False)  # type: ignore[arg-type]
 
-    open_process = pipeline.open_process
+    open_process = probe_stage.open_process
     with (
         mock.patch.dict(os.environ, inherited | own | asked.environ, clear=True),
-        mock.patch.object(pipeline, "open_process", in_this_process),
+        mock.patch.object(probe_stage, "open_process", in_this_process),
         contextlib.chdir(folder),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

@@ -71,8 +71,13 @@ def confirmed_limits(  # noqa: PLR0917 - what a batch over ranks is made of
     limits, attempts, skipped = of_all(limit), list[Attempt](), None
     if ranks.world == 1:
         return Confirmed(limits, attempts)
-    if not ranks.agree(process.is_replaceable):
-        return Confirmed(limits, attempts, "the workload is not open in a child process")
+    obstacles = [one for one in ranks.gather(None if process.is_replaceable else process.reason) if one]
+    if obstacles:
+        progress.note(
+            f"no batch over all ranks ran before the training: {obstacles[0]}. autobatch fit, started with "
+            "--ranks or by torchrun, runs one in child processes"
+        )
+        return Confirmed(limits, attempts, obstacles[0])
     for number in range(MOST_TRIES):
         place = meeting_place(ranks, number)
         if place is None:

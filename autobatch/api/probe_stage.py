@@ -25,9 +25,10 @@ from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import spread
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
-from autobatch.probing.child import SetupProcess, open_process
+from autobatch.probing.child import SetupProcess
 from autobatch.probing.find_limit import Limit, ProbeLimits, check_size, find_limit
 from autobatch.probing.limits_by_size import find_limits_by_size
+from autobatch.probing.open_process import open_process
 from autobatch.probing.real_batches import Order
 from autobatch.probing.step_snapshot import step_snapshot
 from autobatch.probing.survive import survive_real_batches

@@ -64,6 +64,33 @@ class Children(Messages):
                 return
 
 
+def forget_group() -> list[object]:
+    """Forget the process group that a copy of a rank has from it, so that the copy can make its own.
+
+    Returns:
+        What must live until the copy ends: its end would wait for threads that the copy does not have.
+    """
+    if not dist.is_initialized():
+        return []
+    world = dist.distributed_c10d._world
+    kept: list[object] = [dist.group.WORLD, *world.pg_map]
+    # This is what destroy_process_group does, which waits for those threads too.
+    dist.distributed_c10d._update_default_pg(None)
+    for known in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
+        known.clear()
+    dist.distributed_c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
+    world.group_count = 0
+    return kept
+
+
 @contextmanager
 def met(place: MeetingPlace) -> Iterator[Children]:
     """Be one of the children that meet within the block, in place of any group that this process has.

@@ -14,8 +14,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -75,13 +75,15 @@ class ThisProcess:
 
     Args:
         setup: the setup.
+        reason: why there is no child, in words.
     """
 
     is_replaceable = False
     """False: there is no child."""
 
-    def __init__(self, setup: TrainSetup) -> None:
+    def __init__(self, setup: TrainSetup, reason: str = "the workload is open in this process") -> None:
         self.setup = setup
+        self.reason = reason
         self.info: SetupInfo = describe_setup(setup)
         self._session = Session(setup)
 
@@ -103,6 +105,7 @@ class ChildProcess:
         reference: the workload as ``module:function`` or ``path.py:function``; None for the demo.
         settings: how the setup is opened.
         spare: a child that has begun to import torch; None to start one.
+        start: starts further children.
         answer_seconds: time after which a call counts as hung.
         oom_kills: counts the processes that the host has killed because it ran out of memory.
     """
@@ -111,6 +114,7 @@ class ChildProcess:
     """Description of the setup."""
     is_replaceable = True
     """True: `restart` replaces a child that crashed, or lost its GPU context."""
+    reason = ""
 
     def __init__(
         self,
@@ -118,12 +122,14 @@ class ChildProcess:
         settings: SetupSettings,
         *,
         spare: Spare | None = None,
+        start: Callable[[], Spare] = start_spare,
         answer_seconds: float = ANSWER_SECONDS,
         oom_kills: Callable[[], int] = count_oom_kills,
     ) -> None:
         self._reference = reference
         self._settings = settings
         self._spare = spare
+        self._start_child = start
         self._answer_seconds = answer_seconds
         self._oom_kills = oom_kills
         self._calls = 0
@@ -176,7 +182,7 @@ class ChildProcess:
         self._start()
 
     def _start(self) -> None:
-        spare = start_spare() if self._spare is None or self._spare.is_taken else self._spare
+        spare = self._start_child() if self._spare is None or self._spare.is_taken else self._spare
         self._log, self._connection, self._process = spare.log, spare.connection, spare.take().process
         with suppress(BrokenPipeError, ConnectionResetError):  # the wait for its answer tells why
             self._connection.send((self._reference, self._settings))
@@ -237,39 +243,12 @@ SetupProcess = ThisProcess | ChildProcess
 """A process that holds an open setup, and calls functions there."""
 
 
-@contextmanager
-def open_process(
-    workload: Workload | str | None,
-    settings: SetupSettings,
-    *,
-    isolated: bool,
-    spare: Spare | None = None,
-) -> Iterator[SetupProcess]:
-    """Open the workload in a child process, or here.
-
-    Args:
-        workload: the workload, or a reference to it; None for the demo.
-        settings: how the setup is opened.
-        isolated: open a reference in a child. A `Workload` is opened here in any case.
-        spare: a child that has begun to import torch; None to start one.
-
-    Raises:
-        InputError: the device, the budget, the workload or a setting is invalid.
-    """
-    if isolated and not isinstance(workload, Workload):
-        with ChildProcess(
-            workload, settings, spare=None if spare is None or spare.is_taken else spare
-        ) as child:
-            yield child
-        return
-    yield _open_here(workload, settings)
-
-
-def _open_here(workload: Workload | str | None, settings: SetupSettings) -> ThisProcess:
+def open_here(workload: Workload | str | None, settings: SetupSettings) -> ThisProcess:
+    """Open the workload in this process."""
     return ThisProcess(open_setup(find_workload(workload), settings, is_demo=workload is None))
 
 
-def serve(connection: Connection, reference: str | None, settings: SetupSettings, log: str) -> None:
+def serve(connection: Connection, workload: Workload | str | None, settings: SetupSettings, log: str) -> None:
     """Run the child: open the workload, then answer calls until the pipe closes."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -281,7 +260,7 @@ def serve(connection: Connection, reference: str | None, settings: SetupSettings
     # Trials start loader workers, which a daemon must not. They end with this process.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
-        here = _open_here(reference, settings)
+        here = open_here(workload, settings)
         connection.send((0, "answer", here.info))
     except (Exception, SystemExit) as error:
         connection.send((0, "error", to_picklable(error)))

@@ -74,7 +74,9 @@ def confirmed(
     monkeypatch.setattr(confirm, "run_joint_batch", run)
     monkeypatch.setattr(confirm, "limits_over_ranks", of_both)
     device = SimpleNamespace(budget_bytes=2**30)
-    process: Any = SimpleNamespace(is_replaceable=replaceable, info=SimpleNamespace(device=device))
+    process: Any = SimpleNamespace(
+        is_replaceable=replaceable, reason="it trains here", info=SimpleNamespace(device=device)
+    )
     notes = Notes()
     found = confirm.confirmed_limits(process, one_each, limit, confirm.Together(), Two(), notes)
     return found, notes.lines
@@ -100,8 +102,11 @@ def test_not_even_one_sample_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_cannot_be_replaced_runs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = confirmed(monkeypatch, 0, 64, replaceable=False)
-    assert (found.attempts, found.skipped) == ([], "the workload is not open in a child process")
+    found, notes = confirmed(monkeypatch, 0, 64, replaceable=False)
+    assert (found.attempts, found.skipped) == ([], "it trains here")
+    assert notes[0].startswith(
+        "no batch over all ranks ran before the training: it trains here. autobatch fit"
+    )
     assert found.limits[0].limit == 64
 
 

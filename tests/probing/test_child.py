@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.errors import AutobatchError, InputError, UserCodeError
-from autobatch.probing.child import ChildProcess, Session, open_process
+from autobatch.probing.child import ChildProcess, Session
+from autobatch.probing.open_process import open_process
 from autobatch.probing.questions import remedies, run_attempt
 from autobatch.probing.setup import SetupSettings
 from autobatch.workload.user_code import to_picklable

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from autobatch.probing.child import open_process
+from autobatch.probing.open_process import open_process
 from autobatch.probing.setup import SetupSettings
 from autobatch.probing.spare import spare_child
 

@@ -12,8 +12,8 @@ from autobatch import Loss, Workload
 from autobatch.core.progress import Progress
 from autobatch.probing import attempt as attempts
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.child import open_process
 from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.open_process import open_process
 from autobatch.probing.setup import SetupSettings, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work

@@ -1,0 +1,85 @@
+"""A child process that is a copy of this one, for a workload that no other process could build.
+
+A library call has the workload as an object, which may hold functions that no pickle carries. A copy has it
+without one. It can try a batch over all ranks, and be thrown away if that fails.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import warnings
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from autobatch.core.errors import AutobatchError
+from autobatch.core.signals import hold_back_signals
+from autobatch.footprint.apart import can_run_apart
+from autobatch.probing.child import serve
+from autobatch.probing.spare import Spare
+from autobatch.workload.contract import Workload
+
+NO_COPY = "this process cannot be copied, because it uses a GPU already or does not run on Linux"
+
+
+class CannotCopyError(AutobatchError, RuntimeError):
+    """A copy of this process cannot train."""
+
+
+def why_not_copied() -> str | None:
+    """Return why this process cannot be copied; None if it can."""
+    return None if can_run_apart() else NO_COPY
+
+
+def start_copy(workload: Workload | str | None) -> Spare:
+    """Start a copy of this process, which waits for settings and then serves the workload."""
+    context = multiprocessing.get_context("fork")
+    log: Any = tempfile.NamedTemporaryFile(prefix="autobatch-child-", suffix=".log")  # noqa: SIM115
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_wait_and_serve, args=(theirs, ours, log.name, workload), daemon=True)
+    with hold_back_signals({signal.SIGINT}), warnings.catch_warnings():
+        # Python warns of threads, which the copy does not have.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    theirs.close()
+    return Spare(process, ours, log)
+
+
+def _wait_and_serve(
+    connection: Connection, of_parent: Connection, log: str, workload: Workload | str | None
+) -> None:
+    """Run the copy: wait for settings, serve the workload, and end without the clean-up of its parent."""
+    # Only here: one process needs no torch.distributed.
+    from autobatch.distributed.meeting import forget_group
+
+    try:
+        # Else the pipe would never close.
+        of_parent.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # The threads of OpenMP do not exist here.
+        torch.set_num_threads(1)
+        kept = forget_group()
+        with suppress(EOFError, ConnectionResetError):
+            _, settings = connection.recv()
+            if _can_train(connection):
+                serve(connection, workload, settings, log)
+        del kept
+    finally:
+        os._exit(0)
+
+
+def _can_train(connection: Connection) -> bool:
+    """Check that autograd runs here, and tell the parent if it does not."""
+    try:
+        # A CUDA build of torch refuses autograd in a copy if it ran before it.
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        reason = f"this process cannot be copied, because it has trained before: {str(error).splitlines()[0]}"
+        connection.send((0, "error", CannotCopyError(reason)))
+        return False
+    return True
