@@ -7,10 +7,13 @@ of what it returns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autobatch.step.gradients import LOW_PRECISION
 
 aten = torch.ops.aten
 _REDUCED = {
@@ -40,6 +43,8 @@ def kernel_of(func: Any, args: tuple[Any, ...], *, on_gpu: bool) -> Callable[...
         return _embedding_bag_on_cpu
     if func is aten._embedding_bag_backward.default and args[9]:
         return _sparse_gradient_of_bags
+    if func is aten.native_batch_norm.default and args[0].dtype in LOW_PRECISION:
+        return partial(_batch_norm, on_gpu=on_gpu)
     return _recurrent_backward if func is aten.mkldnn_rnn_layer_backward.default else func
 
 
@@ -120,3 +125,13 @@ def _recurrent_backward(*args: Any) -> Any:
     """Return a gradient for each bias; the meta kernel returns one tensor for both at its first call."""
     out = aten.mkldnn_rnn_layer_backward.default(*args)
     return (*out[:4], torch.empty_like(out[3]), *out[5:])
+
+
+def _batch_norm(x: Tensor, weight: Tensor | None, *more: Any, on_gpu: bool) -> Any:
+    """Return the statistics in the type of the weight, and on GPUs in float32; the meta kernel has that of x.
+
+    See native/Normalization.cpp and native/cuda/Normalization.cu.
+    """
+    out, *statistics = aten.native_batch_norm.default(x, weight, *more)
+    dtype = torch.float32 if on_gpu else x.dtype if weight is None else weight.dtype
+    return (out, *(torch.empty_like(one, dtype=dtype) for one in statistics))

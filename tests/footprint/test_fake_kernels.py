@@ -45,7 +45,9 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def traces(model: Callable[[], nn.Module], inputs: Tensor, optimizer: Any) -> tuple[Trace, Trace]:
+def traces(
+    model: Callable[[], nn.Module], inputs: Tensor, optimizer: Any, precision: Any = "fp32"
+) -> tuple[Trace, Trace]:
     """Return the traced and the recorded events of an attempt at a micro-batch of 3."""
     labels = torch.arange(len(inputs)) % 4
     workload = Workload(
@@ -55,7 +57,7 @@ def traces(model: Callable[[], nn.Module], inputs: Tensor, optimizer: Any) -> tu
         optimizer=optimizer,
         learning_rate=1e-3,
     )
-    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="1GiB", precision="fp32"))
+    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="1GiB", precision=precision))
     real = attempt(setup, 3).trace
     assert real is not None
     return record(setting_of(setup), 3).trace, real.canonical()
@@ -101,3 +103,16 @@ def test_a_recurrent_layer_has_a_gradient_for_each_bias_in_its_first_trace_too()
     # The workspaces of oneDNN are bounded from above.
     assert len(differ) == 1
     assert all(a > b for a, b in differ)
+
+
+def test_the_statistics_of_a_batch_norm_have_the_type_of_its_weights() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 64, 3), nn.BatchNorm2d(64), nn.Flatten(), nn.LazyLinear(4))
+
+    def built() -> nn.Module:
+        made = model()
+        made(torch.randn(2, 2, 5, 5))
+        return made
+
+    traced, real = traces(built, torch.randn(16, 2, 5, 5), adagrad, precision="bf16")
+    assert traced.events == real.events
