@@ -68,16 +68,12 @@ def confirmed_limits(  # noqa: PLR0917 - what a batch over ranks is made of
     def of_all(size: int) -> list[RankLimit]:
         return limits_over_ranks(ranks, size, process.info.device)
 
-    limits, attempts, skipped = of_all(limit), list[Attempt](), None
+    limits, attempts = of_all(limit), list[Attempt]()
     if ranks.world == 1:
         return Confirmed(limits, attempts)
-    obstacles = [one for one in ranks.gather(None if process.is_replaceable else process.reason) if one]
-    if obstacles:
-        progress.note(
-            f"no batch over all ranks ran before the training: {obstacles[0]}. autobatch fit, started with "
-            "--ranks or by torchrun, runs one in child processes"
-        )
-        return Confirmed(limits, attempts, obstacles[0])
+    skipped = _obstacle(process, ranks, progress)
+    if skipped is not None:
+        return Confirmed(limits, attempts, skipped)
     for number in range(MOST_TRIES):
         place = meeting_place(ranks, number)
         if place is None:
@@ -103,6 +99,18 @@ def confirmed_limits(  # noqa: PLR0917 - what a batch over ranks is made of
             limit = _smaller(found, process.info.device.budget_bytes, ranks.world)
         limits = of_all(limit)
     return Confirmed(limits, attempts, skipped)
+
+
+def _obstacle(process: SetupProcess, ranks: Ranks, progress: Progress) -> str | None:
+    """Return why no batch over all ranks can run, with a note; None if one can."""
+    found = [one for one in ranks.gather(None if process.is_replaceable else process.reason) if one]
+    if not found:
+        return None
+    progress.note(
+        f"no batch over all ranks ran before the training: {found[0]}. autobatch fit, started with --ranks or "
+        "by torchrun, runs one in child processes"
+    )
+    return str(found[0])
 
 
 def _smaller(failed: Attempt, budget_bytes: int, world: int) -> int:
