@@ -107,8 +107,8 @@ def _obstacle(process: SetupProcess, ranks: Ranks, progress: Progress) -> str | 
     if not found:
         return None
     progress.note(
-        f"no batch over all ranks ran before the training: {found[0]}. autobatch fit, started with --ranks or "
-        "by torchrun, runs one in child processes"
+        f"no batch over all ranks ran before the training: {found[0]}. autobatch fit, started with --ranks "
+        "or by torchrun, runs one in child processes"
     )
     return str(found[0])
 
