@@ -22,7 +22,7 @@ from autobatch.core.knobs import Configuration
 from autobatch.core.records import GradientDtype, Precision
 from autobatch.footprint.cuda_policy import cuda_policy, prefer_foreach
 from autobatch.footprint.trace_mode import Recorder, Recording
-from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
@@ -199,13 +199,15 @@ def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> tuple[Trai
         setting.workload,
         model,
         torch.device("cpu"),
-        precision=setting.precision,
-        gradient_dtype=setting.gradient_dtype,
+        StepSettings(
+            precision=setting.precision,
+            gradient_dtype=setting.gradient_dtype,
+            max_grad_norm=setting.max_grad_norm,
+            ema=setting.ema,
+            knobs=setting.knobs,
+            world=setting.world,
+        ),
         learning_rate=setting.workload.learning_rate,
-        max_grad_norm=setting.max_grad_norm,
-        ema=setting.ema,
-        knobs=setting.knobs,
-        world=setting.world,
     )
     if train_state.exchange is not None:
         recorder.label("gradients", [train_state.exchange])

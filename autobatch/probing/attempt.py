@@ -26,7 +26,7 @@ from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.step.restore import temporary_weights
-from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import StepResult, train_step
 from autobatch.step.whole_batch import batch_samples
 from autobatch.workload.contract import Collated, WholeBatchLoss, Workload
@@ -241,14 +241,16 @@ def open_train_state(setup: TrainSetup, meter: Meter, *, learning_rate: float | 
         setup.workload,
         setup.model,
         setup.device.torch_device,
-        precision=setup.precision,
-        gradient_dtype=setup.gradient_dtype,
+        StepSettings(
+            precision=setup.precision,
+            gradient_dtype=setup.gradient_dtype,
+            max_grad_norm=setup.max_grad_norm,
+            ema=setup.ema,
+            knobs=setup.knobs,
+            # Ranks that share a model need no buffer: FSDP sums their gradients.
+            world=1 if setup.sharding else setup.world,
+        ),
         learning_rate=setup.workload.learning_rate if learning_rate is None else learning_rate,
-        max_grad_norm=setup.max_grad_norm,
-        ema=setup.ema,
-        knobs=setup.knobs,
-        # Ranks that share a model need no buffer: FSDP sums their gradients.
-        world=1 if setup.sharding else setup.world,
     )
 
 

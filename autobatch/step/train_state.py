@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -98,18 +98,31 @@ class TrainState:
             self.shared.forget_gathered()
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The settings of the optimizer steps of a model."""
+
+    precision: Precision
+    """Precision of the forward pass."""
+    gradient_dtype: GradientDtype = "fp32"
+    """Type in which the gradients of 16-bit parameters are summed."""
+    max_grad_norm: float | None = None
+    """2-norm to clip gradients to; None for no clipping."""
+    ema: float | None = None
+    """Decay of the weight average; None for no average."""
+    knobs: Mapping[str, object] = field(default_factory=dict)
+    """The tuner's choices, applied by `autobatch.step.apply_knobs`."""
+    world: int = 1
+    """Ranks that sum their gradients in `TrainState.exchange`."""
+
+
 def build_train_state(
     workload: Workload,
     model: nn.Module,
     device: torch.device,
+    settings: StepSettings,
     *,
-    precision: Precision,
-    gradient_dtype: GradientDtype = "fp32",
     learning_rate: float,
-    max_grad_norm: float | None = None,
-    ema: float | None = None,
-    knobs: Mapping[str, object] | None = None,
-    world: int = 1,
 ) -> TrainState:
     """Build the optimizers, the loss scale and the weight average of a model.
 
@@ -117,19 +130,14 @@ def build_train_state(
         workload: source of the loss and the optimizer.
         model: the model, already on ``device``.
         device: the device that trains.
-        precision: precision of the forward pass.
-        gradient_dtype: type in which the gradients of 16-bit parameters are summed.
+        settings: of its steps.
         learning_rate: passed to ``Workload(optimizer=…)``.
-        max_grad_norm: 2-norm to clip gradients to; None for no clipping.
-        ema: decay of the weight average; None for no average.
-        knobs: the tuner's choices, applied by `autobatch.step.apply_knobs`.
-        world: ranks that sum their gradients in `TrainState.exchange`.
 
     Raises:
         InputError: ``Workload(optimizer=…)`` returns no optimizer, or one that trains nothing in this
             precision.
     """
-    knobs = knobs or {}
+    knobs, precision, ema, world = settings.knobs, settings.precision, settings.ema, settings.world
     apply_layout(model, knobs)
     optimizers = build_optimizers(workload, model, learning_rate)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -144,8 +152,8 @@ def build_train_state(
         device=device,
         precision=precision,
         scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
-        max_grad_norm=max_grad_norm,
-        gradients=Gradients(model, optimizers, dtype=gradient_dtype),
+        max_grad_norm=settings.max_grad_norm,
+        gradients=Gradients(model, optimizers, dtype=settings.gradient_dtype),
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         average=None if ema is None else WeightAverage(parameters, ema),

@@ -19,7 +19,7 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session
 from autobatch.probing.confirm import spare_of
 from autobatch.step.gradients import Optimizers
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.evaluation import sanity_check_validation
 from autobatch.training.loop import Loop
@@ -235,13 +235,15 @@ def _build_loop(
         workload,
         model,
         setup.device.torch_device,
-        precision=plan.precision,
-        gradient_dtype=plan.gradient_dtype,
+        StepSettings(
+            precision=plan.precision,
+            gradient_dtype=plan.gradient_dtype,
+            max_grad_norm=options.max_grad_norm,
+            ema=options.ema,
+            knobs=plan.knobs,
+            world=1 if shared else plan.world_size,
+        ),
         learning_rate=plan.learning_rate,
-        max_grad_norm=options.max_grad_norm,
-        ema=options.ema,
-        knobs=plan.knobs,
-        world=1 if shared else plan.world_size,
     )
     if shared is not None:
         shared.attach(train_state)

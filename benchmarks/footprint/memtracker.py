@@ -14,7 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup
 from autobatch.step.restore import temporary_weights
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 
 
@@ -44,9 +44,8 @@ def _peak(setup: TrainSetup, micro_batch: int) -> int:
             setup.workload,
             model,
             torch.device("cpu"),
-            precision=setup.precision,
+            StepSettings(precision=setup.precision, max_grad_norm=setup.max_grad_norm),
             learning_rate=setup.workload.learning_rate,
-            max_grad_norm=setup.max_grad_norm,
         )
         tracker = MemTracker()
         tracker.track_external(model, *train_state.optimizers)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup
 from autobatch.step.restore import temporary_weights
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state
@@ -73,10 +73,8 @@ def train(setup: TrainSetup, micro_batch: int, meter: Any) -> None:
             setup.workload,
             model.train(),
             device,
-            precision=setup.precision,
+            StepSettings(precision=setup.precision, max_grad_norm=setup.max_grad_norm, knobs=setup.knobs),
             learning_rate=setup.workload.learning_rate,
-            max_grad_norm=setup.max_grad_norm,
-            knobs=setup.knobs,
         )
         for count in ATTEMPT_STEPS:
             train_step(

@@ -17,7 +17,7 @@ from torch import nn
 from autobatch import Workload
 from autobatch.core.units import GiB
 from autobatch.device.base import Device, Meter
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.training.loop import Loop
 from autobatch.workload.data import load_micro_batch
@@ -89,9 +89,8 @@ def by_autobatch(given: Workload, size: int, device: Device, meter: Meter) -> Lo
         given,
         model,
         device.torch_device,
-        precision="bf16",
+        StepSettings(precision="bf16", max_grad_norm=CLIP),
         learning_rate=given.learning_rate,
-        max_grad_norm=CLIP,
     )
     sampler = GlobalBatchSampler(
         samples=len(given.train_data), target_batch=ACCUMULATION * size, seed=0, steps=10**9

@@ -19,7 +19,7 @@ import autobatch
 from autobatch import Workload
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.planning import make_plan
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import JsonLines
 from autobatch.workload.order import GlobalBatchSampler
@@ -97,9 +97,8 @@ def by_fit(case: Case, source: Source, precision: Precision, work: Work) -> Call
         workload,
         workload.model(),
         torch.device("cpu"),
-        precision=precision,
+        StepSettings(precision=precision, max_grad_norm=work.max_grad_norm),
         learning_rate=1e-3,
-        max_grad_norm=work.max_grad_norm,
     )
     loop = Loop(
         workload=workload,

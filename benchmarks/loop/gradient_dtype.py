@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from autobatch.core.records import GradientDtype
 from autobatch.planning import micro_batches
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import accumulate
 from autobatch.workload.contract import Workload
 
@@ -61,8 +61,7 @@ def summed(parts: Sequence[Sequence[Tensor]], dtype: GradientDtype) -> Tensor:
         workload,
         build_model(),
         torch.device("cpu"),
-        precision="fp32",
-        gradient_dtype=dtype,
+        StepSettings(precision="fp32", gradient_dtype=dtype),
         learning_rate=1.0,
     )
     totals = accumulate(state, [(part, len(part[1])) for part in parts], BATCH, lambda _: None)

@@ -18,7 +18,7 @@ from autobatch.device.base import Device, Meter
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
@@ -105,7 +105,7 @@ def train_anew(workload: Workload, meter: Meter, size: int) -> None:
     model = workload.model().train()
     cpu = torch.device("cpu")
     train_state = build_train_state(
-        workload, model, cpu, precision="fp32", learning_rate=workload.learning_rate
+        workload, model, cpu, StepSettings(precision="fp32"), learning_rate=workload.learning_rate
     )
     order = torch.randperm(len(workload.train_data)).tolist()  # type: ignore[arg-type]
     for count in ATTEMPT_STEPS:

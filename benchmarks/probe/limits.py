@@ -11,7 +11,7 @@ from autobatch.device.oom import is_oom
 from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.step.restore import temporary_weights
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import load_micro_batch
@@ -145,7 +145,7 @@ def later(setup: TrainSetup, size: int, steps: int = LATER) -> int:
             setup.workload,
             setup.model,
             torch.device("cpu"),
-            precision=setup.precision,
+            StepSettings(precision=setup.precision),
             learning_rate=setup.workload.learning_rate,
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.workload.contract import Loss
 from tests.support.syncs import forbidden_syncs
@@ -45,7 +45,11 @@ def train_state_of(loss: Callable[..., Any], device: torch.device, precision: An
     workload = make_workload(loss=loss)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device)
     return build_train_state(
-        workload, model, device, precision=precision, learning_rate=0.01, max_grad_norm=1.0, ema=0.9
+        workload,
+        model,
+        device,
+        StepSettings(precision=precision, max_grad_norm=1.0, ema=0.9),
+        learning_rate=0.01,
     )
 
 

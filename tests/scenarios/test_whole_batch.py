@@ -22,7 +22,7 @@ from autobatch.footprint.trace_step import record
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from autobatch.probing.setup import SetupSettings, describe_setup, open_setup
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck
 from autobatch.tuning.loss_check import SAMPLES as COMPARED
@@ -202,7 +202,9 @@ def test_what_is_tuned_reaches_the_rows_in_both_passes() -> None:
         torch.manual_seed(0)
         mine = make_workload(model=convolutional, train_data=images(), loss=replace(LOSS, represent=rows))
         model = mine.model()
-        train_state = build_train_state(mine, model, CPU, precision="fp32", learning_rate=0.1, knobs=knobs)
+        train_state = build_train_state(
+            mine, model, CPU, StepSettings(precision="fp32", knobs=knobs), learning_rate=0.1
+        )
         parts = feed(split(mine, [8, 8]), CPU, SilentMeter(), twice=True)
         assert train_step(train_state, parts, 16).applied
         return model.state_dict()

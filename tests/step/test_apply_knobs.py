@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autobatch.step.apply_knobs import apply_forward, find_blocks
-from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
 from autobatch.workload.rng import seed_everything
@@ -43,7 +43,7 @@ def train(knobs: dict[str, Any], steps: int = 3, **fields: Any) -> tuple[nn.Modu
     model = mine.model()
     model.train()
     train_state = build_train_state(
-        mine, model, torch.device("cpu"), precision="fp32", learning_rate=0.01, knobs=knobs
+        mine, model, torch.device("cpu"), StepSettings(precision="fp32", knobs=knobs), learning_rate=0.01
     )
     inputs, labels = mine.train_data.columns  # type: ignore[attr-defined]
     parts = [((inputs[:8], labels[:8]), 8), ((inputs[8:], labels[8:]), 8)]

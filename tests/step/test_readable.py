@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.step.gradients import norm_of
 from autobatch.step.readable import is_readable
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from tests.support.training import make_workload, network, points
 
@@ -50,7 +50,7 @@ def test_a_step_has_one_result_on_both_ways() -> None:
         torch.manual_seed(0)
         model = network(torch.float32)
         state = build_train_state(
-            make_workload(), model, torch.device("cpu"), precision="fp32", learning_rate=0.1
+            make_workload(), model, torch.device("cpu"), StepSettings(precision="fp32"), learning_rate=0.1
         )
         with mode:
             result = train_step(state, parts, 8)

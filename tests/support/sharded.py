@@ -18,7 +18,7 @@ from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.distributed.fake_group import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.footprint.trace_step import Setting, record
-from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
@@ -91,7 +91,9 @@ def _wait_for_gloo(root: torch.nn.Module) -> None:
 
 def state_of(workload: Workload, model: torch.nn.Module, precision: Precision = "fp32") -> TrainState:
     """Build the train state of a model on the CPU."""
-    return build_train_state(workload, model, CPU, precision=precision, learning_rate=workload.learning_rate)
+    return build_train_state(
+        workload, model, CPU, StepSettings(precision=precision), learning_rate=workload.learning_rate
+    )
 
 
 def predict(workload: Workload, case: Case, world: int) -> Trace:

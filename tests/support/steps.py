@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autobatch.step.train_state import TrainState, build_train_state
+from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.workload.contract import Loss, Workload
 from tests.support.training import IGNORED, apart, language_model, mean_loss, token_loss, tokens, weights
 
@@ -17,8 +17,9 @@ EXACT = 1e-12
 
 def train_state_of(workload: Workload, **options) -> TrainState:
     torch.manual_seed(0)
-    options = {"precision": "fp32", "learning_rate": workload.learning_rate, **options}
-    return build_train_state(workload, workload.model(), torch.device("cpu"), **options)
+    rate = options.pop("learning_rate", workload.learning_rate)
+    settings = StepSettings(**{"precision": "fp32", **options})
+    return build_train_state(workload, workload.model(), torch.device("cpu"), settings, learning_rate=rate)
 
 
 def off(train_state: TrainState, workload: Workload, expected: torch.Tensor) -> float:

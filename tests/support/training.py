@@ -15,7 +15,7 @@ from autobatch.core.records import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
 from autobatch.probing.attempt import TrainSetup
-from autobatch.step.train_state import build_train_state
+from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
@@ -134,11 +134,8 @@ def make_loop(
         workload,
         model,
         device.torch_device,
-        precision=precision,
+        StepSettings(precision=precision, max_grad_norm=max_grad_norm, ema=ema, world=world),
         learning_rate=workload.learning_rate,
-        max_grad_norm=max_grad_norm,
-        ema=ema,
-        world=world,
     )
     sampler = GlobalBatchSampler(
         samples=len(workload.train_data),  # type: ignore[arg-type]
