@@ -13,9 +13,9 @@ from autobatch import Workload
 from autobatch.core.progress import Progress
 from autobatch.planning import make_plan
 from autobatch.probing.setup import SetupSettings, open_setup
-from autobatch.training.build import LoopSettings, build_sampler
+from autobatch.training.build import build_sampler
 from autobatch.training.resume import load_run_state
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_settings import LoopSettings, RunSettings
 from autobatch.training.train_plan import PreparedRun, Resume, train_plan
 
 BATCH, MICRO_BATCH, SAMPLES = 8, 4, 48

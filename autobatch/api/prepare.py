@@ -47,7 +47,6 @@ from autobatch.probing.setup import find_workload, open_setup
 from autobatch.probing.setup_key import device_key
 from autobatch.report.result import Result
 from autobatch.training.build import (
-    LoopSettings,
     build_sampler,
     count_stream,
     depends_on_end,
@@ -64,6 +63,7 @@ from autobatch.training.run_folder import (
     folder_of,
     move_earlier_run,
 )
+from autobatch.training.run_settings import LoopSettings
 from autobatch.training.train_plan import PreparedRun, Resume
 from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler

@@ -23,8 +23,7 @@ from autobatch.probing.estimate import EstimateSettings
 from autobatch.probing.estimate_ranks import RankSettings
 from autobatch.probing.find_limit import ProbeLimits, caps_of
 from autobatch.probing.setup import SetupInfo, SetupSettings
-from autobatch.training.build import LoopSettings
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_settings import LoopSettings, RunSettings
 from autobatch.tuning.tune_plan import TuneSettings
 from autobatch.workload import demo
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
-from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.records import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_of_rank
@@ -22,49 +21,19 @@ from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.batchnorm import batch_norms
 from autobatch.training.evaluation import sanity_check_validation
+from autobatch.training.feed_options import feed_options, stream_workers
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import phase_times
+from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.contract import Workload, kind_of
-from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader import gpu_of, open_feed
-from autobatch.workload.loader_parts import Loading
-from autobatch.workload.order import GlobalBatchSampler, LastBatch, Order
+from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.size_split import SizeSplit, digest_of
 from autobatch.workload.split import CountSplit, Split
 from autobatch.workload.streams import StreamSampler, StreamView, count_samples
 from autobatch.workload.user_code import user_code
-from autobatch.workload.worker import start_method
-
-GradSync = Literal["auto", "overlap", "after"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """Settings of a training loop: plain values."""
-
-    target_batch: int
-    seed: int = 0
-    steps: int | None = None
-    """Optimizer steps of the run; if both are given, the fewer count."""
-    epochs: int | None = None
-    last_batch: LastBatch = "carry"
-    max_grad_norm: float | None = None
-    """None for no clipping."""
-    ema: float | None = None
-    """Decay of the averaged weights; None for no average."""
-    on_nonfinite: Literal["raise", "skip"] = "raise"
-    warmup_samples: int | None = None
-    """None for no warm-up."""
-    bn_momentum: Literal["keep", "auto"] = "keep"
-    workers: int | None = None
-    """Loader workers; None for what the plan says."""
-    prefetch: int | None = None
-    """Micro-batches per worker; None for what the plan says."""
-    sample_seeds: bool = False
-    grad_sync: GradSync = "auto"
-    """Engine of several ranks."""
 
 
 def build_sampler(
@@ -138,14 +107,14 @@ def open_loop(
     ranks, scanned = ranks or Alone(), setup
     setup = on_stream(setup, sampler)
     loading = setup.workload.loading
-    feed_options = _feed_options(plan, options, loading, seeded_before, note)
+    fed = feed_options(plan, options, loading, seeded_before, note)
     if isinstance(sampler, StreamSampler):
-        sampler.view.read_with(**_stream_workers(feed_options, loading))
+        sampler.view.read_with(**stream_workers(fed, loading))
     split = split_of_rank(ranks, plan, split_of(setup, plan))
     gpu = gpu_of(setup.device, plan.knobs, loading)
     with (
         setup.device.training() as meter,
-        open_feed(setup.workload, sampler.batches, gpu=gpu, split=split, **feed_options) as feed,
+        open_feed(setup.workload, sampler.batches, gpu=gpu, split=split, **fed) as feed,
     ):
         loop = _build_loop(setup, plan, options, sampler, meter=meter, ranks=ranks)
         loop.feed, loop.split = feed, split
@@ -281,41 +250,3 @@ def _build_schedules(
                 f"Workload(schedule=…) must return a schedule of torch.optim, found {kind_of(schedule)}"
             )
     return schedules
-
-
-def _stream_workers(feed_options: dict[str, Any], loading: Loading) -> dict[str, Any]:
-    """Move the loader processes from the feed, which makes micro-batches, to the stream."""
-    workers = feed_options["workers"]
-    feed_options |= {"workers": 0, "sample_seeds": False}
-    if not workers:
-        return {}
-    return {
-        "num_workers": workers,
-        "prefetch_factor": feed_options["prefetch"],
-        "worker_init_fn": loading.init_worker,
-        "multiprocessing_context": start_method(),
-    }
-
-
-def _feed_options(
-    plan: Plan,
-    options: LoopSettings,
-    loading: Loading,
-    seeded_before: bool | None,
-    note: Callable[[str], None],
-) -> dict[str, Any]:
-    """Return the options of the feed; a run that seeded its samples keeps doing so after a resume."""
-    workers = options.workers
-    if workers is None:
-        workers = int(plan.knobs.get(LOADER_WORKERS) or loading.workers or 0)
-    # A split by size changes the order in which samples are fetched, which must not change their draws.
-    seeded = options.sample_seeds or workers > 0 or plan.size_cut is not None
-    if seeded and seeded_before is False:
-        note(
-            "the run did not seed its samples one by one before the resume, and does from here on. If the "
-            "data are augmented at random, the rest differs from the uninterrupted run: use --workers 0 to "
-            "continue as before"
-        )
-    seeded = seeded or bool(seeded_before)
-    prefetch = options.prefetch or int(plan.knobs.get(PREFETCH) or loading.prefetch or AHEAD)
-    return {"seed": options.seed, "workers": workers, "prefetch": prefetch, "sample_seeds": seeded}

@@ -18,9 +18,8 @@ from typing import Literal
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.core.errors import NonFiniteError, RestartSmallerError
+from autobatch.core.errors import RestartSmallerError
 from autobatch.core.records import StepRecord
-from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OneProcess, OutOfMemory
@@ -30,15 +29,17 @@ from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
 from autobatch.training.fetched import Fetched
 from autobatch.training.learning_rates import check_learning_rates, scaled_learning_rate, warmup_factor
+from autobatch.training.memory_readings import MemoryReadings
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.training.nonfinite import find_nonfinite_sample
+from autobatch.training.nonfinite import nonfinite_error
 from autobatch.training.oom_errors import error_before_step, error_in_step
 from autobatch.training.phase_times import OTHER, PhaseTimes
+from autobatch.training.undo import undo_batch
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.feed import Feed
 from autobatch.workload.nested import feed
 from autobatch.workload.order import GlobalBatch, GlobalBatchSampler
-from autobatch.workload.rng import RandomState, capture_random_state, restore_random_state
+from autobatch.workload.rng import RandomState, capture_random_state
 from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 from autobatch.workload.user_code import user_code
 
@@ -48,8 +49,6 @@ LEAST_LOSS_SCALE = 2.0**-10
 """Loss scale below which an overflow means that the gradients themselves are not finite."""
 MAX_SKIPS_IN_A_ROW = 3
 """Consecutive steps that may be skipped because they are not finite."""
-MEMORY_READING_INTERVAL = 16
-"""Steps between two readings of the allocator in the steady state; a reading waits for the device."""
 
 
 @dataclass(kw_only=True)
@@ -108,8 +107,7 @@ class Loop:
         # Gradients that the model came with are not part of the first batch.
         self.train_state.gradients.clear()
         batches = self.sampler.batches(self.batches_seen)
-        stats: MemoryStats | None = None
-        first_index = self.batches_seen
+        memory = MemoryReadings(self.meter)
         while True:
             start = self.clock()
             batch = next(batches, None)
@@ -122,10 +120,7 @@ class Loop:
                 result, parts, oom_message = self._train_batch(batch)
             self._check(batch, parts, result)
             self._advance(batch, result)
-            done = batch.index - first_index
-            is_due = done < MEMORY_READING_INTERVAL or done % MEMORY_READING_INTERVAL == 0
-            if stats is None or is_due or oom_message:
-                stats = self.meter.stats()
+            stats = memory.after_step(is_unusual=oom_message is not None)
             self.times.end()
             seconds = self.clock() - start
             yield StepRecord(
@@ -180,7 +175,7 @@ class Loop:
                 return outcome, parts, None if oom is None else oom.message
             # Outside of the except block, so that nothing holds the tensors of the failed step.
             self.train_state.items_per_sample = items_per_sample
-            is_intact = self._undo(before, is_fatal=outcome.is_fatal)
+            is_intact = undo_batch(self.train_state, self.device, before, is_fatal=outcome.is_fatal)
             oom = self.engine.settle(outcome._replace(is_intact=is_intact), may_repeat=is_first)
             self.is_intact = oom.is_intact
             # Emptying the cache mends fragmentation, so the same micro-batches get one more try.
@@ -281,23 +276,6 @@ class Loop:
         self.micro_batch = smaller
         raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
 
-    def _undo(self, random_state: RandomState, *, is_fatal: bool) -> bool:
-        """Return to the start of the batch.
-
-        Returns:
-            False if a large buffer has changed, or if a device after a fatal error no longer answers.
-        """
-        self.train_state.gradients.clear()
-        try:
-            self.device.release()
-            is_restored = self.train_state.buffers.restore()
-            restore_random_state(random_state)
-        except Exception:
-            if not is_fatal:
-                raise
-            return False
-        return is_restored
-
     def _check(self, batch: GlobalBatch, parts: list[MicroBatchIds], result: StepResult) -> None:
         """Raise if the step was not applied because it is not finite, unless it may be skipped."""
         if result.applied:
@@ -315,10 +293,7 @@ class Loop:
             if self.train_state.buffers.restore():
                 return
             reason = " and cannot be skipped, because the forward pass changed a large buffer of the model"
-        what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
-        at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
-        raise NonFiniteError(
-            f"the {what} of step {batch.index + 1} is not finite{at}{reason}, so the step was not applied: "
-            f"{find_nonfinite_sample(self.workload, self.train_state, [part.ids for part in parts])}. "
-            "Check these samples, the learning rate and the precision"
+        step, ids = f"step {batch.index + 1}", [part.ids for part in parts]
+        raise nonfinite_error(
+            self.workload, self.train_state, ids, step=step, loss=result.loss, reason=reason
         )

@@ -1,4 +1,4 @@
-"""Search for the sample that makes the loss of a batch non-finite."""
+"""The error of a step that is not finite, and the search for the sample that makes it so."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autobatch.core.errors import NonFiniteError
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import load_micro_batch
@@ -15,6 +16,35 @@ from autobatch.workload.rng import preserved_random_state
 
 MAX_NAMED_SAMPLES = 8
 """Samples that a message names."""
+
+
+def nonfinite_error(
+    workload: Workload,
+    train_state: TrainState,
+    micro_batches: Sequence[list[int]],
+    *,
+    step: str,
+    loss: float,
+    reason: str,
+) -> NonFiniteError:
+    """Return the error of a step that was not applied because its loss or gradient is not finite.
+
+    Args:
+        workload: has the data and the loss.
+        train_state: the model, in the state in which the step failed.
+        micro_batches: the samples of each micro-batch of the batch.
+        step: the step in words.
+        loss: of the batch.
+        reason: why the step is not skipped, in words that follow the finding; empty for none.
+    """
+    what = "gradient" if math.isfinite(loss) else f"loss ({loss})"
+    scaler = train_state.scaler
+    at = "" if scaler is None else f" at a loss scale of {scaler.get_scale():.1e}"
+    return NonFiniteError(
+        f"the {what} of {step} is not finite{at}{reason}, so the step was not applied: "
+        f"{find_nonfinite_sample(workload, train_state, micro_batches)}. "
+        "Check these samples, the learning rate and the precision"
+    )
 
 
 def find_nonfinite_sample(

@@ -13,13 +13,13 @@ from autobatch.core.records import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.training.build import LoopSettings
 from autobatch.training.checkpoints.checkpoint import clean_leftovers, list_checkpoints
 from autobatch.training.checkpoints.content import check_content
 from autobatch.training.checkpoints.load import Loaded, load_newest
 from autobatch.training.checkpoints.manifest import STATE
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
+from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
 
 _BIT_EXACT_KEYS = {

@@ -18,7 +18,7 @@ from autobatch.device.oom import first_line, memory_named
 from autobatch.step.optimizers import averaged_weights, switch
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.checkpoints.run_checkpoints import RunCheckpoints
-from autobatch.training.evaluation import Sums, ValidationBatchSize, evaluate_part
+from autobatch.training.evaluation import Sums, evaluate_part
 from autobatch.training.export import check_exportable, export_weights
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
@@ -36,6 +36,7 @@ from autobatch.training.shared_evaluation import evaluate_shared
 from autobatch.training.sinks import UserSinks
 from autobatch.training.split_check.watch import SplitWatch
 from autobatch.training.totals import RunTotals
+from autobatch.training.validation_size import ValidationBatchSize
 from autobatch.workload.rng import preserved_random_state
 
 

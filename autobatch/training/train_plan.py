@@ -20,13 +20,13 @@ from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import with_knobs
 from autobatch.probing.setup_key import device_key
-from autobatch.training.build import LoopSettings, on_stream, open_loop
+from autobatch.training.build import on_stream, open_loop
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.resume import data_order_facts
 from autobatch.training.run import train
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_settings import LoopSettings, RunSettings
 from autobatch.training.split_check.preflight import check_loss_splits
 from autobatch.training.split_check.watch import SplitWatch
 from autobatch.workload.order import GlobalBatchSampler

@@ -36,8 +36,9 @@ from autobatch.planning import make_plan
 from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.real_batches import Order, RunBatches, joins_samples, trace_setup
 from autobatch.probing.setup import SetupSettings, open_setup
-from autobatch.training.build import LoopSettings, build_sampler, open_loop
+from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.noise_scale import NoiseScale
+from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.size_split import SizeSplit
 from autobatch.workload.split import CountSplit, Split
 from benchmarks.gpu.journal import DONE, Journal, last_call

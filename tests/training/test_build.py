@@ -14,8 +14,9 @@ from autobatch.core.errors import InputError
 from autobatch.core.units import MiB
 from autobatch.device.select import open_device
 from autobatch.planning import make_plan
-from autobatch.training.build import LoopSettings, build_sampler, open_loop
+from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.loop import Loop
+from autobatch.training.run_settings import LoopSettings
 from tests.support.training import (
     Rows,
     apart,

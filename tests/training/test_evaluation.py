@@ -15,7 +15,8 @@ from autobatch.core.errors import DoesNotFitError, InputError, RestartSmallerErr
 from autobatch.device.cpu import SilentMeter
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.training.evaluation import ValidationBatchSize, evaluate, sanity_check_validation
+from autobatch.training.evaluation import evaluate, sanity_check_validation
+from autobatch.training.validation_size import ValidationBatchSize
 from autobatch.workload.contract import Loss, WholeBatchLoss
 from tests.support.training import (
     IGNORED,

@@ -14,7 +14,6 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import GiB, format_bytes
 from autobatch.distributed.ranks import Alone
 from autobatch.planning import make_plan
-from autobatch.training.build import LoopSettings
 from autobatch.training.checkpoints.checkpoint import is_valid
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.resume import (
@@ -24,6 +23,7 @@ from autobatch.training.resume import (
     load_plan,
     load_run_state,
 )
+from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.checkpoints import STATE, save_run
 from tests.support.faults import Fault

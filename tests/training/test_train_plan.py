@@ -14,8 +14,9 @@ from autobatch.core.errors import InputError
 from autobatch.core.progress import Progress
 from autobatch.core.records import Plan, Training
 from autobatch.planning import make_plan
-from autobatch.training.build import LoopSettings, build_sampler
+from autobatch.training.build import build_sampler
 from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.run_settings import LoopSettings
 from autobatch.training.train_plan import PreparedRun, Resume, train_plan
 from tests.support.runs import settings
 from tests.support.training import (
