@@ -74,8 +74,8 @@ def confirmed_limits(  # noqa: PLR0917 - what a batch over ranks is made of
     skipped = _obstacle(process, ranks, progress)
     if skipped is not None:
         return Confirmed(limits, attempts, skipped)
-    for number in range(MOST_TRIES):
-        place = meeting_place(ranks, number)
+    for _ in range(MOST_TRIES):
+        place = meeting_place(ranks)
         if place is None:
             break
         progress.doing("running a batch over all ranks")

@@ -60,11 +60,10 @@ def check_whole_models(options: TuneOptions) -> None:
     """
     if options.parallel != "shard":
         return
-    if options.trials or options.tune_lr:
-        asked = "--tune-lr" if options.tune_lr else f"--trials {options.trials}"
+    if options.tune_lr:
         raise InputError(
-            f"{asked} measures whole models, and --parallel shard shares one: give --trials 0, or "
-            "--parallel replicate"
+            "--tune-lr trains whole models in short runs, and --parallel shard shares one: give "
+            "--parallel replicate, or tune the rate of a smaller model"
         )
     if options.split == "size":
         raise InputError("--split size is for whole models: use --split count with --parallel shard")

@@ -158,9 +158,9 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         process, result = found.process, uninterrupted(found.result)
         note_split(process, result, context.progress, is_last=False)
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
-        settings = settings_for(settings, found.shard, context.progress)
+        settings = settings_for(settings, process, found.shard, context.progress)
         tuner = open_tuner(process, settings, context, options.timeout)
-        if settings.trials or not (options.tune_lr or found.shard):
+        if settings.trials or not options.tune_lr:
             result = add_tuning(tuner, result, options)
         write_memory_viz(process, result, options, context.progress)
         result = add_split(process, result, options, context.progress, home=context.home, ranks=context.ranks)

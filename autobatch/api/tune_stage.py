@@ -35,12 +35,13 @@ def open_tuner(
     )
 
 
-def settings_for(settings: TuneSettings, shard: ShardLayout | None, progress: Progress) -> TuneSettings:
-    """Return the settings of the tuner for ranks that share a model, which is not tuned; else as they are."""
-    if shard is None:
+def settings_for(
+    settings: TuneSettings, process: SetupProcess, shard: ShardLayout | None, progress: Progress
+) -> TuneSettings:
+    """Return the settings of the tuner: no trials of a shared model if a failed one would end the run."""
+    if shard is None or process.is_replaceable or not settings.trials:
         return settings
-    if settings.trials:
-        progress.note("the configuration is not tuned, because the ranks share the model")
+    progress.note(f"the configuration of the shared model is not tuned: {process.reason}")
     return replace(settings, trials=0)
 
 

@@ -57,6 +57,7 @@ class Group(Messages):
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._out: Path | None = None
+        self._meetings = 0
         self._arrivals = Arrivals(launch.rank, launch.world, launch.restart)
         self._deadline = SignalDeadline()
         with as_rank_lost("meet the other ranks"):
@@ -167,10 +168,11 @@ class Group(Messages):
                 write_atomic(self._out / VERDICT, msgspec.json.format(msgspec.json.encode(verdict)))
         return None
 
-    def meeting_place(self, number: int) -> MeetingPlace:
-        """Return where the child processes of all ranks meet for the ``number``-th time."""
+    def meeting_place(self) -> MeetingPlace:
+        """Return a new place where the child processes of all ranks meet; all ranks call it."""
         launch = self._launch
-        name = f"{launch.run_id}/{launch.restart}/{self._opening}/{number}"
+        self._meetings += 1
+        name = f"{launch.run_id}/{launch.restart}/{self._opening}/{self._meetings}"
         return MeetingPlace(launch.address, launch.port, name, launch.rank, launch.world)
 
     def close(self) -> None:

@@ -126,13 +126,13 @@ def model_of_ranks(
     return shard_over(ranks, layout, model, plan.precision, device)
 
 
-def meeting_place(ranks: Ranks, number: int) -> MeetingPlace | None:
-    """Return where the child processes of all ranks meet for the ``number``-th time; None for one rank."""
+def meeting_place(ranks: Ranks) -> MeetingPlace | None:
+    """Return a new place where the child processes of all ranks meet; None for one rank."""
     if ranks.world == 1:
         return None
     from autobatch.distributed.group import Group
 
-    return ranks.meeting_place(number) if isinstance(ranks, Group) else None
+    return ranks.meeting_place() if isinstance(ranks, Group) else None
 
 
 def open_engine(

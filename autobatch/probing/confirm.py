@@ -8,19 +8,21 @@ memory runs out on one rank, its child says so, and all children end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 
+from autobatch.core.knobs import Value
 from autobatch.core.records import Attempt
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.shares import RankSplit
 from autobatch.probing.attempt import TrainSetup, batches_of, on_copies, step_anyway
 from autobatch.probing.child import ChildCrashed, Session, SetupProcess
+from autobatch.probing.setup import with_knobs
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_step import accumulate, finish
 from autobatch.workload.contract import Collated
@@ -71,15 +73,26 @@ def joint_batch(of_ranks: Sequence[Sequence[int]], rank: int, grad_sync: GradSyn
     return JointBatch(rank, rounds * sum(limits), limits, grad_sync)
 
 
-def run_joint_batch(process: SetupProcess, place: MeetingPlace, batch: JointBatch) -> Attempt:
+def run_joint_batch(
+    process: SetupProcess,
+    place: MeetingPlace,
+    batch: JointBatch,
+    knobs: Mapping[str, Value] = {},
+) -> Attempt:
     """Run a batch over all ranks in the children of each; all ranks call it.
+
+    Args:
+        process: holds the setup.
+        place: where the children meet.
+        batch: what they run.
+        knobs: values of the knobs that are not at their default.
 
     Returns:
         The attempt of this rank. Its ``reason`` is None if it ended because of another rank.
     """
     start = time.perf_counter()
     try:
-        found = process.call("a batch over all ranks", _run, place, batch)
+        found = process.call("a batch over all ranks", _run, place, batch, dict(knobs))
     except ChildCrashed as crash:
         process.restart()
         reason = "the host ran out of memory and ended the child process" if crash.out_of_memory else None
@@ -99,13 +112,33 @@ def _failed(batch: JointBatch, reason: str | None, phase: str | None = None) -> 
     )
 
 
-def _run(session: Session, place: MeetingPlace, batch: JointBatch) -> Attempt:
-    """Run the steps in the child of a rank."""
+@contextmanager
+def meet(session: Session, place: MeetingPlace) -> Iterator[Children]:
+    """Meet the children of the other ranks within the block. After it, the session runs steps alone."""
     # Only here: one process needs no torch.distributed.
     from autobatch.distributed.meeting import met
+
+    try:
+        with met(place) as children:
+            yield children
+    finally:
+        setup = session.setup
+        if setup.layout is not None:
+            # The group that exchanges nothing has ended with the meeting.
+            alone = setup.layout.for_probe(setup.device.torch_device.type)
+            session.setup = replace(setup, sharding=alone)
+
+
+def is_lost(error: Exception) -> bool:
+    """Return whether another rank has ended a meeting."""
     from autobatch.distributed.messages import RankLost, lost_rank
 
-    setup, phase = session.setup, "setup"
+    return isinstance(error, RankLost) or lost_rank(error) is not None
+
+
+def _run(session: Session, place: MeetingPlace, batch: JointBatch, knobs: dict[str, Value]) -> Attempt:
+    """Run the steps in the child of a rank."""
+    setup, phase = with_knobs(session.setup, knobs), "setup"
     failure: tuple[str | None, str] | None = None
     with preserved_random_state(), setup.device.enforced() as meter:
 
@@ -115,13 +148,13 @@ def _run(session: Session, place: MeetingPlace, batch: JointBatch) -> Attempt:
             meter.mark(name)
 
         try:
-            with met(place) as children:
+            with meet(session, place) as children:
                 _train(setup, children, batch, meter, mark)
         except Exception as error:
-            is_lost = isinstance(error, RankLost) or lost_rank(error) is not None
-            if classify(error) is Verdict.NONE and not is_lost:
+            lost = is_lost(error)
+            if classify(error) is Verdict.NONE and not lost:
                 raise
-            failure = (None if is_lost else first_line(error), phase)
+            failure = (None if lost else first_line(error), phase)
         stats = meter.stats()
     if failure is not None:
         setup.device.release()
@@ -143,7 +176,7 @@ def _train(
     """Run the steps over the children of all ranks."""
     sizes = batch.sizes()
     mark("setup")
-    with _joined(setup, children, batch, meter) as (train_state, engine):
+    with joined(setup, children, batch, meter) as (train_state, engine):
         if train_state.scaler is not None:
             # As in an attempt: an overflow would keep the state of the optimizer from appearing.
             train_state.scaler = type(train_state.scaler)(setup.device.torch_device.type, init_scale=1.0)
@@ -161,7 +194,7 @@ def _train(
 
 
 @contextmanager
-def _joined(
+def joined(
     setup: TrainSetup, children: Children, batch: JointBatch, meter: Meter
 ) -> Iterator[tuple[TrainState, Engine]]:
     """Return a train state on copies of the model, and the engine over the children that trains it."""

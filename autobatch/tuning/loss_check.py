@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
-from autobatch.step.restore import temporary_weights
+from autobatch.probing.attempt import TrainSetup, batches_of, on_copies
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch
@@ -69,23 +68,20 @@ def _distance(reference: list[float], losses: list[float]) -> float:
 def _losses(setup: TrainSetup, size: int, *, seed: int) -> list[float]:
     """Return the losses of the first steps, on samples that are always the same."""
     draw = torch.Generator().manual_seed(0)
-    with (
-        preserved_random_state(),
-        setup.device.training() as meter,
-        temporary_weights(setup.model, setup.device.torch_device) as model,
-    ):
-        train_state = open_train_state(setup, meter)
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.eval()
-        seed_torch(seed)
-        losses = [
-            train_step(
-                train_state, batches_of(setup, meter, _fetched(setup, size, draw)), size * MICRO_BATCHES
-            ).loss
-            for _ in range(STEPS)
-        ]
-        del train_state
+    losses = []
+    with preserved_random_state(), setup.device.training() as meter:
+        # A copy of a shared model draws its values.
+        seed_torch(0)
+        with on_copies(setup, meter) as train_state:
+            for module in train_state.model.modules():
+                if isinstance(module, nn.modules.dropout._DropoutNd):
+                    module.eval()
+            seed_torch(seed)
+            for _ in range(STEPS):
+                batches = batches_of(setup, meter, _fetched(setup, size, draw))
+                passing = train_state.passing(batches, MICRO_BATCHES)
+                losses.append(train_step(train_state, passing, size * MICRO_BATCHES).loss)
+            del train_state
     return losses
 
 

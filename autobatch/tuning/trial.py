@@ -8,6 +8,7 @@ limit is run once within the enforced budget.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
 from autobatch.probing.attempt import Outcome, TrainSetup, attempt
 from autobatch.probing.child import Session
+from autobatch.probing.confirm import is_lost
 from autobatch.probing.limits import ReplayPredictor, first_size
 from autobatch.probing.search import search
 from autobatch.probing.setup import with_knobs
@@ -39,8 +41,10 @@ from autobatch.probing.traced_setup import trace_footprint
 from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, infeasible, key_of
 from autobatch.tuning.context import describe_context
 from autobatch.tuning.loss_check import LossCheck
-from autobatch.tuning.timing import time_steps
+from autobatch.tuning.timing import Joint, time_steps
 from autobatch.workload.feed import AHEAD
+
+OTHER_ENDED = "another rank has ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +93,18 @@ class TrialRunner:
         Raises:
             Exception: whatever the workload raises with every knob at its default, except out of memory.
         """
+        return self.guarded(values, self._measure)
+
+    def guarded(self, values: Configuration, run: Callable[[Configuration], Measurement]) -> Measurement:
+        """Run a part of a trial, and turn an error that the configuration caused into a measurement."""
         try:
-            return self._measure(values)
+            return run(values)
         except Exception as error:
             out_of_memory = classify(error) is not Verdict.NONE
-            if not out_of_memory and not self._changes(values):
+            lost = is_lost(error)
+            if not (out_of_memory or lost or self._changes(values)):
                 raise
-            found = infeasible(MEMORY if out_of_memory else RUNS, first_line(error))
+            found = infeasible(MEMORY if out_of_memory else RUNS, OTHER_ENDED if lost else first_line(error))
         # Outside the except block, nothing keeps the failed step's tensors alive.
         self.setup.device.release()
         return found
@@ -108,7 +117,18 @@ class TrialRunner:
         size = micro_batch_of(limit, self.task.samples, values)
         return attempt(with_knobs(self.setup, values), size).attempt.reason
 
+    def size(self, values: Configuration) -> Measurement:
+        """Return the micro-batch that a configuration may run at, without a speed, or why there is none."""
+        return self.guarded(values, self._size)
+
     def _measure(self, values: Configuration) -> Measurement:
+        found = self._size(values)
+        if not found.feasible:
+            return found
+        timed = self.time(values, found.micro_batch)
+        return timed._replace(constraints=found.constraints)
+
+    def _size(self, values: Configuration) -> Measurement:
         limit = self._limit(values)
         if isinstance(limit, str):
             return infeasible(MEMORY, limit)
@@ -124,14 +144,20 @@ class TrialRunner:
         if over > 0:
             reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
             return infeasible(LOSS, reason, over=over, micro_batch=size)
-        sizes = micro_batches(self.task.samples, size)
+        return Measurement(0.0, size, constraints={LOSS: over})
+
+    def time(self, values: Configuration, size: int, joint: Joint | None = None) -> Measurement:
+        """Time a configuration; over ranks that share the model, ``joint`` has the micro-batches."""
+        sizes = micro_batches(self.task.samples, size) if joint is None else joint.batch.sizes()
+        steps = len(sizes) if joint is None else joint.steps
         fed = {LOADER_WORKERS: self.task.workers} | dict(values)
         prefetch = self.task.prefetch or int(values.get(PREFETCH) or AHEAD)
-        timing = time_steps(with_knobs(self.setup, fed), sizes, self.task.seconds, prefetch=prefetch)
+        setup = with_knobs(self.setup, fed)
+        timing = time_steps(setup, sizes, self.task.seconds, prefetch=prefetch, joint=joint)
         # A configuration that is measured again reuses compiled code.
-        setup = self._setups.setdefault(key_of(values), timing.setup)
-        seconds = timing._replace(setup=setup).a_step(len(sizes), self.task.planned_steps)
-        return Measurement(self.task.samples / seconds, size, constraints={LOSS: over})
+        once = self._setups.setdefault(key_of(values), timing.setup)
+        seconds = timing._replace(setup=once).a_step(steps, self.task.planned_steps)
+        return Measurement(self.task.samples / seconds, sizes[0])
 
     def _changes(self, values: Configuration) -> dict[str, Value]:
         """Return the values that are not at their default, except the split."""
@@ -251,15 +277,24 @@ def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
 
 def measure_trial(session: Session, task: TrialSpec, values: Configuration) -> Measurement:
     """Run a trial in a session; see `TrialRunner.measure`."""
-    return _runner(session, task).measure(values)
+    return runner_of(session, task).measure(values)
 
 
 def confirm_trial(session: Session, task: TrialSpec, values: Configuration) -> str | None:
     """Run a configuration within the enforced budget in a session; see `TrialRunner.confirm_fits`."""
-    return _runner(session, task).confirm_fits(values)
+    return runner_of(session, task).confirm_fits(values)
 
 
-def _runner(session: Session, task: TrialSpec) -> TrialRunner:
+def size_trial(session: Session, task: TrialSpec, values: Configuration) -> Measurement:
+    """Return the micro-batch of a configuration in a session; see `TrialRunner.size`."""
+    return runner_of(session, task).size(values)
+
+
+def runner_of(session: Session, task: TrialSpec) -> TrialRunner:
     """Return the runner that the trials of one study share."""
     runner = session.find(TrialRunner)
-    return runner if runner and runner.task == task else session.keep(TrialRunner(session.setup, task))
+    if runner is None or runner.task != task:
+        return session.keep(TrialRunner(session.setup, task))
+    # A meeting with other ranks leaves another one.
+    runner.setup = session.setup
+    return runner

@@ -16,7 +16,7 @@ from autobatch.core.knobs import Configuration
 from autobatch.distributed.ranks import Ranks
 from autobatch.probing.child import ChildCrashed, SetupProcess
 from autobatch.tuning.configuration import RUNS, Key, Measurement, infeasible, key_of
-from autobatch.tuning.trial import TrialSpec, confirm_trial, measure_trial
+from autobatch.tuning.trial import OTHER_ENDED, TrialSpec, confirm_trial, measure_trial
 
 
 class Trials(Protocol):
@@ -122,8 +122,10 @@ def slowest(found: Sequence[Measurement], shares: Sequence[int]) -> Measurement:
         found: of each rank, at its share of a batch.
         shares: samples of a batch that each rank takes.
     """
-    failed = next((rank for rank, one in enumerate(found) if not one.feasible), None)
-    if failed is not None:
+    failures = [rank for rank, one in enumerate(found) if not one.feasible]
+    if failures:
+        # A rank that only waited for another has no reason of its own.
+        failed = next((rank for rank in failures if found[rank].failure != OTHER_ENDED), failures[0])
         return found[failed]._replace(failure=f"rank {failed}: {found[failed].failure}")
     seconds = max(share / one.samples_per_s for one, share in zip(found, shares, strict=True) if share)
     return found[0]._replace(samples_per_s=sum(shares) / seconds)

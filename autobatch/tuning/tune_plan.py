@@ -14,8 +14,7 @@ import msgspec
 
 from autobatch.core.knobs import (
     COMPILE,
-    PRECISION,
-    SPLIT,
+    OF_WHOLE,
     SearchAxis,
     applicable,
     defaults,
@@ -26,11 +25,12 @@ from autobatch.core.records import LrTuning, Plan, Tuning
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import layout_of, limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.planning import micro_batches
 from autobatch.probing.child import SetupProcess
+from autobatch.tuning.chosen import with_choice, with_learning_rate
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
 from autobatch.tuning.find_learning_rate import find_learning_rate
+from autobatch.tuning.joint_trial import JointTrials
 from autobatch.tuning.lr_trial import LrTrialSpec, ShortRuns
 from autobatch.tuning.trial import TrialSpec, look_at_workload
 from autobatch.tuning.trials import OwnTrials, SharedTrials, Trials
@@ -135,7 +135,11 @@ class PlanTuner:
         context = self.process.call("looking at the workload", look_at_workload, task)
         axes, notes = applicable(context, None if settings.knobs is None else parse_knobs(settings.knobs))
         self._note(notes)
-        own = OwnTrials(self.process, replace(task, defaults=defaults(axes)))
+        task = replace(task, defaults=defaults(axes))
+        own: Trials = OwnTrials(self.process, task)
+        if layout_of(plan) is not None:
+            self.progress.note(f"{', '.join(OF_WHOLE)} are not tuned, because the ranks share the model")
+            own = JointTrials(self.process, task, ranks, plan.target_batch)
         if ranks.world == 1:
             found = self._find_fastest(own, axes)
             chosen = with_choice(plan, found, axes)
@@ -267,36 +271,3 @@ class PlanTuner:
             "--storage, or set AUTOBATCH_HOME to a writable directory"
         )
         return None
-
-
-def with_choice(plan: Plan, found: TuningResult, axes: Sequence[SearchAxis]) -> Plan:
-    """Put the tuner's choice into a plan. The effective batch stays."""
-    base = defaults(axes)
-    if found.winner is None or found.tuning.best == base:
-        return plan
-    sizes = micro_batches(sum(plan.micro_batches), found.winner.micro_batch)
-    # Knobs at their default are left out, and the split is the plan itself.
-    knobs = {
-        name: value for name, value in found.tuning.best.items() if value != base[name] and name != SPLIT
-    }
-    return msgspec.structs.replace(
-        plan,
-        micro_batch=sizes[0],
-        accumulation_steps=len(sizes),
-        micro_batches=sizes,
-        precision=knobs.pop(PRECISION, None) or plan.precision,
-        knobs=knobs,
-    )
-
-
-def with_learning_rate(plan: Plan, found: LrTuning, *, declared: float) -> Plan:
-    """Put the best learning rate into a plan; return the same plan if the default stays."""
-    if found.best == plan.learning_rate:
-        return plan
-    return msgspec.structs.replace(
-        plan,
-        learning_rate=found.best,
-        learning_rate_rule="tuned",
-        learning_rate_factor=found.best / declared,
-        learning_rate_source=f"tuned in {found.trials} runs of {found.steps} optimizer steps at this batch",
-    )

@@ -70,7 +70,7 @@ def confirmed(
             return attempt(size, None, fits=False)
         return attempt(size, None if size <= largest else "no memory", fits=size <= largest)
 
-    monkeypatch.setattr(confirm, "meeting_place", lambda ranks, number: PLACE)
+    monkeypatch.setattr(confirm, "meeting_place", lambda ranks: PLACE)
     monkeypatch.setattr(confirm, "run_joint_batch", run)
     monkeypatch.setattr(confirm, "limits_over_ranks", of_both)
     device = SimpleNamespace(budget_bytes=2**30)

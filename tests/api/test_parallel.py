@@ -42,8 +42,7 @@ def test_one_process_cannot_share_a_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trials": 4}, "--trials 4 measures whole models"),
-        ({"tune_lr": True}, "--tune-lr measures whole models"),
+        ({"tune_lr": True}, "--tune-lr trains whole models"),
         ({"split": "size"}, "--split size is for whole models"),
     ],
 )

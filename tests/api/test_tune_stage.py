@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from autobatch.api.tune_stage import settings_for
 from autobatch.core.progress import Progress
 from autobatch.distributed.sharding.layout import ShardLayout
@@ -16,8 +19,11 @@ class Notes(Progress):
         self.lines.append(text)
 
 
-def test_a_shared_model_is_not_tuned_and_that_is_said() -> None:
+def test_a_shared_model_is_tuned_only_in_a_process_that_can_be_replaced() -> None:
     notes, settings = Notes(), TuneSettings(trials=4, planned_steps=10, cap=8)
-    assert settings_for(settings, None, notes) is settings
-    assert settings_for(settings, ShardLayout(world=2), notes).trials == 0
-    assert notes.lines == ["the configuration is not tuned, because the ranks share the model"]
+    here: Any = SimpleNamespace(is_replaceable=False, reason="it trains here")
+    child: Any = SimpleNamespace(is_replaceable=True)
+    assert settings_for(settings, here, None, notes) is settings
+    assert settings_for(settings, child, ShardLayout(world=2), notes) is settings
+    assert settings_for(settings, here, ShardLayout(world=2), notes).trials == 0
+    assert notes.lines == ["the configuration of the shared model is not tuned: it trains here"]

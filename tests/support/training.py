@@ -124,6 +124,7 @@ def make_loop(
     device: Device | None = None,
     meter: Meter | None = None,
     world: int = 1,
+    knobs: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Loop:
     """Build a loop as ``fit`` does, with everything drawn from the seed."""
@@ -134,7 +135,9 @@ def make_loop(
         workload,
         model,
         device.torch_device,
-        StepSettings(precision=precision, max_grad_norm=max_grad_norm, ema=ema, world=world),
+        StepSettings(
+            precision=precision, max_grad_norm=max_grad_norm, ema=ema, world=world, knobs=knobs or {}
+        ),
         learning_rate=workload.learning_rate,
     )
     sampler = GlobalBatchSampler(

@@ -85,6 +85,16 @@ def test_steps_are_those_of_whole_batches(
             assert of_step == pytest.approx(other, rel=1e-12)
 
 
+@pytest.mark.parametrize("knobs", [{"checkpointing": "full", "optimizer": "for-loop"}])
+def test_knobs_of_shared_models_change_no_step(server: RankServer, knobs: dict[str, Any]) -> None:
+    alone = make_loop(means(), micro_batch=14, **OPTIONS)
+    expected = figures_of(alone)
+    for weights, _, figures in server.values(train, "means", [5, 3], "each", {**OPTIONS, "knobs": knobs}):
+        assert apart(as_double(weights), whole(alone.train_state.model.parameters())) < 1e-12
+        for of_step, other in zip(figures, expected, strict=True):
+            assert of_step == pytest.approx(other, rel=1e-12)
+
+
 def test_ranks_without_samples_keep_the_others_company(server: RankServer) -> None:
     options = {**OPTIONS, "target_batch": 2}
     alone = make_loop(means(), micro_batch=2, **options)
