@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,11 +77,21 @@ class Messages:
 
     def agree(self, flag: bool) -> bool:
         """See `autobatch.distributed.ranks.Ranks.agree`."""
+        return self.vote(flag)()
+
+    def vote(self, flag: bool) -> Callable[[], bool]:
+        """Send a flag to all ranks; return a function that waits for theirs, and tells if any is true."""
         vote = torch.tensor([int(flag)])
         with as_rank_lost("vote"):
-            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side)
-        self.answered += 1
-        return bool(vote)
+            work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side, async_op=True)
+
+        def answer() -> bool:
+            with as_rank_lost("vote"):
+                work.wait()
+            self.answered += 1
+            return bool(vote)
+
+        return answer
 
     def tensor_group(self, device: torch.device) -> dist.ProcessGroup | None:
         """Return the process group that reduces tensors of a device; None for the default, which is gloo's.

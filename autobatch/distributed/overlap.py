@@ -1,13 +1,14 @@
 """The engine on DistributedDataParallel: the last backward pass hides the reduction.
 
 DDP wraps the loss and not the model, because a loss may call any method of a model, and DDP only sees the
-calls of its own forward. All micro-batches but the last run under ``no_sync``. DDP divides by the number of
-ranks, so gradients are multiplied by it first. They live in DDP's buckets and are zeroed in place.
+calls of its own forward. All micro-batches but the last run under ``no_sync``. Gradients are summed by a hook
+of DDP, live in its buckets, and are zeroed in place.
 
-Between the forward and the backward pass of the last micro-batch, the ranks vote whether memory ran out. A
-batch that failed until then runs again on all ranks, with DDP built anew, because a reduction was prepared.
-From the last backward pass on, nothing can be repeated. A rank without samples runs one of weight 0, since
-DDP needs a backward pass on every rank.
+Between the forward and the backward pass of the last micro-batch, the ranks vote whether memory ran out. The
+votes are on their way while the backward pass begins, and are counted before the first bucket is sent. A
+batch that failed until then is not summed, and runs again on all ranks, with DDP built anew, because a
+reduction was prepared. From the vote on, nothing can be repeated that fails. A rank without samples runs one
+of weight 0, since DDP needs a backward pass on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from autobatch.distributed.engine import OutOfMemory
@@ -36,10 +39,6 @@ _SYNC_BUFFERS = (
 )
 """Name of the option that copies buffers to all ranks in every forward pass; torch 2.13 has renamed it."""
 LossFunction = Callable[[nn.Module, Collated], Tensor | Loss]
-
-
-class _PeerOutOfMemory(torch.OutOfMemoryError):
-    """Memory ran out on another rank."""
 
 
 class _LossModule(nn.Module):
@@ -69,6 +68,7 @@ class Overlap(GroupEngine):
         self._module = _LossModule(train_state.model, train_state.loss)
         self._spare = spare
         self._peer_failed = False
+        self._votes: Callable[[], bool] | None = None
         self._has_no_counts = False
         self._is_passing = False
         self._is_spare = False
@@ -78,7 +78,6 @@ class Overlap(GroupEngine):
         # DDP has buckets of its own.
         train_state.exchange = None
         train_state.gradients.keeps_memory = True
-        train_state.gradient_factor = float(self.ranks.world)
         train_state.loss = self._loss_of(train_state)
         train_state.buffers.take()
         self._wrap(train_state)
@@ -111,7 +110,8 @@ class Overlap(GroupEngine):
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """See `Engine.combine`. The gradients are summed already."""
         self._is_passing = False
-        if isinstance(outcome, OutOfMemory):
+        self._count_votes()
+        if self._peer_failed or isinstance(outcome, OutOfMemory):
             return self._give_up(train_state, outcome)
         write_row(self._table, figures_of(outcome, self._request.own.signal_number or 0), self.ranks.rank)
         with self.ranks.meeting():
@@ -120,8 +120,6 @@ class Overlap(GroupEngine):
         rows = [Figures(*row) for row in read_rows(self._table.tolist(), columns, self._table.dtype)]
         self._request.agree(int(row.signal) for row in rows)
         sum_totals(outcome, rows)
-        if outcome.first_norm is not None:
-            outcome.first_norm = outcome.first_norm / self.ranks.world
         return outcome
 
     def _agree_on_scale(self, train_state: TrainState) -> None:
@@ -135,16 +133,19 @@ class Overlap(GroupEngine):
         train_state.buffers.restore(keep=True)
         self._has_no_counts = not self.divide_alike(train_state, found, size)
 
-    def _give_up(self, train_state: TrainState, outcome: OutOfMemory) -> OutOfMemory:
+    def _give_up(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> OutOfMemory:
         """Let the other ranks know, unless they do, and build DDP anew, which has prepared a reduction."""
-        if not self._peer_failed:
+        has_failed_alone = not self._peer_failed
+        if has_failed_alone:
             self._vote(failed=True)
+            self._count_votes()
         train_state.buffers.restore(keep=True)
+        self._peer_failed = False
         # A rank that fails here cannot tell the others.
         train_state.stepping = True
         self._wrap(train_state)
         train_state.stepping = False
-        return OutOfMemory("") if self._peer_failed else outcome
+        return outcome if isinstance(outcome, OutOfMemory) and has_failed_alone else OutOfMemory("")
 
     def _loss_of(self, train_state: TrainState) -> LossFunction:
         def loss(model: nn.Module, batch: Collated) -> Tensor | Loss:
@@ -152,9 +153,9 @@ class Overlap(GroupEngine):
                 return self._module.loss(model, batch)
             found: Tensor | Loss = self._ddp(batch)
             if torch.is_grad_enabled() and self._ddp.require_backward_grad_sync:
-                self._vote(failed=False)
-                # From here on gradients are in flight, so that nothing can be repeated.
+                # From here on gradients may be in flight, so that nothing can be repeated.
                 train_state.stepping = True
+                self._vote(failed=False)
             return _without_weight(found) if self._is_spare else found
 
         return loss
@@ -171,12 +172,30 @@ class Overlap(GroupEngine):
             self._ddp.require_backward_grad_sync = is_last
 
     def _vote(self, *, failed: bool) -> None:
-        """Tell whether memory ran out here, and stop if it did on another rank."""
-        with self.ranks.meeting():
-            is_failed = self.ranks.agree(failed)
-        if is_failed and not failed:
-            self._peer_failed = True
-            raise _PeerOutOfMemory("memory ran out on another rank")
+        """Tell all ranks whether memory ran out here."""
+        self._votes = self.ranks.vote(failed)
+
+    def _count_votes(self) -> None:
+        """Wait for the votes of all ranks, if they have not been counted yet."""
+        votes, self._votes = self._votes, None
+        if votes is not None:
+            with self.ranks.meeting():
+                self._peer_failed = votes()
+
+    def _summed(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum a bucket over the ranks, unless memory ran out on one of them."""
+        self._count_votes()
+        tensor = bucket.buffer()
+        if self._peer_failed:
+            unsent: torch.futures.Future[Tensor] = torch.futures.Future(
+                devices=None if tensor.is_cpu else [tensor.device]
+            )
+            unsent.set_result(tensor)
+            return unsent
+        with as_rank_lost("sum the gradients"):
+            work = dist.all_reduce(tensor, group=self._tensors, async_op=True)
+        sums: torch.futures.Future[Tensor] = work.get_future().then(lambda found: found.value()[0])
+        return sums
 
     def _wrap(self, train_state: TrainState) -> None:
         """Build DDP, and bring it to where every further batch finds it; all ranks call it together."""
@@ -190,6 +209,8 @@ class Overlap(GroupEngine):
                 init_sync=False,
                 **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
             )
+            # DDP compares the annotations of a hook, which may not be text.
+            self._ddp.register_comm_hook(None, lambda _, bucket: self._summed(bucket))
             self._prime(train_state)
 
     def _prime(self, train_state: TrainState) -> None:

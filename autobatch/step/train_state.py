@@ -62,8 +62,6 @@ class TrainState:
     """Average of the weights, updated by every applied step; None for no average."""
     stepping: bool = False
     """True while optimizers move weights, here or on another rank: a failure then cannot be repeated."""
-    gradient_factor: float = 1.0
-    """Factor of all gradients: the number of ranks if their sum is divided by it, as DDP does."""
     exchange: Tensor | None = None
     """Buffer in which ranks sum their gradients; None if this process trains alone, or DDP sums them."""
     shared: SharedModel | None = None

@@ -142,7 +142,7 @@ def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size
     # A loss may return a constant if its micro-batch counts nothing.
     if loss.requires_grad:
         scaled = loss if train_state.scaler is None else train_state.scaler.scale(loss)
-        backward_from(scaled, weight * train_state.gradient_factor)
+        backward_from(scaled, weight)
     if is_readable(loss):
         totals.loss += loss.item() * weight
     elif isinstance(totals.loss, Tensor):
