@@ -49,7 +49,7 @@ class AllocatorConfig:
 
     def rounded(self, size: int) -> int:
         """Return the size of a block for a request of ``size`` bytes (``round_size``)."""
-        return max(1, -(-size // self.round_bytes)) * self.round_bytes
+        return -(-size // self.round_bytes) * self.round_bytes or self.round_bytes
 
     def segment_bytes(self, rounded: int) -> int:
         """Return the bytes to request from the driver for a new segment (``get_allocation_size``)."""
@@ -119,7 +119,8 @@ class CachingAllocator:
             pool.insert(block.split(rounded))
         block.held = True
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:  # noqa: PLR1730 - a tenth of the time of max
+            self.peak_allocated_bytes = self.allocated_bytes
         return block
 
     def free(self, handle: Block | None) -> None:

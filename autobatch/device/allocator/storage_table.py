@@ -68,6 +68,9 @@ class StorageTable:
         Raises:
             torch.OutOfMemoryError: It does not fit.
         """
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            self.count_storage(tensor.untyped_storage())
+            return
         for storage in storages_of(tensor):
             self.count_storage(storage)
 
@@ -85,7 +88,7 @@ class StorageTable:
                 self._resize(known, size)
         elif storage.device.type == self._storage_device:
             handle = self.allocate(size)
-            self._watch(storage, size, handle, self._new_block(size))
+            self._watch(storage, key, size, handle, self._new_block(size))
 
     def check(self, tensor: Tensor) -> None:
         """Count the new size of a counted storage that was resized, and leave other storages out.
@@ -203,13 +206,13 @@ class StorageTable:
         storage = reference()
         if storage is None:
             return False
-        self._watch(storage, summand.size, summand.handle, summand.block)
+        self._watch(storage, storage._cdata, summand.size, summand.handle, summand.block)
         return True
 
-    def _watch(self, storage: torch.UntypedStorage, size: int, handle: Any, block: int) -> None:
+    def _watch(self, storage: torch.UntypedStorage, key: int, size: int, handle: Any, block: int) -> None:
         watch = Watch(storage, self._on_death)
-        watch.key, watch.size, watch.handle, watch.block = storage._cdata, size, handle, block
-        self._live[watch.key] = watch
+        watch.key, watch.size, watch.handle, watch.block = key, size, handle, block
+        self._live[key] = watch
 
     def _new_block(self, size: int) -> int:
         """Number a block. An empty block takes no memory and gets no number, so numbers follow the events."""

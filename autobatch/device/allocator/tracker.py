@@ -69,7 +69,8 @@ class StorageTracker(TorchDispatchMode):
         self.allocator = allocator
         self._record = record
         self._checks_first = allocator.limit is not None and storage_device == "cpu"
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[int, tuple[_Kind, Any]] = {}
+        """Kinds by the identity of operators, whose own hash takes longer than the rest of a look-up."""
         self._marks: list[tuple[int, str]] = []
         self._aside = False
 
@@ -173,9 +174,10 @@ class StorageTracker(TorchDispatchMode):
             return NotImplemented
         if self._book.is_undecided:
             self._book.settle()
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind_of(func)
+        known = self._kinds.get(id(func))
+        if known is None:
+            known = self._kinds[id(func)] = (_kind_of(func), func)
+        kind = known[0]
         if kind is _Kind.VIEW or (kind is _Kind.UPDATE and args[0].layout is torch.strided):
             return func(*args, **kwargs)
         if kind is _Kind.NEW and self._checks_first:

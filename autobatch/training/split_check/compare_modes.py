@@ -21,6 +21,8 @@ from autobatch.training.split_check.sample_gradient import GradientRunner
 from autobatch.training.split_check.split_samples import SplitSamples, collate_split
 
 MOST_PARTS = 8
+MANY_TENSORS = 1000
+"""Parameter tensors from which on there are two parts: a pass over a few samples takes seconds then."""
 FLOAT64_BUDGET_SHARE = 0.1
 """Share of the budget below which a loss is compared in float64; model copy and gradient count."""
 
@@ -104,7 +106,7 @@ def compare_samples(
     Returns:
         The finding, and the mode; None if there was none.
     """
-    sizes = sizes or split_evenly(len(samples), max(2, min(MOST_PARTS, len(samples) // 2)))
+    sizes = sizes or split_evenly(len(samples), _parts(setup, len(samples)))
     with meter.uncounted():
         split = collate_split(setup.workload, samples, sizes)
     finding = Finding()
@@ -123,6 +125,13 @@ def compare_samples(
                 reason = f"memory ran out for {len(samples)} samples"
             finding = Finding(unchecked=reason, is_memory=is_memory)
     return finding, None
+
+
+def _parts(setup: TrainSetup, samples: int) -> int:
+    """Return the number of parts of samples."""
+    if sum(1 for _ in setup.model.parameters()) >= MANY_TENSORS:
+        return 2
+    return max(2, min(MOST_PARTS, samples // 2))
 
 
 def _find_fault(setup: TrainSetup, meter: Meter, split: SplitSamples, mode: Mode) -> str | None:

@@ -125,4 +125,5 @@ def _elements(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         return parameter.new_zeros(len(range(0, parameter.numel(), stride)))
     gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-    return gradient.detach().flatten()[::stride]
+    flat = gradient.detach().flatten()
+    return flat if stride == 1 else flat[::stride]
