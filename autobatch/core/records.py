@@ -80,6 +80,7 @@ class LengthLimit(Record, frozen=True, kw_only=True):
     """Size by `size_of`, else the number of elements of a sample."""
     micro_batch: int
     upper_bound_by: UpperBoundBy | None
+    """Proof that the next size does not fit; None if the search ended near the limit, without one."""
     padded_size: float = 0.0
     """``size`` × ``micro_batch``: tokens per micro-batch if a size is a number of tokens."""
 

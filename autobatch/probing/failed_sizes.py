@@ -32,7 +32,8 @@ class FailedSizes:
     def __init__(self, run: Callable[[int], Outcome], process: SetupProcess) -> None:
         self._run = run
         self._process = process
-        self._largest = 0
+        self.largest = 0
+        """The largest size that has fitted."""
         self.stopped_by: str | None = None
         """`LOST` once no further size can run; None otherwise."""
 
@@ -53,7 +54,7 @@ class FailedSizes:
             failure = error
         else:
             if outcome.attempt.fits:
-                self._largest = max(self._largest, size)
+                self.largest = max(self.largest, size)
             return outcome
         # Outside of the except block, so that nothing holds the tensors of the failed attempt.
         if isinstance(failure, ChildCrashed) or loses_context(failure):
@@ -75,7 +76,7 @@ class FailedSizes:
         )
 
     def _may_be_too_large(self, size: int, error: Exception) -> bool:
-        if self._largest:
-            return size > self._largest
+        if self.largest:
+            return size > self.largest
         is_certain = isinstance(error, AutobatchError) and not isinstance(error, UserCodeError)
         return size > FEW and not is_certain

@@ -36,6 +36,8 @@ NEAR = 1.1
 """Ratio of a size predicted in proportion to the largest that ran, up to which it is taken as it is."""
 CAREFUL = 0.7
 """Share of the way to such a size that is taken if it is further."""
+AGREES = 0.03
+"""Distance of the sizes that two runs predict in proportion, as a share, up to which they are trusted."""
 REFUSED_SHARE = 1 / 16
 """Share of the budget that a prediction leaves free after a size did not fit; doubled each time. Scratch that
 small sizes do not show takes about as much."""
@@ -155,6 +157,11 @@ class ReplayPredictor:
         return len(set(self._orders)) == len(self._points)
 
     @property
+    def is_rough(self) -> bool:
+        """True if no program follows from the runs: the order of allocations depends on the data's values."""
+        return len(self._points) > 1 and self._program is None
+
+    @property
     def _needs_points(self) -> bool:
         """True if a size that bounds from too few points allowed did not fit: memory bends between them."""
         return self._refusals > 0 and len(self._points) < ENOUGH_POINTS
@@ -213,9 +220,15 @@ class ReplayPredictor:
 
     def _in_proportion_to_largest(self, cap: int) -> int:
         """Return the largest size that fits if memory grows in proportion to that of the largest run."""
-        size, trace = max(self._points, key=lambda point: point[0])
+        *_, (before, early), (size, trace) = [(0, None), *sorted(self._points, key=lambda point: point[0])]
         guess = largest(in_proportion(size, trace), self._new_allocator, cap) or 0
-        return guess if guess <= NEAR * size else size + int(CAREFUL * (guess - size))
+        if guess <= NEAR * size:
+            return guess
+        if early is not None:
+            other = largest(in_proportion(before, early), self._new_allocator, cap) or 0
+            if abs(other - guess) <= AGREES * guess:
+                return min(other, guess)
+        return size + int(CAREFUL * (guess - size))
 
     def _fit(self) -> Program | None:
         """Fit a line to two sizes, else a parabola to three; None if neither holds, or for too few."""

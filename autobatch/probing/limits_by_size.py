@@ -17,9 +17,15 @@ from autobatch.probing.find_limit import ProbeLimits, caps_of
 from autobatch.probing.kept_answers import kept_answers
 from autobatch.probing.limits import ReplayPredictor, first_size
 from autobatch.probing.real_batches import find_curve
-from autobatch.probing.search import search
+from autobatch.probing.search import Found, search
 from autobatch.probing.setup import new_allocator
 from autobatch.probing.size_curve import CurvePoint
+
+LIKELY = 0.8
+"""Share of the limit in proportion to the size of the samples that a search for smaller ones runs first."""
+ENOUGH = 0.9
+"""Share of a rough prediction at which such a search ends."""
+CLOSE = "close to a rough prediction"
 
 
 def find_limits_by_size(
@@ -71,21 +77,28 @@ def _searched(process: SetupProcess, found: Probe, cap: int, progress: Progress)
     *shorter, longest = process.info.size_quartiles
     lengths = [_length_limit(longest, found.micro_batch, found.upper_bound_by)]
     for size in reversed(shorter):
-        sizes = FailedSizes(partial(questions.run_attempt, process, max_size=size), process)
-        one = search(
-            sizes,
-            cap=cap,
-            stopped=lambda sizes=sizes: sizes.stopped_by,  # type: ignore[misc]
-            predictor=ReplayPredictor(
-                lambda: new_allocator(process.info), first_size=first_size(process.info.compute_capability)
-            ),
-        )
-        if one.stopped_by is not None:
+        # Memory grows with the size of the samples or faster.
+        likely = int(LIKELY * found.micro_batch * longest / size) if size > 0 else 0
+        one = _search_size(process, size, max(1, min(likely, cap)), cap)
+        if one.stopped_by not in (None, CLOSE):
             progress.note("interrupted: left out the micro-batches of smaller samples")
             return
         lengths.append(_length_limit(size, one.micro_batch, one.upper_bound_by))
         progress.note(f"a micro-batch of {one.micro_batch:,} fits for samples up to a size of {size:g}")
     yield from lengths
+
+
+def _search_size(process: SetupProcess, size: float, likely: int, cap: int) -> Found:
+    """Search for samples up to a size; near the limit is enough where only runs tell how memory grows."""
+    sizes = FailedSizes(partial(questions.run_attempt, process, max_size=size), process)
+    first = max(first_size(process.info.compute_capability), likely)
+    predictor = ReplayPredictor(lambda: new_allocator(process.info), first_size=first)
+
+    def stopped() -> str | None:
+        is_close = predictor.is_rough and sizes.largest >= ENOUGH * (predictor.largest(cap) or cap)
+        return sizes.stopped_by or (CLOSE if is_close else None)
+
+    return search(sizes, cap=cap, stopped=stopped, predictor=predictor)
 
 
 def _length_limit(size: float, micro_batch: int, upper_bound_by: UpperBoundBy | None) -> LengthLimit:

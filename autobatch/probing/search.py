@@ -60,6 +60,8 @@ class _Bracket:
     order."""
     is_error: bool = False
     """True if ``high`` failed for another reason than memory."""
+    predicted: int | None = None
+    """The first prediction; None if there was none."""
     tried: set[int] = field(default_factory=set)
     failures: int = 0
 
@@ -114,7 +116,6 @@ def search(
     """
     bracket = _Bracket(cap=cap)
     attempts: list[Attempt] = []
-    predicted: int | None = None
     stopped_by = None
     bound = None
     while bound is None:
@@ -122,7 +123,7 @@ def search(
         if bracket.high == 1 or stopped_by:
             break
         guess = _guess(bracket, predictor)
-        predicted = guess if predicted is None else predicted
+        bracket.predicted = guess if bracket.predicted is None else bracket.predicted
         size = _below(bracket, guess) or _next_size(bracket, guess, predictor.next_calibration_size(cap))
         try:
             outcome = run(size)
@@ -137,7 +138,7 @@ def search(
         if bound == "replay" and len(attempts) > 1 and not attempts[-2].fits:
             # The size was chosen with care after a refusal. Reserved memory is not monotone, so more may fit.
             bound = None if (_guess(bracket, predictor) or 0) > bracket.low else bound
-    return Found(bracket.low, bound, predicted, attempts, stopped_by)
+    return Found(bracket.low, bound, bracket.predicted, attempts, stopped_by)
 
 
 def _guess(bracket: _Bracket, predictor: ReplayPredictor) -> int | None:
@@ -179,6 +180,10 @@ def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) ->
             return min(bracket.low + (1 << bracket.climbs - 1), top - 1)
     if calibration is not None and 0 < calibration < top and calibration not in bracket.tried:
         return calibration
+    # Predictions end at what ran, or a smaller size failed than one that ran as it was predicted.
+    is_near = bracket.low == guess or (bracket.failures > 0 and bracket.low == bracket.predicted)
+    if bracket.high is None and is_near:
+        return bracket.low + 1
     return _unguided_size(bracket)
 
 

@@ -65,6 +65,37 @@ def test_a_step_that_is_not_traced_is_searched_at_each_quartile(
     assert all(one.padded_size == one.size * one.micro_batch for one in searched.lengths)
 
 
+class Packed(nn.Module):
+    """A recurrent layer over packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(4, 8)
+
+    def forward(self, packed: nn.utils.rnn.PackedSequence) -> torch.Tensor:
+        return self.body(packed)[0].data.square().mean()
+
+
+def test_where_only_runs_tell_how_memory_grows_a_search_ends_near_the_limit(tmp_path: Path) -> None:
+    workload = work(
+        Packed,
+        train_data=Sequences([4 + n % 23 for n in range(120)], width=4),
+        collate=lambda samples: nn.utils.rnn.pack_sequence([one for one, _ in samples], enforce_sorted=False),
+        loss=lambda model, packed: model(packed),
+    )
+    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="300KiB"))
+    process, limits = ThisProcess(setup), ProbeLimits()
+    found = find_limit(process, limits, home=tmp_path, progress=Progress()).probe
+    *shorter, longest = find_limits_by_size(
+        process, limits, found, home=tmp_path, progress=Progress()
+    ).lengths
+    assert longest.micro_batch == found.micro_batch
+    assert any(one.upper_bound_by is None for one in shorter)
+    for one in shorter:
+        assert attempt_at(setup, one.micro_batch, one.size).attempt.fits
+        assert not attempt_at(setup, one.micro_batch * 5 // 4, one.size).attempt.fits
+
+
 def test_an_interrupt_leaves_out_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

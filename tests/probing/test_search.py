@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.cli.failures import Terminated
+from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.probing.attempt import Outcome
+from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import Found, search
 from tests.support.sizes import BUDGET, Machine, machine_of, outcome_of, predictor_of, program_of, trace_of
 
@@ -150,3 +152,17 @@ def test_sizes_just_below_one_that_failed_narrowly_are_tried_next() -> None:
     found = search(run, cap=10_000, predictor=predictor_of(program_of(*rules)))
     assert (found.micro_batch, found.upper_bound_by) == (limit - 6, "run")
     assert len(machine.asked) <= 7
+
+
+def test_the_next_size_is_run_where_predictions_end() -> None:
+    class Approaching(ReplayPredictor):
+        """Predictions that come closer with each run."""
+
+        def largest(self, cap: int) -> int | None:
+            known = max(self._peaks, default=0)
+            return min(known + max(1, (32 - known) // 2), 32, cap)
+
+    machine = Machine(lambda size: 0 if size <= 32 else 2 * BUDGET)
+    found = search(machine.run, cap=256, predictor=Approaching(lambda: CountingAllocator(BUDGET)))
+    assert (found.micro_batch, found.upper_bound_by) == (32, "run")
+    assert machine.asked == [16, 24, 28, 30, 31, 32, 33]

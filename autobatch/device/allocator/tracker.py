@@ -36,6 +36,7 @@ class _Kind(Enum):
     """In place, and never of another size."""
 
 
+_ADD = torch.ops.aten.add.Tensor
 _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
 
@@ -108,7 +109,7 @@ class StorageTracker(TorchDispatchMode):
         self._marks.append((len(self._book.events), phase))
 
     def settle(self) -> None:
-        """Count the output that the last operator left undecided; see `_is_gradient_sum`."""
+        """Count the output that the last operator left undecided; see `_takes_over`."""
         self._book.settle()
 
     def trace(self) -> Trace | None:
@@ -180,10 +181,12 @@ class StorageTracker(TorchDispatchMode):
         kind = known[0]
         if kind is _Kind.VIEW or (kind is _Kind.UPDATE and args[0].layout is torch.strided):
             return func(*args, **kwargs)
-        if kind is _Kind.NEW and self._checks_first:
+        # The sum of two gradients takes over the memory of one of them, so it may fit where no tensor does.
+        is_sum = func is _ADD and torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+        if kind is _Kind.NEW and self._checks_first and not is_sum:
             self._refuse_early(func, args, kwargs)
         out = func(*args, **kwargs)
-        if func is torch.ops.aten.add.Tensor and self._is_gradient_sum(args, out):
+        if is_sum and self._takes_over(args, out):
             return out
         refusal = self._note(out, kind)
         if refusal is not None:
@@ -214,17 +217,15 @@ class StorageTracker(TorchDispatchMode):
         if needed > room:
             allocator.free(self._book.allocate(needed))
 
-    def _is_gradient_sum(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Return whether autograd adds two gradients here, so that their sum is counted later.
+    def _takes_over(self, args: tuple[Any, ...], out: Any) -> bool:
+        """Return whether a sum of two gradients is counted later.
 
         Autograd adds gradients in place, but out of place under any dispatch mode (``isTensorSubclassLike``
         in torch/csrc/autograd/functions/accumulate_grad.h and input_buffer.cpp). The count must be that
         without a mode, so the sum takes over the block of the summand if that dies with the addition.
         """
         return (
-            torch._C._current_graph_task_id() >= 0
-            and not torch.is_grad_enabled()
-            and isinstance(args[0], Tensor)
+            isinstance(args[0], Tensor)
             and isinstance(out, Tensor)
             and out.layout is torch.strided
             and self._book.defer(args[0], out)
