@@ -110,7 +110,7 @@ class SearchOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "overlap", "after"],
         OptionHelp(
             "Over several ranks, sum gradients during the last backward pass (DDP) or after it. auto: during "
-            "it above 25 MiB, if DDP can.",
+            "it above 25 MiB on GPUs, if DDP can.",
             "run",
         ),
     ] = "auto"

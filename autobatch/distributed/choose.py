@@ -19,6 +19,8 @@ from autobatch.workload.contract import Collated, Loss
 from autobatch.workload.rng import preserved_random_state
 
 GradSync = Literal["auto", "overlap", "after"]
+SENDERS = ("cpu",)
+"""Devices that reduce gradients by the cores that compute them, so that a backward pass hides nothing."""
 Spare = Callable[[], tuple[Collated, int]]
 
 
@@ -53,17 +55,21 @@ def choose_engine(
     """
     tensors = group.tensor_group(train_state.device)
     nbytes = sum(p.numel() * p.element_size() for p in train_state.parameters if p.requires_grad)
-    is_small = nbytes <= EXCHANGE_BYTES
+    reason = None
+    if nbytes <= EXCHANGE_BYTES:
+        reason = f"the gradients of {format_bytes(nbytes)} fit in one reduction"
+    elif train_state.device.type in SENDERS:
+        reason = "the cores that would hide the reduction carry it out"
     obstacle = None
-    if asked == "overlap" or (asked == "auto" and not is_small):
+    if asked == "overlap" or (asked == "auto" and reason is None):
         found = [one for one in group.gather(_obstacle(train_state, spare)) if one is not None]
         obstacle = found[0] if found else None
     if asked == "overlap" and obstacle is not None:
         raise InputError(f"--grad-sync overlap is not possible: {obstacle}. Use --grad-sync after")
-    if asked == "after" or (is_small and asked == "auto") or obstacle is not None:
-        size = f"the gradients of {format_bytes(nbytes)} fit in one reduction"
-        reason = obstacle or ("as asked" if asked == "after" else size)
-        return Choice(After(group, split, kinds, tensors), reason)
+    if asked == "after" or (asked == "auto" and reason is not None) or obstacle is not None:
+        why = obstacle or ("as asked" if asked == "after" else reason)
+        assert why is not None
+        return Choice(After(group, split, kinds, tensors), why)
     engine = Overlap(group, split, kinds, tensors)
     engine.attach(train_state, spare)
     return Choice(engine, "as asked" if asked == "overlap" else "the last backward pass hides the reduction")

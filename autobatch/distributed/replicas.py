@@ -18,7 +18,7 @@ from autobatch.workload.contract import Collated
 
 
 def has_buckets(model: nn.Module) -> bool:
-    """Check whether ranks would train a model through DDP, by the rule of `autobatch.distributed.choose`."""
+    """Check whether GPUs would train a model through DDP, by the rule of `autobatch.distributed.choose`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     is_small = sum(p.numel() * p.element_size() for p in trained) <= EXCHANGE_BYTES
     return not is_small and not any(p.dtype in LOW_PRECISION for p in trained)

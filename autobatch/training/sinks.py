@@ -40,7 +40,8 @@ class UserSinks:
 
     def step(self, record: StepRecord) -> None:
         """Hand the record of a batch to every sink."""
-        self._each("step", lambda sink: sink.step(record))
+        if self._sinks:
+            self._each("step", lambda sink: sink.step(record))
 
     def flush(self) -> None:
         """Do nothing: a resume reads no sink."""

@@ -37,7 +37,8 @@ class RunTotals:
     def add(self, record: StepRecord) -> None:
         """Add a step of this process."""
         self._add(record.loss, is_applied=record.applied)
-        self._add_peaks({name: getattr(record, name) for name in PEAKS})
+        if record.peak_allocated_bytes is not None or record.peak_reserved_bytes is not None:
+            self._add_peaks({name: getattr(record, name) for name in PEAKS})
         self.samples = record.samples - self._samples_before
         self.seconds += record.seconds
         self._last_count = record.count

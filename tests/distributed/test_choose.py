@@ -33,8 +33,8 @@ class Unused(nn.Module):
         return found if os.environ["RANK"] == "1" else self.rest(found)
 
 
-def choose_for(kind: str, asked: Any, most_bytes: int) -> str:
-    choose.EXCHANGE_BYTES = most_bytes
+def choose_for(kind: str, asked: Any, most_bytes: int, senders: tuple[str, ...]) -> str:
+    choose.EXCHANGE_BYTES, choose.SENDERS = most_bytes, senders
     group = open_group()
     models = {"plain": network, "unused": Unused, "16 bits": lambda: network(torch.bfloat16)}
     workload = make_workload(model=models[kind])
@@ -81,6 +81,11 @@ def choose_for(kind: str, asked: Any, most_bytes: int) -> str:
 def test_all_ranks_choose_alike(
     server: RankServer, kind: str, asked: str, most_bytes: int, expected: str
 ) -> None:
-    found = server.values(choose_for, kind, asked, most_bytes)
+    found = server.values(choose_for, kind, asked, most_bytes, ())
     assert found[0] == found[1]
     assert found[0].startswith(expected), found[0]
+
+
+def test_on_the_cpu_nothing_is_hidden(server: RankServer) -> None:
+    found = server.values(choose_for, "plain", "auto", 0, choose.SENDERS)
+    assert found == ["after: the cores that would hide the reduction carry it out"] * 2
