@@ -28,6 +28,11 @@ def note_split(process: SetupProcess, result: Result, progress: Progress, *, is_
     probe, plan = result.probe, result.plan
     if probe is None or probe.micro_batch < 1 or probe.stopped_by == "interrupt":
         return
+    if process.info.layout is not None:
+        progress.note(
+            "autobatch fit checks on rank 0 that the loss can be split, because the ranks share the model"
+        )
+        return
     micro_batch = probe.micro_batch if plan is None else plan.micro_batch
     progress.doing(CHECKING_SPLIT)
     try:

@@ -58,15 +58,11 @@ def check_whole_models(options: TuneOptions) -> None:
     Raises:
         InputError: something was.
     """
-    if options.parallel != "shard":
-        return
-    if options.tune_lr:
+    if options.parallel == "shard" and options.tune_lr:
         raise InputError(
             "--tune-lr trains whole models in short runs, and --parallel shard shares one: give "
             "--parallel replicate, or tune the rate of a smaller model"
         )
-    if options.split == "size":
-        raise InputError("--split size is for whole models: use --split count with --parallel shard")
 
 
 def asked_layout(options: SearchOptions, ranks: Ranks) -> ShardLayout | None:

@@ -86,8 +86,6 @@ def run_plan(workload: Workload | str | None, options: RankPlanOptions, context:
         stage = partial(probe_and_plan, world_size=world_size)
         found = probe_choice(workload, options, context, first, opened, stage=stage)
         result = _finished(found, options, context)
-        if found.shard is not None:
-            return result
         return add_split(
             found.process, result, options, context.progress, home=context.home, ranks=ranks, is_last=True
         )

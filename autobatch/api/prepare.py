@@ -109,7 +109,12 @@ def prepare(
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
         tune_settings = settings_for(tune_settings, process, shard, context.progress)
         is_tuned = tune_settings.trials or options.tune_lr
-        if is_tuned and options.split_check == "error" and result.plan.accumulation_steps > 1:
+        if (
+            is_tuned
+            and shard is None
+            and options.split_check == "error"
+            and result.plan.accumulation_steps > 1
+        ):
             context.progress.doing(CHECKING_SPLIT)
             refuse_split(process, result.plan.micro_batch)
         tuner = open_tuner(process, tune_settings, context, options.timeout)
@@ -118,8 +123,7 @@ def prepare(
         if options.tune_lr:
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)
-        if shard is None:
-            result = _with_split(process, result, options, settings, context)
+        result = _with_split(process, result, options, settings, context)
         sizes = sizes_of(process, result)
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
@@ -204,8 +208,7 @@ def _planned_again(
         result = uninterrupted(probe_and_plan(process, options, context, together))
         if ranks.world > 1:
             result = with_parallel(result, options, shard, None, context)
-        if shard is None:
-            result = _with_split(process, result, options, settings, context)
+        result = _with_split(process, result, options, settings, context)
     return result, process.info.key
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autobatch.step.loss_share import StepTotals
     from autobatch.step.train_state import TrainState
     from autobatch.workload.contract import Collated
+    from autobatch.workload.order import GlobalBatch
 
 
 class OutOfMemory(NamedTuple):
@@ -66,7 +67,7 @@ class Engine(Protocol):
         train_state: TrainState,
         micro_batches: Iterable[tuple[Collated, int]],
         count: int,
-        samples: int,
+        batch: GlobalBatch,
     ) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches of a batch as they are to run.
 
@@ -74,7 +75,7 @@ class Engine(Protocol):
             train_state: what trains.
             micro_batches: of this rank, with the samples of each.
             count: their number.
-            samples: of the batch, over all ranks.
+            batch: the samples of all ranks.
         """
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
@@ -130,7 +131,7 @@ class OneProcess:
         train_state: TrainState,
         micro_batches: Iterable[tuple[Collated, int]],
         count: int,
-        samples: int,
+        batch: GlobalBatch,
     ) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches themselves."""
         return micro_batches

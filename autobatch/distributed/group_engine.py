@@ -15,6 +15,7 @@ from autobatch.distributed.messages import as_rank_lost
 from autobatch.distributed.shares import RankSplit
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, Loss
+from autobatch.workload.order import GlobalBatch
 
 
 class GroupEngine:
@@ -79,7 +80,7 @@ class GroupEngine:
         train_state: TrainState,
         micro_batches: Iterable[tuple[Collated, int]],
         count: int,
-        samples: int,
+        batch: GlobalBatch,
     ) -> Iterable[tuple[Collated, int]]:
         """See `Engine.passing`."""
         return micro_batches

@@ -38,44 +38,59 @@ class JointSizeSplit(RankSplit):
     def __init__(self, split: SizeSplit, rank: int, limits: Sequence[int]) -> None:
         super().__init__(split, rank, limits)
         self._by_size = split
-        self._last: tuple[object, list[MicroBatchIds]] | None = None
+        self._last: tuple[object, tuple[list[MicroBatchIds], int]] | None = None
 
     def parts(self, batch: GlobalBatch, micro_batch: int) -> list[MicroBatchIds]:
         """See `autobatch.workload.split.Split`; empty if the rank takes no sample."""
-        limits = (*self.limits[: self._rank], micro_batch, *self.limits[self._rank + 1 :])
+        return self._of_batch(
+            batch, (*self.limits[: self._rank], micro_batch, *self.limits[self._rank + 1 :])
+        )[0]
+
+    def rounds(self, batch: GlobalBatch) -> int:
+        """See `RankSplit.rounds`. Every rank cuts for all of them, so that they agree without a message."""
+        return self._of_batch(batch, tuple(self.limits))[1]
+
+    def _of_batch(self, batch: GlobalBatch, limits: tuple[int, ...]) -> tuple[list[MicroBatchIds], int]:
+        """Return the micro-batches of this rank, and the most of any rank."""
         key = (batch.index, len(batch.ids), limits)
-        # The loop and its feed ask for the same batch, one after the other.
+        # The loop, its feed and its engine ask for the same batch, one after the other.
         if self._last is None or self._last[0] != key:
-            self._last = (key, self._parts(batch, limits))
+            own = self._by_size.sizes[batch.ids]
+            found = self._places(own, batch.index, limits)
+            parts = [
+                MicroBatchIds(batch.index, places, [batch.ids[place] for place in places])
+                for places in found[self._rank]
+                if places
+            ]
+            self._last = (key, (parts, max(map(len, found))))
         return self._last[1]
 
-    def _parts(self, batch: GlobalBatch, limits: Sequence[int]) -> list[MicroBatchIds]:
-        split, own = self._by_size, self._by_size.sizes[batch.ids]
+    def _places(self, own: Sizes, index: int, limits: Sequence[int]) -> list[list[list[int]]]:
+        """Return the places of the samples in each micro-batch of every rank; some may be empty."""
+        split, world = self._by_size, len(limits)
         of_longest = sum(split.of_longest(one) for one in limits)
         first = 0
-        if split.measured_every and batch.index % split.measured_every == 0 and len(own) > 1:
+        if split.measured_every and index % split.measured_every == 0 and len(own) > 1:
             # A fair draw for the noise, as in a split over one process.
             first = max(1, min(of_longest, len(own) // MEASURED_SHARE))
         order = (first + np.argsort(-own[first:], kind="stable")).tolist()
         groups = [list(range(first))] if first else []
-        alone: list[list[int]] = []
+        alone: list[list[list[int]]] = [[] for _ in limits]
         if split.cut.is_padded and split.cut.cost is not None and len(set(limits)) == 1:
             sorted_sizes = own[order]
-            most = split.limits(sorted_sizes, limits[self._rank])
-            cut = joint_cut(sorted_sizes, most, split.cut.cost, len(limits))
-            alone = [[order[place] for place in group] for group in cut[self._rank]]
+            cut = joint_cut(sorted_sizes, split.limits(sorted_sizes, limits[0]), split.cut.cost, world)
+            alone = [[[order[place] for place in group] for group in of_rank] for of_rank in cut]
         elif split.cut.is_padded:
             ends = np.cumsum(self._cut(own[order], limits)).tolist()
             groups += [order[start:end] for start, end in pairwise([0, *ends])]
         else:
-            # The memory of samples that are joined follows the mean size of those that this rank is dealt.
-            dealt = _dealt(order, shares(len(order), limits), self._rank, first=0)
-            alone = split.groups(own, dealt, limits[self._rank])
-        parts = [*(self._own_part(own, group, limits, n) for n, group in enumerate(groups)), *alone]
+            # The memory of samples that are joined follows the mean size of those that a rank is dealt.
+            of_ranks = shares(len(order), limits)
+            dealt = [_dealt(order, of_ranks, rank, first=0) for rank in range(world)]
+            alone = [split.groups(own, one, limit) for one, limit in zip(dealt, limits, strict=True)]
         return [
-            MicroBatchIds(batch.index, places, [batch.ids[place] for place in places])
-            for places in parts
-            if places
+            [*(self._part_of(rank, own, group, limits, n) for n, group in enumerate(groups)), *alone[rank]]
+            for rank in range(world)
         ]
 
     def _cut(self, sizes: Sizes, limits: Sequence[int]) -> list[int]:
@@ -86,11 +101,13 @@ class JointSizeSplit(RankSplit):
         together = np.sum([split.limits(sizes, one) for one in limits], axis=0)
         return cheapest_cut(sizes, together, split.cut.cost, ranks=len(limits))
 
-    def _own_part(self, sizes: Sizes, group: list[int], limits: Sequence[int], number: int) -> list[int]:
-        """Return what this rank takes of a group of places."""
+    def _part_of(
+        self, rank: int, sizes: Sizes, group: list[int], limits: Sequence[int], number: int
+    ) -> list[int]:
+        """Return what a rank takes of a group of places."""
         largest = sizes[group].max(keepdims=True)
         of_ranks = shares(len(group), [int(self._by_size.limits(largest, one)[0]) for one in limits])
-        return _dealt(group, of_ranks, self._rank, first=number % len(limits))
+        return _dealt(group, of_ranks, rank, first=number % len(limits))
 
 
 def _dealt(group: list[int], of_ranks: list[int], rank: int, *, first: int) -> list[int]:

@@ -30,6 +30,7 @@ from autobatch.distributed.messages import as_rank_lost
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState, precision_context
 from autobatch.workload.contract import Collated, Loss
+from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 
 _SYNC_BUFFERS = (
@@ -87,7 +88,7 @@ class Overlap(GroupEngine):
         train_state: TrainState,
         micro_batches: Iterable[tuple[Collated, int]],
         count: int,
-        samples: int,
+        batch: GlobalBatch,
     ) -> Iterator[tuple[Collated, int]]:
         """See `Engine.passing`."""
         self._peer_failed = False

@@ -88,9 +88,9 @@ class RankSplit:
         parts = self._split.parts(own, micro_batch)
         return [part._replace(places=_moved(part.places, start)) for part in parts] if start else parts
 
-    def rounds(self, samples: int) -> int:
-        """Return the most micro-batches that any rank runs of so many samples, split by count."""
-        of_ranks = zip(shares(samples, self.limits), self.limits, strict=True)
+    def rounds(self, batch: GlobalBatch) -> int:
+        """Return the most micro-batches that any rank runs of a batch."""
+        of_ranks = zip(shares(len(batch.ids), self.limits), self.limits, strict=True)
         return max(math.ceil(share / limit) for share, limit in of_ranks)
 
     def halved(self, part: MicroBatchIds, micro_batch: int) -> int:

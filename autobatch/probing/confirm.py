@@ -60,10 +60,13 @@ class JointBatch(NamedTuple):
         """Return the split of this rank."""
         return RankSplit(CountSplit(), self.rank, self.limits)
 
+    def whole(self) -> GlobalBatch:
+        """Return the batch of all ranks."""
+        return GlobalBatch(0, 0, list(range(self.samples)))
+
     def sizes(self) -> list[int]:
         """Return the micro-batches of this rank; none if it takes no sample."""
-        batch = GlobalBatch(0, 0, list(range(self.samples)))
-        return [len(part.ids) for part in self.split().parts(batch, self.limits[self.rank])]
+        return [len(part.ids) for part in self.split().parts(self.whole(), self.limits[self.rank])]
 
 
 def joint_batch(of_ranks: Sequence[Sequence[int]], rank: int, grad_sync: GradSync) -> JointBatch:
@@ -183,7 +186,7 @@ def _train(
         for _ in range(STEPS):
             fetched = ((setup.worst_case.batch(size), size) for size in sizes)
             placed = batches_of(setup, meter, fetched)
-            parts = engine.passing(train_state, placed, len(sizes), batch.samples)
+            parts = engine.passing(train_state, placed, len(sizes), batch.whole())
             totals = accumulate(train_state, parts, batch.samples, mark, measure_first=True)
             summed = engine.combine(train_state, totals)
             assert isinstance(summed, StepTotals), "a child that fails ends the others"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import warnings
 from contextlib import suppress
@@ -24,7 +25,7 @@ from autobatch.probing.child import serve
 from autobatch.probing.spare import Spare
 from autobatch.workload.contract import Workload
 
-NO_COPY = "this process cannot be copied, because it uses a GPU already or does not run on Linux"
+NO_COPY = "this process cannot be copied, because"
 
 
 class CannotCopyError(AutobatchError, RuntimeError):
@@ -33,7 +34,11 @@ class CannotCopyError(AutobatchError, RuntimeError):
 
 def why_not_copied() -> str | None:
     """Return why this process cannot be copied; None if it can."""
-    return None if can_run_apart() else NO_COPY
+    if can_run_apart():
+        return None
+    if multiprocessing.current_process().daemon:
+        return f"{NO_COPY} it is a daemon of multiprocessing"
+    return f"{NO_COPY} it uses a GPU already" if sys.platform == "linux" else f"{NO_COPY} only Linux does so"
 
 
 def start_copy(workload: Workload | str | None) -> Spare:
@@ -79,7 +84,7 @@ def _can_train(connection: Connection) -> bool:
         # A CUDA build of torch refuses autograd in a copy if it ran before it.
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        reason = f"this process cannot be copied, because it has trained before: {str(error).splitlines()[0]}"
+        reason = f"{NO_COPY} it has trained before: {str(error).splitlines()[0]}"
         connection.send((0, "error", CannotCopyError(reason)))
         return False
     return True

@@ -21,13 +21,12 @@ from autobatch.core.records import Plan
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import BatchReplay, replay_batches
-from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
+from autobatch.probing.attempt import TrainSetup, batches_of, on_copies
 from autobatch.probing.child import Session
 from autobatch.probing.setup import with_knobs
 from autobatch.probing.size_curve import CurvePoint, curve_of, trace_sizes
 from autobatch.probing.size_hazards import is_padded
 from autobatch.probing.traced_setup import setting_of
-from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.data import load_micro_batch
@@ -143,14 +142,13 @@ class RunBatches:
         with preserved_random_state(), setup.device.enforced() as meter:
             try:
                 meter.mark("setup")
-                with temporary_weights(setup.model, setup.device.torch_device):
-                    train_state = open_train_state(setup, meter)
+                with on_copies(setup, meter) as train_state:
                     for parts in batches:
                         samples = sum(len(part.ids) for part in parts)
                         fetched = ((load_micro_batch(setup.workload, p.ids), len(p.ids)) for p in parts)
                         train_step(
                             train_state,
-                            batches_of(setup, meter, fetched),
+                            train_state.passing(batches_of(setup, meter, fetched), len(parts)),
                             samples,
                             places=[part.places for part in parts],
                             mark=meter.mark,

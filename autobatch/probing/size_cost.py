@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from autobatch.core.records import MicroBatchCost
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
-from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
-from autobatch.step.restore import temporary_weights
+from autobatch.probing.attempt import TrainSetup, batches_of, on_copies
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import accumulate
 from autobatch.workload.data import load_micro_batch
@@ -62,9 +61,8 @@ def measure_cost(setup: TrainSetup, sizes: NDArray[np.float64], limit: int) -> M
         with (
             preserved_random_state(),
             setup.device.training() as meter,
-            temporary_weights(setup.model, setup.device.torch_device),
+            on_copies(setup, meter) as train_state,
         ):
-            train_state = open_train_state(setup, meter)
             start = setup.clock()
             best: dict[tuple[int, int], float] = {}
             for shape in _shapes(sizes, limit):
@@ -104,7 +102,9 @@ def _time(setup: TrainSetup, train_state: TrainState, meter: Meter, shape: tuple
     fetched = ((load_micro_batch(setup.workload, ids), len(ids)) for _ in range(1))
     # A loss over the whole batch makes its two passes only for a part of a batch.
     samples = len(ids) if setup.whole_batch is None else 2 * len(ids)
-    accumulate(train_state, batches_of(setup, meter, fetched), samples, lambda _: None)
+    accumulate(
+        train_state, train_state.passing(batches_of(setup, meter, fetched), 1), samples, lambda _: None
+    )
     setup.device.synchronize()
     return setup.clock() - start
 

@@ -8,8 +8,9 @@ split by size makes the error systematic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.knobs import COMPILE
 from autobatch.device.oom import Verdict, classify
-from autobatch.probing.attempt import TrainSetup
+from autobatch.probing.attempt import TrainSetup, on_copies
 from autobatch.step.restore import temporary_weights
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import collate_samples, fetch, load_micro_batch, shallow_copies
@@ -28,6 +29,8 @@ from autobatch.workload.nested import tensors_of, to_device
 from autobatch.workload.rng import preserved_random_state, seed_everything
 
 Sizes = NDArray[np.float64]
+Run = Callable[[Callable[[nn.Module, Collated], Any], Collated], Any]
+"""Runs a function of the model and of a micro-batch."""
 CHECKED = 32
 """Samples whose sizes are compared with the numbers in their collated batches."""
 LEAST_CORRELATION = 0.5
@@ -203,11 +206,11 @@ def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
     """Return the share by which a sample's loss changes beside another; None if the loss draws at random."""
     # Read once: the data may mask or augment a sample anew each time.
     samples = fetch(setup.workload.train_data, [short, longest])
-    with _evaluated(setup) as model:
-        alone, other = (_total(setup, model, [one], 1) for one in samples)
-        if [alone, other] != [_total(setup, model, [one], 2) for one in samples]:
+    with _evaluated(setup) as run:
+        alone, other = (_total(setup, run, [one], 1) for one in samples)
+        if [alone, other] != [_total(setup, run, [one], 2) for one in samples]:
             return None
-        both = _total(setup, model, samples, 1)
+        both = _total(setup, run, samples, 1)
     if not alone[0]:
         return None
     excess = abs(both[0] - alone[0] - other[0]) - ROUNDING * abs(other[0])
@@ -224,10 +227,10 @@ def _row_beside(setup: TrainSetup, loss: WholeBatchLoss, short: int, longest: in
 
     def row(chosen: list[Any], seed: int) -> list[torch.Tensor]:
         seed_everything(seed)
-        found = loss.represent(model, _placed(setup, chosen))
+        found = run(loss.represent, _placed(setup, chosen))
         return [one[0].double() for one in tensors_of(found)]
 
-    with _evaluated(setup) as model:
+    with _evaluated(setup) as run:
         alone, again, beside = row(samples[:1], 1), row(samples[:1], 2), row(samples, 1)
     if any(not torch.equal(one, other) for one, other in zip(alone, again, strict=True)):
         return None
@@ -240,16 +243,19 @@ def _row_beside(setup: TrainSetup, loss: WholeBatchLoss, short: int, longest: in
 
 
 @contextmanager
-def _evaluated(setup: TrainSetup) -> Iterator[nn.Module]:
-    """Put the model on temporary weights, to evaluate it without gradients."""
-    with (
-        setup.device.training() as meter,
-        temporary_weights(setup.model, setup.device.torch_device) as model,
-        torch.no_grad(),
-    ):
-        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        model.eval()
-        yield model
+def _evaluated(setup: TrainSetup) -> Iterator[Run]:
+    """Return a function that runs another one on the model, on temporary weights and without gradients."""
+    with setup.device.training() as meter, torch.no_grad():
+        if setup.sharding is not None:
+            # In float32, because rounding is no effect of the padding.
+            with on_copies(replace(setup, precision="fp32"), meter) as train_state:
+                train_state.model.eval()
+                yield train_state.call
+            return
+        with temporary_weights(setup.model, setup.device.torch_device) as model:
+            meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+            model.eval()
+            yield lambda function, batch: function(model, batch)
 
 
 def _placed(setup: TrainSetup, samples: list[Any]) -> Collated:
@@ -258,10 +264,10 @@ def _placed(setup: TrainSetup, samples: list[Any]) -> Collated:
     return to_device(collated, setup.device.torch_device)
 
 
-def _total(setup: TrainSetup, model: nn.Module, samples: list[Any], seed: int) -> tuple[float, float]:
+def _total(setup: TrainSetup, run: Run, samples: list[Any], seed: int) -> tuple[float, float]:
     """Return the sum of the loss over some samples, and the count that it is a sum over."""
     seed_everything(seed)
-    loss = setup.workload.loss(model, _placed(setup, samples))
+    loss = run(setup.workload.loss, _placed(setup, samples))
     if isinstance(loss, Loss):
         return float(loss.total), float(loss.count)
     return float(loss) * len(samples), float(len(samples))

@@ -226,7 +226,7 @@ class Loop:
         placed = feed(fetched, self.train_state.device, self.meter, twice=twice)
         return accumulate(
             self.train_state,
-            self.engine.passing(self.train_state, placed, len(parts), len(batch.ids)),
+            self.engine.passing(self.train_state, placed, len(parts), batch),
             len(batch.ids),
             self._mark if self.times.is_timing else self.meter.mark,
             places=[part.places for part in parts],

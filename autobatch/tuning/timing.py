@@ -254,8 +254,9 @@ class _Stopwatch:
         if self._joint is None:
             batches = self._train_state.passing(batches, count)
         else:
-            samples = self._joint.of_count(count).samples
-            batches = self._engine.passing(self._train_state, batches, count, samples)
+            joint = self._joint.of_count(count)
+            samples = joint.samples
+            batches = self._engine.passing(self._train_state, batches, count, joint.whole())
         start = clock()
         accumulator = accumulate(self._train_state, batches, samples, mark)
         device.synchronize()

@@ -43,7 +43,6 @@ def test_one_process_cannot_share_a_model() -> None:
     ("changes", "message"),
     [
         ({"tune_lr": True}, "--tune-lr trains whole models"),
-        ({"split": "size"}, "--split size is for whole models"),
     ],
 )
 def test_what_measures_whole_models_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -52,6 +52,7 @@ def test_ranks_take_each_sample_once_within_their_limits(
     batch = GlobalBatch(index, 0, list(range(len(sizes)))[::-1])
     seen: list[int] = []
     counts = []
+    rounds = {JointSizeSplit(split, rank, limits).rounds(batch) for rank in range(len(limits))}
     for rank in range(len(limits)):
         parts = JointSizeSplit(split, rank, limits).parts(batch, limits[rank])
         counts.append(len(parts))
@@ -61,6 +62,9 @@ def test_ranks_take_each_sample_once_within_their_limits(
             assert len(part.ids) <= split.limits(np.array([size]), limits[rank])[0]
             seen += part.ids
     assert sorted(seen) == sorted(batch.ids)
+    # Every rank knows how many micro-batches the others run, and runs empty ones for those that it lacks.
+    assert len(rounds) == 1
+    assert max(counts) <= rounds.pop() <= max(counts) + len(limits)
     if is_padded and len(sizes) >= 8 * len(limits) * max(limits):
         assert len(set(counts)) == 1
 

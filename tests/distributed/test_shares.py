@@ -73,4 +73,4 @@ def test_the_rounds_are_the_most_micro_batches_of_any_rank(limits: list[int], sa
     splits = [RankSplit(CountSplit(), rank, limits) for rank in range(len(limits))]
     batch = GlobalBatch(0, 0, list(range(samples)))
     counts = [len(split.parts(batch, limit)) for split, limit in zip(splits, limits, strict=True)]
-    assert {split.rounds(samples) for split in splits} == {max(counts)}
+    assert {split.rounds(batch) for split in splits} == {max(counts)}

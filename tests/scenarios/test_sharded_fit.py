@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import autobatch
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
+from tests.support.ragged import ragged_workload
 from tests.support.rank_server import RankServer
 from tests.support.runs import keep_only, rows
 from tests.support.training import TOKENS, apart, make_workload, points, weights
@@ -70,7 +71,11 @@ def blocks() -> autobatch.Workload:
     )
 
 
-WORKLOADS = {"blocks": blocks, "tokens": lambda: make_workload(**TOKENS, name="tokens")}
+WORKLOADS = {
+    "ragged": lambda: ragged_workload(name="ragged"),
+    "blocks": blocks,
+    "tokens": lambda: make_workload(**TOKENS, name="tokens"),
+}
 
 
 def fit(name: str, out: str, options: dict[str, Any]) -> tuple[list[float] | None, dict[str, Any]]:
@@ -109,6 +114,20 @@ def test_a_run_does_not_depend_on_the_ranks(
     assert training["validation"] == pytest.approx(alone["training"]["validation"], rel=1e-12)
     plan = found[0][1]["plan"]
     assert (plan["parallel"], plan["shard_sync"]) == ("shard", "each")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_share_a_model_cut_a_batch_by_size(server: RankServer, tmp_path: Path, world: int) -> None:
+    options = {"steps": 3, "max_micro_batch": 5, "target_batch": 20, "split_check": "off"}
+    expected, _ = fit("ragged", str(tmp_path / "alone"), {**options, "split": "count"})
+    by_size = {**options, "split": "size", "parallel": "shard"}
+    found = server.values(fit, "ragged", str(tmp_path / "run"), by_size, world=world)
+    plan = found[0][1]["plan"]
+    assert (plan["split"], plan["parallel"]) == ("size", "shard")
+    assert apart(torch.tensor(found[0][0]), torch.tensor(expected)) < 1e-12
+    for line, other in zip(rows(tmp_path / "run"), rows(tmp_path / "alone"), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-12)
 
 
 SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}

@@ -26,6 +26,7 @@ from autobatch.step.loss_share import StepTotals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated
+from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 
 Spare = Callable[[], tuple[Collated, int]]
@@ -62,13 +63,13 @@ class Share(GroupEngine):
         train_state: TrainState,
         micro_batches: Iterable[tuple[Collated, int]],
         count: int,
-        samples: int,
+        batch: GlobalBatch,
     ) -> Iterator[tuple[Collated, int]]:
         """See `Engine.passing`. Further micro-batches of weight 0 follow if other ranks have more."""
         # From here on another rank may wait for this one, so that nothing can be repeated.
         train_state.stepping = True
         self._agree_on_scale(train_state)
-        rounds = self._split.rounds(samples)
+        rounds = self._split.rounds(batch)
         padded = self._padded(micro_batches, count, rounds)
         yield from self._model.passing(padded, rounds)
         # Its end undoes what the micro-batches of weight 0 have changed.
