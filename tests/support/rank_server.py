@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any, NamedTuple
 
 SECONDS = 30.0
@@ -100,13 +102,17 @@ def rank_server() -> Iterator[RankServer]:
 def _serve(connection: Connection) -> None:
     import torch
     import torch._dynamo  # DDP imports it, in 5 seconds
-    import torch.distributed
+    import torch.distributed.checkpoint
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
     # What a run imports when it first needs it.
-    import autobatch.api.fit
-    import autobatch.report.page  # noqa: F401
+    import autobatch.api
+    import autobatch.distributed
+    import autobatch.report.page
 
+    for package in (autobatch.api, autobatch.distributed):
+        for module in walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     with contextlib.suppress(ImportError):
         import torch.utils.tensorboard
 
