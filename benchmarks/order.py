@@ -7,6 +7,7 @@ The list is what autobatch held before version 2 of the order: a permutation by 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import time
@@ -64,6 +65,7 @@ def measure(draw: Callable[[int], Iterator[list[int]]], samples: int) -> dict[st
 
 def main() -> None:
     """Print the table and save it."""
+    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     next(computed(BATCH * 4))
     rows = [

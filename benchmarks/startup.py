@@ -5,6 +5,7 @@ python -m benchmarks.startup
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ def wall(command: list[str], *, folder: Path | None = None, home: Path | None = 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
     python = [sys.executable]
     program = [*python, "-m", "autobatch"]
     rows = []

@@ -170,8 +170,9 @@ def report(found: Structure) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
     found = read_structure()
-    print(json.dumps(asdict(found)) if parser.parse_args().json else report(found))
+    print(json.dumps(asdict(found)) if options.json else report(found))
 
 
 if __name__ == "__main__":

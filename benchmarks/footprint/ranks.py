@@ -8,6 +8,7 @@ GPU as it is, and on more of them with FSDP2. The seconds are those of this proc
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import subprocess
@@ -71,12 +72,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(names: list[str]) -> None:
-    if len(names) == 2 and names[0] == "--one":
-        print(json.dumps(estimate(names[1])))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}; all if none is given")
+    parser.add_argument("--one", metavar="NAME", help="estimate one model in this process")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(estimate(options.one)))
         return
     rows = []
-    for name in names or MODELS:
+    for name in options.names or MODELS:
         command = [sys.executable, "-m", "benchmarks.footprint.ranks", "--one", name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
@@ -87,4 +92,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

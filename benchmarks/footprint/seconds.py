@@ -7,9 +7,9 @@ The process gets only the shapes, and prints one line of JSON.
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +21,12 @@ from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
 DECODERS = {"gpt2": (GPT2_SMALL, "GPT-2 small"), "7b": (LLAMA2_7B, "Llama 2 7B")}
 
 
-def main(which: str, gpus: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("which", choices=DECODERS, help="model")
+    parser.add_argument("gpus", nargs="+", help="profiles, for example h100-80gb")
+    options = parser.parse_args()
+    which, gpus = options.which, options.gpus
     torch.set_num_threads(1)
     shape, title = DECODERS[which]
     wall, cpu = time.perf_counter(), time.process_time()
@@ -48,4 +53,4 @@ def main(which: str, gpus: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main()

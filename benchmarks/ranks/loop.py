@@ -9,6 +9,7 @@ machine only the CPU time says something.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -158,6 +159,7 @@ def in_turn(group: Group, loops: Mapping[str, Iterator[Any]]) -> dict[str, list[
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
     results: dict[str, Any] = {"torch": str(torch.__version__), "load": os.getloadavg()[0]}
     with rank_server() as server:
         for name in MODELS:

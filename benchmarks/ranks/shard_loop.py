@@ -9,6 +9,7 @@ CPU time are medians over the rounds; on a busy machine only the CPU time says s
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -84,6 +85,7 @@ def measure(name: str, sync: ShardSync) -> dict[str, list[tuple[float, float]]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args()
     results: dict[str, Any] = {"torch": str(torch.__version__), "load": os.getloadavg()[0]}
     with rank_server() as server:
         for name in MODELS:

@@ -9,8 +9,8 @@ process, as rank 0 of a process group that exchanges nothing.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,10 @@ def compare(server: RankServer, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(WORKLOADS)}; all if none is given")
+    names = parser.parse_args().names
     rows: list[dict[str, Any]] = []
     with rank_server() as server:
         for name in names or WORKLOADS:
@@ -69,4 +72,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
