@@ -63,13 +63,15 @@ def test_mig_slice_by_uuid(driver: Path) -> None:
 
 
 def test_every_reading_is_closed(driver: Path) -> None:
-    for question in (
-        "read_gpus()",
-        f"read_gpu({ALPHA!r})",
-        "read_gpu('GPU-none')",
-        f"read_holders({BETA!r})",
+    """The stand-in says when it is opened and closed, and `ask` asserts that nothing else is said."""
+    for question, answer in (
+        ("read_gpus()", "NvmlReading"),
+        (f"read_gpu({ALPHA!r})", "NvmlGpu"),
+        ("read_gpu('GPU-none')", "NvmlAbsent"),
+        (f"read_holders({BETA!r})", "list"),
     ):
-        ask(question, said="open\nclose\n", LD_LIBRARY_PATH=driver, STUB_MODE="loud")
+        kind, _ = ask(question, said="open\nclose\n", LD_LIBRARY_PATH=driver, STUB_MODE="loud")
+        assert kind == answer
 
 
 @pytest.mark.parametrize("mode", ["memory:3", "memory:4", "zero"])

@@ -70,7 +70,9 @@ def test_a_plan_for_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_split_that_loses_half_the_size_is_told() -> None:
     with pytest.warns(UserWarning, match="a target batch of 96 or 98 needs fewer steps"):
-        transformers.arguments(make_plan(target_batch=97, micro_batch_limit=67, learning_rate=0.1))
+        found = transformers.arguments(make_plan(target_batch=97, micro_batch_limit=67, learning_rate=0.1))
+    # 97 is a prime number, so only micro-batches of one sample are of equal size.
+    assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (1, 97)
 
 
 def test_the_library_takes_every_argument() -> None:

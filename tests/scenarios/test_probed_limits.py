@@ -74,7 +74,8 @@ SIMULATED = {
 }  # fmt: skip
 
 
-def check_every_size(workload: Workload, device: str, budget: str) -> None:
+def assert_every_size_agrees(workload: Workload, device: str, budget: str) -> None:
+    """Assert that the answer of a probe fits, that no larger size does, and that each attempt is repeatable."""
     setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget)
     cap = min(found.micro_batch + 8, len(workload.train_data))
@@ -89,12 +90,12 @@ def check_every_size(workload: Workload, device: str, budget: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_attempts_at_every_size_agree_with_a_probe_of_the_host(case: str) -> None:
-    check_every_size(CASES[case][0], "cpu", CASES[case][1])
+    assert_every_size_agrees(CASES[case][0], "cpu", CASES[case][1])
 
 
 @pytest.mark.parametrize("case", SIMULATED)
 def test_attempts_at_every_size_agree_with_a_probe_of_a_simulated_gpu(case: str) -> None:
-    check_every_size(SIMULATED[case][0], "sim:t4", SIMULATED[case][1])
+    assert_every_size_agrees(SIMULATED[case][0], "sim:t4", SIMULATED[case][1])
 
 
 # Training at the limit.
