@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +16,17 @@ from tests.support.warm_children import fork_children
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep what a test learns out of the user's data and config directories, and theirs out of the test."""
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep what a test learns out of the user's data and config directories, and theirs out of the test.
+
+    The folder is made by the first who writes to it: most tests do not.
+    """
+    own = tmp_path_factory.getbasetemp() / "homes" / uuid.uuid4().hex
     for name in [name for name in os.environ if name.startswith("AUTOBATCH_")]:
         monkeypatch.delenv(name)
-    home = tmp_path / "home"
+    home = own / "home"
     monkeypatch.setenv("AUTOBATCH_HOME", str(home))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(own / "config"))
     return home
 
 

@@ -25,7 +25,7 @@ def find(machine: Machine, cap: int) -> Found:
     values=st.lists(st.integers(0, 2 * BUDGET), min_size=1, max_size=60),
     cap=st.integers(1, 60),
 )
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 def test_any_memory_function_gives_a_size_that_ran_below_one_that_does_not_fit(values, cap) -> None:
     """Noise, plateaus, cliffs and holes: the runs prove the answer for any function."""
     machine = Machine(lambda size: values[min(size, len(values)) - 1])
@@ -52,7 +52,7 @@ def test_any_memory_function_gives_a_size_that_ran_below_one_that_does_not_fit(v
     kink=st.integers(1, 2000),
     cap=st.integers(1, 5000),
 )
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 def test_monotone_memory_gives_exactly_the_limit_in_few_runs(fixed, slope, late, kink, cap) -> None:
     def memory(size: int) -> int:
         return fixed + slope * size // 64 + late * slope * max(0, size - kink) // 64
@@ -67,7 +67,7 @@ def test_monotone_memory_gives_exactly_the_limit_in_few_runs(fixed, slope, late,
     sizes=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 2000)), min_size=1, max_size=12),
     cap=st.integers(1, 4000),
 )
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_replayed_events_avoid_out_of_memory_errors(sizes, cap) -> None:
     machine = machine_of(*(lambda m, a=slope, b=constant: a * m + b for slope, constant in sizes))
     found = find(machine, cap)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import replace
 
 from torch import nn
 
 from autobatch.core.units import MiB
 from autobatch.probing import traced_setup
-from autobatch.probing.attempt import attempt
+from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.estimate import EstimateSettings, estimate_limits
 from autobatch.probing.setup import SetupSettings, describe_setup, open_setup, with_knobs
 from autobatch.probing.traced_setup import (
@@ -24,10 +25,15 @@ from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
 from tests.support.untouched import fingerprint, with_gradients
 
 
+def largest_that_runs(made: TrainSetup, cap: int) -> int:
+    """Bisect, because each attempt runs."""
+    return bisect.bisect_left(range(1, cap), True, key=lambda size: not attempt(made, size).attempt.fits)
+
+
 def test_the_traces_of_both_orders_are_the_events_of_an_attempt() -> None:
     made = open_setup(work(lambda: mlp(4096)), SetupSettings(device="sim:t4", memory_budget="4MiB"))
     first, second = trace_footprint(made), other_order(made)
-    size = next(size for size in range(40, 0, -1) if attempt(made, size).attempt.fits)
+    size = largest_that_runs(made, 40)
     ran = attempt(made, size)
     assert None not in (first, second, ran.trace, ran.other)
     assert first.program.at(size) == ran.trace.canonical()
@@ -94,7 +100,7 @@ def test_remedies_are_true_of_the_setup_that_was_probed() -> None:
 
 def test_the_predicted_memory_of_an_answer_has_the_peak_of_its_attempt() -> None:
     made = setup(deep_transformer(), budget=2 * MiB)
-    size = max(size for size in range(1, 40) if attempt(made, size).attempt.fits)
+    size = largest_that_runs(made, 40)
     points, curve = predicted_memory(trace_footprint(made), describe_setup(made), size)
     predicted = {point.micro_batch: point.peak_reserved_bytes for point in points}
     peak = attempt(made, size).attempt.peak_allocated_bytes
