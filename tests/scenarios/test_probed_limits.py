@@ -75,7 +75,7 @@ SIMULATED = {
 
 
 def assert_every_size_agrees(workload: Workload, device: str, budget: str) -> None:
-    """Assert that the answer of a probe fits, that no larger size does, and that each attempt is repeatable."""
+    """Assert that the answer of a probe fits, that no larger size does, and that attempts repeat."""
     setup = open_setup(workload, SetupSettings(device=device, memory_budget=budget))
     found = autobatch.probe(workload, device=device, memory_budget=budget)
     cap = min(found.micro_batch + 8, len(workload.train_data))
