@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autobatch.distributed.group import Group
 from autobatch.workload.contract import Collated
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.rank_server import RankServer
@@ -91,9 +94,26 @@ BATCHES = [24, 7, 2]
 """Targets: a whole epoch, one with a short last batch, and one with fewer samples than ranks."""
 
 
-def train_case(name: str, limits: list[int], sync: str) -> list[tuple[int, Tensor, list[float]]]:
-    """Train with every target, and return the weights, the losses and the norms of each."""
+PAIRS = [
+    (name, sync)
+    for name in CASES
+    for sync in ("after", "overlap")
+    if (name, sync) != ("partly used", "overlap")
+]
+Trained = list[tuple[int, Tensor, list[float]]]
+"""Weights and losses for each target."""
+
+
+def train_cases(limits: list[int]) -> dict[tuple[str, str], Trained]:
+    """Train every case in one start of the ranks, which takes longer than a case."""
     group = open_group()
+    found = {pair: train_case(group, *pair, limits) for pair in PAIRS}
+    group.close()
+    return found
+
+
+def train_case(group: Group, name: str, sync: str, limits: list[int]) -> Trained:
+    """Train with every target."""
     found = []
     for target in BATCHES:
         workload = make_workload(**CASES[name][0])
@@ -108,26 +128,23 @@ def train_case(name: str, limits: list[int], sync: str) -> list[tuple[int, Tenso
                 [record.loss if record.loss is not None else math.nan for record in records],
             )
         )
-    group.close()
     return found
 
 
+@pytest.fixture(scope="module", name="trained")
+def trained_once(server: RankServer) -> Callable[..., list[dict[tuple[str, str], Trained]]]:
+    """Return a function from the limits of the ranks to what each of them trained."""
+    return cache(lambda *limits: server.values(train_cases, [*limits], world=len(limits), seconds=200))
+
+
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize(
-    ("name", "sync"),
-    [
-        (name, sync)
-        for name in CASES
-        for sync in ("after", "overlap")
-        if (name, sync) != ("partly used", "overlap")
-    ],
-)
+@pytest.mark.parametrize(("name", "sync"), PAIRS)
 def test_ranks_train_as_one_process_on_whole_batches(
-    server: RankServer, name: str, sync: str, limits: list[int]
+    trained: Callable[..., list[dict[tuple[str, str], Trained]]], name: str, sync: str, limits: list[int]
 ) -> None:
     changes, whole_loss = CASES[name]
     workload = make_workload(**changes)
-    of_ranks = server.values(train_case, name, limits, sync, world=len(limits))
+    of_ranks = [one[name, sync] for one in trained(*limits)]
     for number, target in enumerate(BATCHES):
         sampler = GlobalBatchSampler(samples=24, target_batch=target, seed=0, epochs=1)
         expected, losses = reference(workload, [b.ids for b in sampler.batches()], whole_loss, clip=CLIP)
