@@ -59,11 +59,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write only the titles of pictures, because drawing takes most of the time of a short run."""
+    from autobatch.report.charts import drawing
 
-    def titled(slug: str, name: str, title: str, *_: object, **__: object) -> str:
-        return f"<svg><title>{title}</title></svg>"
+    def titled(slug: str, name: str, title: str, description: str, *_: object, **__: object) -> str:
+        return drawing._finish('<svg viewBox="0 0 1 1"></svg>', slug, name, title, description)
 
-    monkeypatch.setattr("autobatch.report.charts.drawing._one", titled)
+    monkeypatch.setattr(drawing, "_one", titled)
 
 
 @pytest.fixture

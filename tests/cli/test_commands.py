@@ -66,6 +66,7 @@ def test_a_profile_is_saved_only_with_a_gpu() -> None:
         this_gpu("mine")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_report_of_a_run_is_written_again(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_bytes(msgspec.json.encode(a_run()))
     path = tmp_path / "report.html"
@@ -76,6 +77,7 @@ def test_the_report_of_a_run_is_written_again(tmp_path: Path) -> None:
         said("report", str(tmp_path), "more")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_newest_run_is_taken_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="there is no run in runs: give the folder of a run"):

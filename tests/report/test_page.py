@@ -69,6 +69,7 @@ def test_the_same_data_give_the_same_page(full):
         ),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("no_pictures")
 def test_a_part_that_did_not_run_has_no_section(missing, left):
     empty = dict.fromkeys(("probe", "plan", "tuning", "training", "memory_curve"))
     empty |= {"command": "", "created": "", "versions": {}}
@@ -93,6 +94,7 @@ def test_user_text_is_escaped():
     assert page.text.count("<script>alert(1)</script>") >= 8
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_cpu_run_with_few_figures():
     device = a_device(kind="cpu", holders=[], notes=[], other_processes_bytes=None)
     page = check(render(a_run(device=device, probe=None, tuning=None, training=None, metrics=[])))
@@ -117,10 +119,12 @@ def test_a_report_needs_no_torch(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_sections_come_in_reading_order():
     assert [section.slug for section in sections(a_run())] == PARTS
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_learning_rate_has_a_heading_of_its_own(full):
     tuning = next(section for section in sections(a_run()) if section.slug == "tuning")
     assert "<h3>Learning rate</h3>" in tuning.body
@@ -142,6 +146,7 @@ def test_tiles_show_the_figures_that_matter_most(missing, words):
         assert one in text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_averaged_weights_name_their_file():
     training = msgspec.structs.replace(a_run().training, ema=0.999)
     assert "decay 0.999, exported to model-ema.safetensors" in check(render(a_run(training=training))).text
@@ -184,6 +189,7 @@ def test_long_words_do_not_widen_a_phone(tmp_path):
     assert seen["overflow"] == 0
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_time_of_the_training_is_shared_out():
     run = a_run()
     page = check(render(run))
