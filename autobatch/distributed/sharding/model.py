@@ -101,13 +101,15 @@ class ShardedModel:
     def passing(
         self, micro_batches: Iterable[tuple[Collated, int]], count: int
     ) -> Iterator[tuple[Collated, int]]:
-        """Yield the micro-batches of a step, and reduce gradients after each of them or after the last."""
+        """Yield the micro-batches of a step, and reduce gradients after each of them or after the last.
+
+        Every backward pass counts as the last one (``set_is_last_backward``). Otherwise the buffer of its
+        last reduction would live through the next forward pass, and a step of three micro-batches would take
+        more memory than the two of a probe.
+        """
         root, fetched = self._root, iter(micro_batches)
         for number in range(1, count + 1):
-            is_last = number == count
-            # The gradient of the first is measured, which must not be in flight then.
-            root.set_is_last_backward(is_last or number == 1)
-            root.set_requires_gradient_sync(is_last or self._sync == "each")
+            root.set_requires_gradient_sync(number == count or self._sync == "each")
             # Not bound to a name, which would hold it until the next one is fetched.
             yield next(fetched)
 

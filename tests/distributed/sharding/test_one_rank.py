@@ -52,6 +52,13 @@ def test_a_rank_without_the_others_takes_the_memory_of_a_real_one(server: RankSe
     assert abs(peak - expected) <= 4096
 
 
+@pytest.mark.parametrize("sync", ["each", "once"])
+def test_more_micro_batches_than_a_probe_runs_take_no_more_memory(server: RankServer, sync: str) -> None:
+    ((probed, _),) = server.values(alone, "transformer", Case(3, sync, steps=(1, 2, 2)), 2, world=1)
+    ((longer, _),) = server.values(alone, "transformer", Case(3, sync, steps=(1, 2, 5)), 2, world=1)
+    assert longer == probed
+
+
 def attempted(budget: str) -> tuple[bool, int | None, str | None]:
     torch.set_num_threads(1)
     layout = ShardLayout(world=2)
