@@ -12,7 +12,7 @@ from autobatch.api.run_order import in_run_order
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import PlanOptions
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan
+from autobatch.core.records import Plan, Probe
 from autobatch.distributed.joint_split import agree_on_cut
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.child import ChildCrashed, SetupProcess
@@ -56,10 +56,7 @@ def add_split(
         return result
     # What one rank takes of a batch is about what it takes of a joint cut.
     share = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
-    cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
-    # A split by size is checked against the batches of the run on its own.
-    limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
-    settings = SplitSettings(options.split, limit, min(cap, share), options.seed)
+    settings = _settings_of(probe, options, share)
     by_count = of_rank = msgspec.structs.replace(plan, target_batch=share)
     kept = kept_answers(process.info, probe, home)
     progress.doing("choosing how batches are split")
@@ -82,6 +79,16 @@ def add_split(
         return msgspec.structs.replace(result, plan=by_count)
     plan = msgspec.structs.replace(plan, split="size", size_cut=cut)
     return msgspec.structs.replace(result, plan=plan)
+
+
+def _settings_of(probe: Probe, options: PlanOptions, share: int) -> SplitSettings:
+    """Return the settings of the choice for a rank that takes ``share`` samples of a batch."""
+    cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
+    # Above the limit, the workload may not run for another reason than memory.
+    cap = probe.micro_batch if probe.upper_bound_by == "error" else cap
+    # A split by size is checked against the batches of the run on its own.
+    limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
+    return SplitSettings(options.split, limit, min(cap, share), options.seed)
 
 
 def _choose(process: SetupProcess, plan: Plan, settings: SplitSettings, kept: KeptAnswers) -> SplitChoice:

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autobatch.core.records import Plan
 from autobatch.footprint.size_program import SizeProgram
@@ -32,7 +33,7 @@ from autobatch.probing.real_batches import (
     program_for,
 )
 from autobatch.probing.size_hazards import is_padded, largest_deviation
-from autobatch.workload.contract import WholeBatchLoss
+from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.heaviest import heaviest_batches
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import CountSplit, MicroBatchIds
@@ -100,9 +101,7 @@ class _HeaviestBatches:
         if sizes is None or sizes.min() == sizes.max() or isinstance(workload.loss, WholeBatchLoss):
             return None
         # A sampler of the user's may draw another order next time.
-        if workload.sampler is not None or is_padded(workload, sizes):
-            return None
-        if largest_deviation(workload, sizes) > MOST_DEVIATION:
+        if workload.sampler is not None or not _sums_decide(workload, sizes):
             return None
         batches = RunBatches(setup=session.setup, sizes=sizes, order=order, is_padded=False)
         whole = batches.whole
@@ -145,6 +144,14 @@ class _HeaviestBatches:
         sizes = self.batches.sizes
         parts = CountSplit().parts(batch, limit)
         return sorted(parts, key=lambda part: -float(np.sum(sizes[part.ids])))[:RUN_PARTS]
+
+
+def _sums_decide(workload: Workload, sizes: NDArray[np.float64]) -> bool:
+    """Return whether samples are joined, and their sizes decide on every tensor of a micro-batch."""
+    try:
+        return not is_padded(workload, sizes) and largest_deviation(workload, sizes) <= MOST_DEVIATION
+    except Exception:  # other stages report what the collate function raises
+        return False
 
 
 def _larger(micro_batch: int, target: int, cap: int) -> list[int]:

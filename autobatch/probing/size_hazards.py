@@ -128,6 +128,8 @@ def _in_collate(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
             return Obstacle("the collate function takes a fixed number of samples only")
     if not counts[1]:
         return None  # what it returns holds no tensors to go by
+    if counts[3] == counts[1]:
+        return Obstacle("the collate function fills each micro-batch up to a fixed number of samples")
     chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
     if (
         _rank_correlation(sizes[chosen], np.array([_numbers(setup.workload, [i]) for i in chosen]))
@@ -138,12 +140,14 @@ def _in_collate(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
 
 
 def is_padded(workload: Workload, sizes: Sizes) -> bool:
-    """Return whether the collate function pads samples to the largest; False if it joins them end to end."""
+    """Return whether samples are padded, to the largest or to a fixed number; False if they are joined."""
     order = np.argsort(sizes, kind="stable").tolist()
     short, longest = order[len(order) // 4], order[-1]
     with preserved_random_state():
-        one, other, both = (_numbers(workload, ids) for ids in ([short], [longest], [short, longest]))
-    return not one < other or both - one - other >= PADDED_SHARE * (other - one)
+        one, other, both = (
+            _numbers(workload, ids) for ids in ([short], [longest], [short, longest, longest])
+        )
+    return not one < other or abs(both - one - 2 * other) >= PADDED_SHARE * (other - one)
 
 
 def largest_deviation(workload: Workload, sizes: Sizes) -> float:

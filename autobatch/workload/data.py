@@ -26,12 +26,16 @@ from autobatch.workload.nested import tensors_of
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import mark_user_error, user_code
 
+COLLATE = "collate"
+"""Part of the workload that an error of its collate function names."""
 FIRST_LOOK = 64
 """Samples, spread over the data, that are read first to see whether sizes differ."""
 SCAN_SECONDS = 5.0
 """Time limit of a scan of all samples if the first look found equal sizes."""
 LONG_SCAN_SECONDS = 60.0
 """Time limit of the scan if the sizes differ."""
+MOST_SIZE = 1e15
+"""Largest size of a sample: no more bytes fit anywhere, and the square of its sums is finite."""
 
 
 def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None) -> Collated:
@@ -82,7 +86,7 @@ def collate_samples(
         try:
             return collate(samples)
         except (Exception, SystemExit) as error:
-            mark_user_error(error, "collate")
+            mark_user_error(error, COLLATE)
             raise
     try:
         return default_collate(samples)
@@ -233,7 +237,7 @@ def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: i
         index: of the sample, for messages.
 
     Raises:
-        InputError: the function returned no finite number of at least 0.
+        InputError: the function returned no number from 0 to `MOST_SIZE`.
     """
     if size_of is None:
         return float(elements(sample))
@@ -243,10 +247,10 @@ def size_of_sample(sample: Any, size_of: Callable[[Any], float] | None, index: i
         size = float(found)
     except (TypeError, ValueError):
         size = math.nan
-    if not 0 <= size < math.inf:
+    if not 0 <= size <= MOST_SIZE:
         raise InputError(
             f"Workload(size_of=…) returned {quoted(found)} for sample {index}: it must return a finite "
-            "number of at least 0, for example a length"
+            f"number from 0 to {MOST_SIZE:g}, for example a length"
         )
     return size
 

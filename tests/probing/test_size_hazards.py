@@ -44,6 +44,10 @@ def padded_to_four(samples):
     return pad(samples)
 
 
+def filled_to_four(samples):
+    return [torch.nn.functional.pad(one, (0, 0, 0, 4 - len(samples))) for one in pad(samples)]
+
+
 class Resized(Sequences):
     """Sequences that are cut anew each time that they are read."""
 
@@ -87,7 +91,8 @@ def test_wrong_results_are_hazards(changes, words: str) -> None:
     ("changes", "words"),
     [
         ({"train_data": tokens(), "collate": None, "size_of": None}, "one size"),
-        ({"collate": padded_to_four}, "fixed number"),
+        ({"collate": padded_to_four}, "takes a fixed number"),
+        ({"collate": filled_to_four}, "up to a fixed number"),
         ({"size_of": lambda sample: float(sample[0].sum() * 7919 % 31)}, "does not explain memory"),
         ({"train_data": Resized(), "size_of": lambda sample: len(sample[0])}, "at random"),
     ],

@@ -26,9 +26,10 @@ from autobatch.training.forward_writes import forward_write_notes
 from autobatch.training.split_check.compare_modes import Finding, compare_samples, modes_before_training
 from autobatch.training.split_check.sample_choice import SampleChoice
 from autobatch.training.split_check.sample_gradient import GradientRunner
-from autobatch.workload.data import fetch, load_micro_batch
+from autobatch.workload.data import COLLATE, fetch, load_micro_batch
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.user_code import failed_part
 
 FEW_SAMPLES = 8
 MANY_SAMPLES = 64
@@ -107,7 +108,13 @@ def examine_loss(setup: TrainSetup, micro_batch: int) -> Finding:
             return finding
         samples = fetch(setup.workload.train_data, choice.ids(many))
         with setup.device.enforced() as meter:
-            more, _ = compare_samples(setup, meter, samples, [mode])
+            try:
+                more, _ = compare_samples(setup, meter, samples, [mode])
+            except Exception as error:
+                # It may take no more samples at once than a micro-batch has, which is no fault of the loss.
+                if failed_part(error) != COLLATE:
+                    raise
+                return finding
     # The few samples tell already that the loss can be split, if memory is too small for many.
     return finding if more.fault is None and finding.unchecked is None else more
 

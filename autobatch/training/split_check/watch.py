@@ -24,10 +24,11 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.training.loop import Loop
 from autobatch.training.split_check.compare_modes import Finding, compare_samples, modes_of_training
 from autobatch.training.split_check.odd_samples import odd_samples, odd_sizes
-from autobatch.workload.data import collate_samples, fetch
+from autobatch.workload.data import COLLATE, collate_samples, fetch
 from autobatch.workload.nested import tensors_of
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import preserved_random_state
+from autobatch.workload.user_code import describe, failed_part
 
 WATCHED_BATCHES = 8
 CANDIDATES = 256
@@ -106,9 +107,13 @@ class SplitWatch:
                 if is_whole and not self._is_done:
                     self._compare_whole(loop, batch, max(allowed - self._seconds, SECONDS))
             except Exception as error:
-                if not is_oom(error):
+                if failed_part(error) == COLLATE:
+                    short = Finding(unchecked=f"for more samples than a micro-batch has, {describe(error)}")
+                elif is_oom(error):
+                    reason = f"memory ran out: {first_line(error).rstrip('.')}"
+                    short = Finding(unchecked=reason, is_memory=True)
+                else:
                     raise
-                short = Finding(unchecked=f"memory ran out: {first_line(error).rstrip('.')}", is_memory=True)
         # The run itself may fit: it trains on, and nothing holds the samples any more.
         if short is not None:
             self._judge(short, batch)
