@@ -20,7 +20,6 @@ from autobatch.distributed.launch import check_equal
 from autobatch.distributed.ranks import Ranks, open_ranks
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
-from autobatch.workload.contract import WholeBatchLoss, Workload
 
 SHARED_SECONDS = 30.0
 """Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""
@@ -85,19 +84,6 @@ def check_count(options: SearchOptions, ranks: Ranks) -> None:
     raise InputError(
         f"--ranks is {options.ranks}, and torchrun started {ranks.world}: leave out --ranks under torchrun"
     )
-
-
-def check_loss_of_ranks(workload: Workload, ranks: Ranks) -> None:
-    """Check that ranks can sum the loss of a workload.
-
-    Raises:
-        InputError: its loss sees the whole batch.
-    """
-    if ranks.world > 1 and isinstance(workload.loss, WholeBatchLoss):
-        raise InputError(
-            f"a WholeBatchLoss sees all samples of a batch, and each of {ranks.world} ranks has a part of "
-            "them: train in one process"
-        )
 
 
 def agree_on_fit(probe: Callable[[], T], ranks: Ranks) -> T:

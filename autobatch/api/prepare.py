@@ -15,7 +15,6 @@ from autobatch.api.checks import CHECKING_SPLIT, refuse_split, refuse_weights
 from autobatch.api.confirm import Together
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import (
-    check_loss_of_ranks,
     claim_of_ranks,
 )
 from autobatch.api.parallel import layout_of_resume, open_choice, probe_choice, with_parallel
@@ -244,7 +243,6 @@ def _open_setup(
     """Open the setup for the training; rank 0 holds a model that ranks share."""
     ranks = context.ranks
     settings = unpack.setup_settings(options, world=ranks.world, shard=shard, holds_model=ranks.rank == 0)
-    check_loss_of_ranks(workload, ranks)
     return open_setup(workload, replace(settings, trains=True), environ=context.environ, is_demo=is_demo)
 
 

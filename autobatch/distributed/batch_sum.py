@@ -49,7 +49,7 @@ class BatchSum:
             The figures of every rank.
 
         Raises:
-            InputError: a gradient is sparse, or the losses of the ranks are of two kinds.
+            InputError: the losses of the ranks are of two kinds.
         """
         if not self._scale_is_agreed:
             self._agree_on_scale(train_state, outcome)
@@ -68,19 +68,22 @@ class BatchSum:
     def _sum(self, train_state: TrainState, figures: Figures) -> list[Figures]:
         """Sum the gradients over the ranks, and return the figures of each."""
         found = train_state.gradients.by_parameter()
-        if any(gradient is not None and gradient.is_sparse for _, gradient in found):
-            raise InputError(
-                "the loss has a sparse gradient, which ranks cannot sum: use sparse=False in the embedding, "
-                "or train in one process"
-            )
         parameters = [parameter for parameter, _ in found]
         if self._exchange is None or not self._exchange.fits(parameters):
             assert train_state.exchange is not None
+            own = [number for number, (_, one) in enumerate(found) if one is not None and one.is_sparse]
             self._exchange = Exchange(
-                train_state.exchange, parameters, world=self._ranks.world, columns=len(figures)
+                train_state.exchange,
+                parameters,
+                world=self._ranks.world,
+                columns=len(figures),
+                sparse=sorted({number for of_rank in self._ranks.gather(own) for number in of_rank}),
             )
         rows = self._exchange.run(figures, self._ranks.rank, train_state.gradients, self._reduce)
-        return [Figures(*row) for row in rows]
+        if any(row[0] for row in rows):
+            # A rank that has failed may have had the only sparse gradient.
+            self._exchange = None
+        return [Figures(*row[: len(figures)]) for row in rows]
 
     def _agree_on_scale(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> None:
         """Bring the sums of all ranks to one D, in the first batches of a run."""

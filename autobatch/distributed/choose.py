@@ -79,14 +79,11 @@ def _obstacle(train_state: TrainState, spare: Spare) -> str | None:
     """Return why DDP cannot sum the gradients of this rank; None if it can."""
     if any(parameter.dtype in LOW_PRECISION for parameter in train_state.parameters):
         return "16-bit gradients are summed in float32, and DDP's buckets have 16 bits"
-    missing = _unused_parameters(train_state, spare)
-    if missing:
-        return f"parameter {missing[0]} got no gradient from a micro-batch, and DDP waits for all of them"
-    return None
+    return _odd_gradient(train_state, spare)
 
 
-def _unused_parameters(train_state: TrainState, spare: Spare) -> list[str]:
-    """Run a micro-batch forward and backward, and name the parameters without a gradient."""
+def _odd_gradient(train_state: TrainState, spare: Spare) -> str | None:
+    """Run a micro-batch forward and backward, and name a gradient that DDP's buckets cannot hold."""
     model = train_state.model
     model.train()
     train_state.buffers.take()
@@ -98,7 +95,12 @@ def _unused_parameters(train_state: TrainState, spare: Spare) -> list[str]:
             total = loss.total if isinstance(loss, Loss) else loss
             if total.requires_grad:
                 torch.autograd.backward(total)
-        return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                return f"parameter {name} got no gradient from a micro-batch, and DDP waits for all of them"
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                return f"the gradient of {name} is sparse, and DDP's buckets are dense"
+        return None
     finally:
         train_state.gradients.clear()
         train_state.buffers.restore()

@@ -3,7 +3,8 @@
     [ figures of every rank | a flag for each parameter | gradients … ]      one reduction
     [ more gradients … ]                                                     further ones, if there are more
 
-A flag tells whether any rank has a gradient for the parameter: one that no rank has stays None.
+A flag tells whether any rank has a gradient for the parameter: one that no rank has stays None. Sparse
+gradients follow, each by its entries (`autobatch.distributed.sparse_sum`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.distributed.figures import read_rows, table_size, write_row
+from autobatch.distributed.sparse_sum import as_sparse, sum_sparse
 from autobatch.step.gradients import Gradients
 
 Row = Sequence[float | Tensor]
@@ -40,15 +42,26 @@ class Exchange:
         parameters: the trained parameters.
         world: number of ranks.
         columns: numbers that each rank sends.
+        sparse: numbers of the parameters whose gradients are sparse, the same on all ranks.
     """
 
     def __init__(
-        self, buffer: Tensor, parameters: Sequence[nn.Parameter], *, world: int, columns: int
+        self,
+        buffer: Tensor,
+        parameters: Sequence[nn.Parameter],
+        *,
+        world: int,
+        columns: int,
+        sparse: Sequence[int] = (),
     ) -> None:
-        self._buffer = buffer
-        self._columns = columns
+        self._columns = columns + len(sparse)
         self._parameters = parameters
-        self._table = buffer[: table_size(world, columns, buffer.dtype)]
+        self._sparse = sparse
+        # The probe has not seen the counts of sparse gradients, which take a few hundred bytes.
+        least = table_size(world, self._columns, buffer.dtype) + len(parameters)
+        self._buffer = buffer if buffer.numel() >= least else buffer.new_zeros(least)
+        buffer = self._buffer
+        self._table = buffer[: table_size(world, self._columns, buffer.dtype)]
         self._header = buffer[: len(self._table) + len(parameters)]
         self._flags = self._header[len(self._table) :]
         self._reductions = self._plan()
@@ -69,10 +82,13 @@ class Exchange:
             reduce: sums a tensor over the ranks in place.
 
         Returns:
-            The figures of every rank.
+            The figures of every rank, followed by its entries in each sparse gradient.
         """
-        own = [gradient for _, gradient in gradients.by_parameter()]
-        write_row(self._table, row, rank)
+        own = self._densified(gradients)
+        entries = [as_sparse(own[number], self._parameters[number]) for number in self._sparse]
+        for number in self._sparse:
+            own[number] = None
+        write_row(self._table, [*row, *(float(one._nnz()) for one in entries)], rank)
         if any(one is None for one in own):
             self._flags.copy_(torch.tensor([float(one is not None) for one in own]))
         else:
@@ -93,7 +109,33 @@ class Exchange:
                     if flag and own[number] is None:
                         own[number] = gradients.new_zeros(self._parameters[number])
             self._unpack(reduction, own)
+        self._sum_entries(entries, rows, rank, gradients, reduce)
         return rows
+
+    def _sum_entries(
+        self,
+        entries: list[Tensor],
+        rows: list[list[float]],
+        rank: int,
+        gradients: Gradients,
+        reduce: Callable[[Tensor], object],
+    ) -> None:
+        """Sum the sparse gradients, whose entries on each rank are counted at the end of its row."""
+        first = self._columns - len(self._sparse)
+        for place, (number, own) in enumerate(zip(self._sparse, entries, strict=True), first):
+            counts = [int(row[place]) for row in rows]
+            if any(counts):
+                gradients.put(self._parameters[number], sum_sparse(own, counts, rank, reduce))
+
+    def _densified(self, gradients: Gradients) -> list[Tensor | None]:
+        """Return the gradients, dense but for those that all ranks know as sparse."""
+        found: list[Tensor | None] = []
+        for number, (parameter, gradient) in enumerate(gradients.by_parameter()):
+            is_odd = gradient is not None and gradient.is_sparse and number not in self._sparse
+            found.append(gradient.to_dense() if gradient is not None and is_odd else gradient)
+            if is_odd:
+                gradients.put(parameter, found[-1])  # type: ignore[arg-type]
+        return found
 
     def _plan(self) -> list[_Reduction]:
         """Give every gradient a place: in the first reduction that has room, or in its own memory."""
@@ -101,6 +143,8 @@ class Exchange:
         groups: list[list[int]] = [[]]
         used = 0
         for number, parameter in enumerate(self._parameters):
+            if number in self._sparse:
+                continue
             if used + parameter.numel() > capacity:
                 groups.append([])
                 used = 0

@@ -147,9 +147,10 @@ def open_setup(
         is_demo: the workload is the embedded demo, which has its own default budget.
 
     Raises:
-        InputError: the device, the budget or the model is invalid.
+        InputError: the device, the budget or the model is invalid, or ranks cannot sum the loss.
         DoesNotFitError: see `check_whole`.
     """
+    check_loss_of_ranks(workload, settings.world)
     budget = budget_of(settings, is_demo=is_demo)
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = in_multiples(scanned(workload, settings.scan), settings.size_multiple, seed=settings.seed)
@@ -186,6 +187,19 @@ def open_setup(
         sharding=None if shard is None or settings.trains else shard.for_probe(device.torch_device.type),
         layout=shard,
     )
+
+
+def check_loss_of_ranks(workload: Workload, world: int) -> None:
+    """Check that ranks can sum the loss of a workload.
+
+    Raises:
+        InputError: its loss sees the whole batch.
+    """
+    if world > 1 and isinstance(workload.loss, WholeBatchLoss):
+        raise InputError(
+            f"a WholeBatchLoss sees all samples of a batch, and each of {world} ranks has a part of them: "
+            "run in one process, whose micro-batches add up to any batch"
+        )
 
 
 def whole_batch_of(workload: Workload, target_batch: int | None) -> int | None:

@@ -97,6 +97,13 @@ class Gradients:
         parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
+    def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Replace the gradient of a parameter, or its float32 sum if it has one."""
+        if parameter in self._sums or gradient.dtype != parameter.dtype:
+            self._sums[parameter] = gradient
+        else:
+            parameter.grad = gradient
+
     def round_sums(self) -> None:
         """Round each float32 sum once, into the ``grad`` that its optimizer reads, and free the sum."""
         while self._sums:

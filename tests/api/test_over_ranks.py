@@ -13,7 +13,6 @@ from autobatch.api.over_ranks import (
     WholeModelTooLargeError,
     agree_on_fit,
     check_count,
-    check_loss_of_ranks,
     claim_of_ranks,
     continued,
     options_of_rank,
@@ -22,7 +21,6 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.options import FitOptions
 from autobatch.distributed.ranks import Alone
 from autobatch.training.run_folder import CHECKPOINTS
-from tests.support.training import INFO_NCE, make_workload
 
 
 class Two(Alone):
@@ -46,14 +44,10 @@ def test_one_process_keeps_its_options() -> None:
     assert continued(OPTIONS, Alone()) is OPTIONS
     check_count(a_fit(ranks=1), Alone())
     check_count(a_fit(ranks=2), Two())
-    check_loss_of_ranks(make_workload(loss=INFO_NCE), Alone())
 
 
 def a_fit(**changes: Any) -> FitOptions:
     return FitOptions(target_batch=8, **changes)
-
-
-CONTRASTIVE = make_workload(loss=INFO_NCE)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +57,6 @@ CONTRASTIVE = make_workload(loss=INFO_NCE)
         (lambda: check_count(a_fit(ranks=3), Two()), "--ranks is 3, and torchrun started 2: leave out"),
         (lambda: options_of_rank(OPTIONS, Two(**{"--seed": 1})), "--seed: rank 1 has 1, and rank 0 has 0"),
         (lambda: options_of_rank(OPTIONS, Two(torch="2.0")), "differ in torch: rank 1 has 2.0"),
-        (lambda: check_loss_of_ranks(CONTRASTIVE, Two()), "a WholeBatchLoss sees all samples"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(refuse: Any, message: str) -> None:

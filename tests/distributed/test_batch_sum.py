@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from autobatch.distributed.batch_sum import BatchSum
 from autobatch.distributed.messages import join_loop
 from autobatch.step.gradients import exchange_buffer
 from autobatch.step.loss_share import StepTotals
+from autobatch.workload.contract import Workload
 from tests.support.rank_server import RankServer
-from tests.support.training import make_loop, make_workload, points
+from tests.support.ranked import open_group, ranked_loop
+from tests.support.training import apart, make_loop, make_workload, points, weights
 
 pytestmark = pytest.mark.distributed
 
@@ -27,8 +30,6 @@ def sum_unlike(what: str) -> str:
     totals = StepTotals(samples=8, divisor=8.0, sizes=[4])
     if what == "kinds" and rank:
         totals.count = 4.0
-    if what == "sparse":
-        state.parameters[0].grad = torch.zeros(3, 5, dtype=torch.float64).to_sparse()
     try:
         BatchSum(messages, messages.all_reduce).run(state, totals)
     except InputError as error:
@@ -38,12 +39,51 @@ def sum_unlike(what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("kinds", "a Loss on one rank and a tensor on another"),
-        ("sparse", "use sparse=False in the"),
-    ],
-)
-def test_what_cannot_be_summed_is_refused(server: RankServer, what: str, message: str) -> None:
-    assert all(message in found for found in server.values(sum_unlike, what))
+def test_losses_of_two_kinds_are_refused(server: RankServer) -> None:
+    for message in server.values(sum_unlike, "kinds"):
+        assert "a Loss on one rank and a tensor on another" in message
+
+
+class Words(nn.Module):
+    """Rows of a sparse table, of which each rank reads others, and a head."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(40, 3, sparse=sparse)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(inputs.abs().mul(7).long() % 40).mean(1))
+
+
+def words(*, sparse: bool) -> Workload:
+    return make_workload(
+        model=lambda: Words(sparse=sparse).double(),
+        optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr),
+        train_data=points(24),
+    )
+
+
+OPTIONS: dict[str, Any] = {"target_batch": 14, "steps": 4, "max_grad_norm": 0.3}
+
+
+def train_words(limits: list[int]) -> tuple[list[float], list[list[float | None]]]:
+    group = open_group()
+    loop = ranked_loop(group, words(sparse=True), limits, **OPTIONS)
+    figures = [[one.loss, one.grad_norm] for one in loop.run()]
+    found = weights(loop.train_state.model).tolist(), figures
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize("limits", [[5, 3], pytest.param([12, 1, 1], marks=pytest.mark.slow)])
+def test_sparse_gradients_are_summed_over_the_ranks(server: RankServer, limits: list[int]) -> None:
+    alone = make_loop(words(sparse=False), micro_batch=14, **OPTIONS)
+    expected = [[one.loss, one.grad_norm] for one in alone.run()]
+    found = server.values(train_words, limits, world=len(limits))
+    for of_weights, figures in found:
+        assert apart(torch.tensor(of_weights, dtype=torch.float64), weights(alone.train_state.model)) < 1e-12
+        for of_step, other in zip(figures, expected, strict=True):
+            assert of_step == pytest.approx(other, rel=1e-12)
+    assert len({str(one) for one in found}) == 1

@@ -33,10 +33,26 @@ class Unused(nn.Module):
         return found if os.environ["RANK"] == "1" else self.rest(found)
 
 
+class Looked(nn.Module):
+    """A model with a sparse table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 3, sparse=True).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.table(inputs.abs().long() % 9).mean(1)
+
+
 def choose_for(kind: str, asked: Any, most_bytes: int, senders: tuple[str, ...]) -> str:
     choose.EXCHANGE_BYTES, choose.SENDERS = most_bytes, senders
     group = open_group()
-    models = {"plain": network, "unused": Unused, "16 bits": lambda: network(torch.bfloat16)}
+    models = {
+        "plain": network,
+        "unused": Unused,
+        "sparse": Looked,
+        "16 bits": lambda: network(torch.bfloat16),
+    }
     workload = make_workload(model=models[kind])
     if kind == "16 bits":
         workload = make_workload(
@@ -70,6 +86,7 @@ def choose_for(kind: str, asked: Any, most_bytes: int, senders: tuple[str, ...])
         ("plain", "overlap", 10**6, "overlap: as asked"),
         ("16 bits", "auto", 0, "after: 16-bit gradients are summed in float32"),
         ("unused", "auto", 0, "after: parameter rest.weight got no gradient from a micro-batch"),
+        ("sparse", "auto", 0, "after: the gradient of table.weight is sparse, and DDP's buckets are dense"),
         (
             "unused",
             "overlap",

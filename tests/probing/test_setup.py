@@ -29,6 +29,7 @@ from autobatch.probing.setup import (
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.demo import MEMORY_BUDGET
 from tests.support.probes import WIDTH, RandomVectors, Sequences, amsgrad, classify, mlp, pad, vectors, work
+from tests.support.training import INFO_NCE, make_workload
 from tests.support.untouched import fingerprint, with_gradients
 
 
@@ -203,3 +204,10 @@ def test_a_model_that_was_built_on_a_gpu_is_noted() -> None:
     on_gpu = SimpleNamespace(device=torch.device("cuda", 1), numel=lambda: 1 << 20, element_size=lambda: 4)
     (note,) = placement_notes(SimpleNamespace(parameters=lambda: iter([on_gpu])))
     assert "built on cuda:1, where each attempt holds a copy of its 4.00 MiB" in note
+
+
+def test_ranks_that_cannot_sum_a_loss_are_refused_before_a_probe() -> None:
+    contrastive = make_workload(loss=INFO_NCE)
+    with pytest.raises(InputError, match="a WholeBatchLoss sees all samples of a batch, and each of 2 ranks"):
+        open_setup(contrastive, SetupSettings(device="cpu", memory_budget="1GiB", world=2))
+    open_setup(contrastive, SetupSettings(device="cpu", memory_budget="1GiB"))

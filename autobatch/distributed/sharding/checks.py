@@ -46,6 +46,11 @@ def check_model(model: nn.Module, blocks: list[nn.Module]) -> None:
                 f"--parallel shard cannot run SyncBatchNorm ({name}), whose ranks must have equal "
                 "micro-batches on GPUs: use BatchNorm or GroupNorm"
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise InputError(
+                f"--parallel shard cannot sum the sparse gradient of {name}: use sparse=False, or --parallel "
+                "replicate"
+            )
     _check_ties(model, blocks)
     trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
     if len(trained) > 1:

@@ -28,6 +28,10 @@ def of_two_types():
     [
         (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight has none yet"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), r"SyncBatchNorm \(1\)"),
+        (
+            lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+            "the sparse gradient of 0: use sparse=False",
+        ),
         (Tied, "blocks.0.0.weight belongs to two of them"),
         (of_two_types, "0.bias is float32, and 1.bias is float64"),
     ],
