@@ -16,7 +16,7 @@ from autobatch.core.options import RankPlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records import MicroBatchCost
 from autobatch.probing.size_hazards import Obstacle
-from tests.support.ragged import CONTRASTIVE, ragged_workload
+from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
 from tests.support.training import language_model
 
 
@@ -93,3 +93,14 @@ def test_a_kept_choice_does_not_hide_a_hazard(tmp_path: Path, monkeypatch) -> No
     monkeypatch.setattr("autobatch.probing.plan_split.find_obstacle", lambda _: hazard)
     with pytest.raises(InputError, match="a new hazard"):
         plan(tmp_path, ragged_workload(), split="size")
+
+
+def test_a_micro_batch_that_does_not_run_is_in_no_cut(tmp_path: Path) -> None:
+    def at_most_8(samples):
+        if len(samples) > 8:
+            raise ValueError("at most 8 samples")
+        return pad(samples)
+
+    found, _ = plan(tmp_path, ragged_workload(collate=at_most_8), split="size")
+    assert (found.probe.micro_batch, found.probe.upper_bound_by) == (8, "error")
+    assert max(found.plan.size_cut.micro_batches) == 8

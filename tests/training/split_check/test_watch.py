@@ -302,3 +302,16 @@ def test_what_cannot_be_compared_is_said_once() -> None:
     assert note.startswith("while training, whether the loss can be split into micro-batches exactly could")
     assert "keeps state between passes" in note
     assert watched(workload, before=Finding(unchecked="as known"))[2] == []
+
+
+def test_a_collate_function_that_takes_a_micro_batch_at_most_ends_no_run() -> None:
+    def at_most_32(samples):
+        if len(samples) > 32:
+            raise ValueError("at most 32 samples")
+        return torch.utils.data.default_collate(samples)
+
+    workload = make_workload(train_data=points(300), collate=at_most_32)
+    assert examine_loss(make_setup(workload), 32) == NOTHING
+    _, records, notes = watched(workload)
+    assert len(records) == STEPS
+    assert sum("at most 32 samples" in line for line in notes) == 1
