@@ -41,7 +41,8 @@ def parsed(folder: Path, *words: str, **environ: str) -> tuple[str | None, Any]:
 
 
 @pytest.mark.parametrize("number", range(len(PLACES)))
-def test_later_sources_win(number: int, tmp_path: Path) -> None:
+def test_later_sources_win(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     environ: dict[str, str] = {}
     words: list[str] = []
     for steps, place in enumerate(PLACES[: number + 1], start=1):

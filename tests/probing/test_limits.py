@@ -117,7 +117,7 @@ def machine_with_scratch(slope: int, fixed: int, appears: int, tile: int) -> Mac
     slope=st.integers(3, 120), fixed=st.integers(0, 4000), appears=st.integers(9, 3000),
     tile=st.sampled_from([1, 16, 64, 256, 1000]),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_scratch_of_libraries_costs_few_runs(slope, fixed, appears, tile) -> None:
     machine = machine_with_scratch(slope, fixed, appears, tile)
     limit = machine.limit(10_000)
