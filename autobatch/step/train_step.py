@@ -34,9 +34,10 @@ from autobatch.step.loss_share import (
     normalize_loss,
 )
 from autobatch.step.optimizers import take_step
+from autobatch.step.read_figures import read_figures
 from autobatch.step.readable import is_readable
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.step.whole_batch import backward_whole_batch
+from autobatch.step.whole_batch import Passes, backward_whole_batch
 from autobatch.workload.contract import Collated, WholeBatchLoss
 from autobatch.workload.user_code import mark_user_error, user_code
 
@@ -179,7 +180,7 @@ def finish(train_state: TrainState, totals: StepTotals, *, mark: Mark) -> StepRe
     mark("optimizer")
     gradients = train_state.gradients.by_optimizer()
     norms = [norm_of(own) if own and totals.norms is None else None for own in gradients]
-    (loss, count, first_norm, first_count, least_count), values = _read(totals, norms)
+    (loss, count, first_norm, first_count, least_count), values = read_figures(totals, norms)
     has_gradient = [bool(own) for own in gradients]
     items = float(totals.samples) if totals.count is None else count
     if least_count < 0 or not 0 <= items < math.inf:
@@ -226,16 +227,19 @@ def _accumulate_whole(
     places: Sequence[Sequence[int]] | None,
 ) -> None:
     scaler = train_state.scaler
+    passes = Passes(
+        loss=loss,
+        model=train_state.model,
+        autocast=lambda: precision_context(train_state.device, train_state.precision),
+        scale=at_least_32_bits if scaler is None else lambda one: scaler.scale(at_least_32_bits(one)),
+        mark=mark,
+    )
     value = backward_whole_batch(
-        loss,
-        train_state.model,
+        passes,
         micro_batches,
         totals.samples,
         places=places,
-        autocast=lambda: precision_context(train_state.device, train_state.precision),
-        scale=at_least_32_bits if scaler is None else lambda one: scaler.scale(at_least_32_bits(one)),
         restore_buffers=lambda: train_state.buffers.restore(keep=True),
-        mark=mark,
     )
     check_has_value(value)
     totals.loss = at_least_32_bits(value)
@@ -248,21 +252,6 @@ def _measure_first(train_state: TrainState, totals: StepTotals) -> None:
     if gradients:
         totals.first_norm = norm_of(gradients)
         totals.first_count = float(totals.sizes[0]) if totals.count is None else totals.count
-
-
-def _read(totals: StepTotals, norms: list[Tensor | float | None]) -> tuple[list[float], list[float]]:
-    """Bring the sums and norms to the host in one transfer, with 0 in place of None.
-
-    Returns:
-        The loss, the count, the norm and the count of the first micro-batch, the least count; and the norms.
-    """
-    figures = [totals.loss, totals.count, totals.first_norm, totals.first_count, totals.least_count, *norms]
-    away = [figure for figure in figures if isinstance(figure, Tensor) and not figure.is_cpu]
-    if len(away) > 1:
-        values = iter(torch.stack([figure.to(away[0].device, torch.float64) for figure in away]).tolist())
-        figures = [next(values) if any(figure is one for one in away) else figure for figure in figures]
-    found = [0.0 if figure is None else float(figure) for figure in figures]
-    return found[:5], found[5:] if totals.norms is None else totals.norms
 
 
 def _steps_to_take(

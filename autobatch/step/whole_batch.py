@@ -105,76 +105,20 @@ class Rows:
             torch.autograd.backward(parts, gradients)
 
 
-def backward_whole_batch(
-    loss: WholeBatchLoss,
-    model: nn.Module,
-    micro_batches: Iterable[tuple[Collated, int]],
-    samples: int,
-    *,
-    places: Sequence[Sequence[int]] | None = None,
-    autocast: Callable[[], AbstractContextManager[object]],
-    scale: Callable[[Tensor], Tensor],
-    restore_buffers: Callable[[], object],
-    mark: Callable[[str], None],
-) -> Tensor:
-    """Add the gradient of the loss of a batch to the trained parameters.
-
-    Args:
-        loss: the loss in its two parts.
-        model: the model that trains.
-        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
-        samples: samples of the whole batch. One micro-batch of that size needs one pass. If all micro-batches
-            together are fewer (in an attempt), rows are repeated, so that the loss sees that many.
-        places: place in the batch of each sample of each micro-batch; None for samples in order.
-        autocast: returns the context of forward passes.
-        scale: returns the tensor to run the backward pass from, given the loss.
-        restore_buffers: restores the buffers to the start of the batch.
-        mark: called with each phase.
-
-    Returns:
-        The loss, before any loss scale.
-
-    Raises:
-        InputError: a part of the loss returns something invalid.
-    """
-    passes = _Passes(loss, model, autocast, scale, mark)
-    rows, states, used = Rows(samples), deque[RandomState](), list[Sequence[int]]()
-    first = 0
-    # No enumerate and no zip, which hold a micro-batch until the next one is there.
-    for batch, size in micro_batches:
-        states.append(capture_random_state())
-        mark("forward")
-        if size >= samples:
-            value = passes.run_forward(batch)
-            del batch
-            mark("backward")
-            return passes.run_backward(value)
-        with autocast(), user_code("loss"):
-            # An attempt may exceed its batch.
-            start = min(first, samples - size)
-            used.append(range(start, start + size) if places is None else places[len(used)])
-            rows.put(used[-1], loss.represent(model, batch))
-        first += size
-        # Free this micro-batch first: this frame lives while the next one is placed.
-        del batch
-    rows.fill(first)
-    value = passes.run_loss(rows)
-    after = capture_random_state()
-    restore_buffers()
-    passes.run_again(rows, micro_batches, states, used)
-    restore_random_state(after)
-    return value
-
-
-@dataclass(frozen=True)
-class _Passes:
+@dataclass(frozen=True, kw_only=True)
+class Passes:
     """The passes over one batch; see `backward_whole_batch`."""
 
     loss: WholeBatchLoss
+    """The loss in its two parts."""
     model: nn.Module
+    """The model that trains."""
     autocast: Callable[[], AbstractContextManager[object]]
+    """Returns the context of forward passes."""
     scale: Callable[[Tensor], Tensor]
+    """Returns the tensor to run the backward pass from, given the loss."""
     mark: Callable[[str], None]
+    """Called with each phase."""
 
     def run_forward(self, batch: Collated) -> Tensor:
         """Run a micro-batch that is the whole batch forward; return the loss, with its graph."""
@@ -219,6 +163,58 @@ class _Passes:
                 rows.run_backward(left.popleft(), found)
             del found
         assert not states, "the micro-batches allow only one iteration"
+
+
+def backward_whole_batch(
+    passes: Passes,
+    micro_batches: Iterable[tuple[Collated, int]],
+    samples: int,
+    *,
+    places: Sequence[Sequence[int]] | None = None,
+    restore_buffers: Callable[[], object],
+) -> Tensor:
+    """Add the gradient of the loss of a batch to the trained parameters.
+
+    Args:
+        passes: over the loss and the model.
+        micro_batches: each micro-batch with its number of samples, for two iterations (`nested.Twice`).
+        samples: samples of the whole batch. One micro-batch of that size needs one pass. If all micro-batches
+            together are fewer (in an attempt), rows are repeated, so that the loss sees that many.
+        places: place in the batch of each sample of each micro-batch; None for samples in order.
+        restore_buffers: restores the buffers to the start of the batch.
+
+    Returns:
+        The loss, before any loss scale.
+
+    Raises:
+        InputError: a part of the loss returns something invalid.
+    """
+    rows, states, used = Rows(samples), deque[RandomState](), list[Sequence[int]]()
+    first = 0
+    # No enumerate and no zip, which hold a micro-batch until the next one is there.
+    for batch, size in micro_batches:
+        states.append(capture_random_state())
+        passes.mark("forward")
+        if size >= samples:
+            value = passes.run_forward(batch)
+            del batch
+            passes.mark("backward")
+            return passes.run_backward(value)
+        with passes.autocast(), user_code("loss"):
+            # An attempt may exceed its batch.
+            start = min(first, samples - size)
+            used.append(range(start, start + size) if places is None else places[len(used)])
+            rows.put(used[-1], passes.loss.represent(passes.model, batch))
+        first += size
+        # Free this micro-batch first: this frame lives while the next one is placed.
+        del batch
+    rows.fill(first)
+    value = passes.run_loss(rows)
+    after = capture_random_state()
+    restore_buffers()
+    passes.run_again(rows, micro_batches, states, used)
+    restore_random_state(after)
+    return value
 
 
 def _index(places: Sequence[int], like: Tensor) -> slice | Tensor:

@@ -15,7 +15,7 @@ from autobatch.device.base import Meter
 from autobatch.probing.attempt import TrainSetup
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.train_state import precision_context
-from autobatch.step.whole_batch import backward_whole_batch
+from autobatch.step.whole_batch import Passes, backward_whole_batch
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.nested import map_tensors, tensors_of, to_device
 
@@ -83,16 +83,14 @@ class GradientRunner:
         """Run micro-batches, as a `WholeBatchLoss` trains; they are placed, and can be iterated twice."""
         loss = self._setup.workload.loss
         assert isinstance(loss, WholeBatchLoss)
-        backward_whole_batch(
-            loss,
-            self._model,
-            micro_batches,
-            samples,
+        passes = Passes(
+            loss=loss,
+            model=self._model,
             autocast=self._autocast,
             scale=lambda value: value * self._scale,
-            restore_buffers=lambda: None,
             mark=lambda _: None,
         )
+        backward_whole_batch(passes, micro_batches, samples, restore_buffers=lambda: None)
         return SampleGradient(self._take_gradient(), None, samples)
 
     def placed(self, batch: Collated) -> Collated:
