@@ -22,6 +22,7 @@ from autobatch.planning import make_plan
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.training.metrics import JsonLines
+from autobatch.training.totals import RunTotals
 from autobatch.workload.order import GlobalBatchSampler
 from benchmarks.loop.cases import ACCUMULATION, Case, Precision, Source, context, loss_of
 
@@ -83,7 +84,7 @@ def bare(case: Case, source: Source, precision: Precision, work: Work) -> Callab
 
 
 def by_fit(case: Case, source: Source, precision: Precision, work: Work) -> Callable[[], None]:
-    """Run the loop of `autobatch.fit`, with the line of each step."""
+    """Run the loop of `autobatch.fit`, with the line of each step and the totals of the run."""
     made = case.made()
     workload = Workload(
         model=case.model,
@@ -112,7 +113,14 @@ def by_fit(case: Case, source: Source, precision: Precision, work: Work) -> Call
     )
     run = loop.run()
     lines = JsonLines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
-    return lambda: lines.step(next(run))
+    totals = RunTotals()
+
+    def step() -> None:
+        record = next(run)
+        lines.step(record)
+        totals.add(record)
+
+    return step
 
 
 def by_batches(case: Case, source: Source, precision: Precision, work: Work) -> Callable[[], None]:
