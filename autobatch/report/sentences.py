@@ -165,8 +165,8 @@ def run_order_in_words(plan: Plan) -> str:
         return ""
     return (
         f"A micro-batch of {count(plan.micro_batch)} fits in the order of this run: all of its "
-        f"{plural(found.batches, 'batch', 'batches')} are known, and the heaviest ones ran. In any order, "
-        f"{count(found.micro_batch_in_any_order)} fit."
+        f"{plural(found.batches, 'batch', 'batches')} are known, and the heaviest ones ran. For any order, "
+        f"the plan would have {count(found.micro_batch_in_any_order)}."
     )
 
 

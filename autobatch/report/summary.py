@@ -195,6 +195,8 @@ def describe_fit(run: RunRecord) -> str:
     words = f"batch {count(plan.target_batch)} in {describe_split(plan)}"
     if probe is None or not is_probed_configuration(probe, plan):
         return f"{words} in {budget}, {plan.precision}"
+    if plan.run_order is not None:
+        return f"{words}, which fit in {budget} in the order of this run"
     known = "up to " if probe.stopped_by is None else ""
     return f"{words}; {known}{count(probe.micro_batch)} fit in {budget}"
 

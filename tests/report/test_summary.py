@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.records import LimitedBy, RankLimit, Trial, TrialComparison, Tuning
+from autobatch.core.records import LimitedBy, RankLimit, RunOrder, Trial, TrialComparison, Tuning
 from autobatch.planning import make_plan
 from autobatch.report.result import Result
+from autobatch.report.sentences import run_order_in_words
 from autobatch.report.summary import (
     CAPS,
     describe_fit,
@@ -212,3 +213,18 @@ def test_only_the_learning_rate_was_tuned() -> None:
     rate_only = msgspec.structs.replace(TUNING, trials=0, learning_rate=some_rates())
     result = Result(device=a_device(), tuning=rate_only)
     assert [line.label for line in summary_lines(result)] == ["rate"]
+
+
+def test_a_micro_batch_for_one_order_is_told_from_what_fits_in_any() -> None:
+    plan = make_plan(target_batch=96, micro_batch_limit=32, learning_rate=0.1)
+    order = RunOrder(batches=500, by="replay", micro_batch_in_any_order=12)
+    run = a_run(
+        plan=msgspec.structs.replace(plan, run_order=order),
+        probe=msgspec.structs.replace(a_probe(), precision="fp32"),
+    )
+    assert describe_fit(run).endswith("3 micro-batches of 32, which fit in 6.00 GiB in the order of this run")
+    assert run_order_in_words(plan) == ""
+    assert run_order_in_words(run.plan) == (
+        "A micro-batch of 32 fits in the order of this run: all of its 500 batches are known, and the "
+        "heaviest ones ran. For any order, the plan would have 12."
+    )
