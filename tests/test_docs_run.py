@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,10 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader, TensorDataset
 
 import autobatch
+from autobatch.core.units import MiB
 from autobatch.step.optimizers import build_optimizers
+from tests.support.python_gpu import python_gpu
+from tests.support.rank_server import RankServer
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -84,9 +88,9 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AUTOBATCH_DEVICE", "cpu")
 
 
-def run_page(page: Path, names: dict[str, Any]) -> int:
+def run_page(page: Path, names: dict[str, Any], device: str = "cpu") -> int:
     """Run the blocks of a page in order, and return their number."""
-    blocks = code_of(page)
+    blocks = [code.replace('device="cpu"', f'device="{device}"') for code in code_of(page)]
     for number, code in enumerate(blocks, 1):
         exec(compile(code, f"{page.name}, block {number}", "exec"), names)
     return len(blocks)
@@ -97,6 +101,22 @@ def run_page(page: Path, names: dict[str, Any]) -> int:
 @pytest.mark.parametrize("page", [page for page in COMPLETE if code_of(page)], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_as_it_stands(page: Path) -> None:
     assert run_page(page, {"__name__": f"docs_{page.stem.replace('-', '_')}"})
+
+
+def run_page_on_a_gpu(page: Path, folder: Path) -> int:
+    os.chdir(folder)
+    os.environ.update(AUTOBATCH_DEVICE="cuda", AUTOBATCH_HOME=str(folder / "home"))
+    with python_gpu(1024 * MiB):
+        return run_page(page, {"__name__": "docs"}, device="cuda")
+
+
+@pytest.mark.program
+@pytest.mark.distributed
+@pytest.mark.parametrize("page", [page for page in COMPLETE if code_of(page)], ids=lambda page: page.stem)
+def test_the_code_of_a_page_makes_its_tensors_on_the_gpu(
+    page: Path, server: RankServer, tmp_path: Path
+) -> None:
+    assert server.values(run_page_on_a_gpu, page, tmp_path, world=1, seconds=120) == [len(code_of(page))]
 
 
 @pytest.mark.filterwarnings("default")

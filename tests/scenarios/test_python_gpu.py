@@ -1,0 +1,263 @@
+"""Whole fits on a GPU made of CPU tensors: every tensor is on the device where CUDA would need it.
+
+The CPU is the oracle: it runs the same kernels, so the weights are the same up to the order of a few sums.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+import autobatch
+from autobatch.core.records import StepRecord, Training
+from tests.support.python_gpu import PythonGpu, python_gpu
+from tests.support.rank_server import RankServer
+from tests.support.training import Rows
+
+pytestmark = pytest.mark.distributed
+MORE = pytest.mark.program
+TOLERANCE = 1e-12
+BUDGET = 4 * 2**20
+OPTIONS: dict[str, Any] = {
+    "target_batch": 24,
+    "max_micro_batch": 10,
+    "memory_budget": BUDGET,
+    "precision": "fp32",
+    "steps": 6,
+    "trials": 0,
+    "checkpoint_every": 2,
+}
+
+
+def rows(samples: int = 60) -> Rows:
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 5, dtype=torch.float64, generator=draw)
+    return Rows(inputs, torch.randint(3, (samples,), generator=draw))
+
+
+def network(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), *more, nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def mean(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def counted(model: nn.Module, batch: Any) -> autobatch.Loss:
+    weights = (batch[1] + 1).double()
+    total = (cross_entropy(model(batch[0]), batch[1], reduction="none") * weights).sum()
+    return autobatch.Loss(total, weights.sum())
+
+
+def contrast(_: nn.Module, found: Tensor) -> Tensor:
+    same = torch.arange(len(found), device=found.device)
+    return cross_entropy(normalize(found) @ normalize(found).T, same)
+
+
+def workload(**more: Any) -> autobatch.Workload:
+    stated = {
+        "model": network,
+        "train_data": rows(),
+        "loss": mean,
+        "optimizer": lambda params, rate: torch.optim.AdamW(params, lr=rate),
+        "learning_rate": 1e-2,
+        "validation_data": rows(14),
+        "metrics": lambda model, batch: {"right": (model(batch[0]).argmax(1) == batch[1]).double().mean()},
+        **more,
+    }
+    return autobatch.Workload(**stated)
+
+
+def whole() -> autobatch.Workload:
+    loss = autobatch.WholeBatchLoss(represent=lambda model, batch: model(batch[0]), loss=contrast)
+    return workload(loss=loss, validation_data=None, metrics=None)
+
+
+KINDS: dict[str, tuple[Callable[[], autobatch.Workload], dict[str, Any]]] = {
+    "plain": (workload, {}),
+    "clipped and averaged": (workload, {"max_grad_norm": 0.1, "ema": 0.9}),
+    "dropout and statistics": (
+        lambda: workload(model=lambda: network(nn.Dropout(0.2), nn.BatchNorm1d(8))),
+        {"bn_momentum": "auto"},
+    ),
+    "items": (lambda: workload(loss=counted), {"warmup_samples": 48}),
+    "whole batch": (whole, {}),
+    "workers": (workload, {"workers": 1}),
+    "sgd, scheduled": (
+        lambda: workload(
+            optimizer=lambda params, rate: torch.optim.SGD(params, lr=rate, momentum=0.9),
+            schedule=torch.optim.lr_scheduler.CosineAnnealingLR,
+        ),
+        {"lr_rule": "sqrt", "base_batch": 12},
+    ),
+}
+
+
+DEFAULT = "clipped and averaged"
+OTHERS = [kind for kind in KINDS if kind != DEFAULT]
+
+
+def train(device: str, kind: str, out: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train, and return the weights and figures."""
+    made, options = KINDS[kind]
+    # The server's processes are daemons, which may start no workers.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    with python_gpu() if device == "cuda" else nullcontext() as gpu:
+        found = autobatch.fit(made(), device=device, out=out, **{**OPTIONS, **options, **(more or {})})
+        assert found.plan is not None
+        assert found.training is not None
+        assert found.model is not None
+        return {
+            "weights": [tensor.cpu().tolist() for tensor in found.model.state_dict().values()],
+            "plan": found.plan.micro_batches,
+            "validation": found.training.validation,
+            "recoveries": found.training.oom_recoveries,
+            "devices": sorted({str(parameter.device) for parameter in found.model.parameters()}),
+            "peak": 0 if gpu is None else gpu.peak_bytes,
+            "ooms": 0 if gpu is None else gpu.ooms,
+        }
+
+
+def alone(server: RankServer, folder: Path, function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns in a process of its own."""
+    return server.values(function, *args, world=1, environ={"AUTOBATCH_HOME": str(folder / "home")})[0]
+
+
+def flat(nested: Any) -> list[float]:
+    return [one for part in nested for one in flat(part)] if isinstance(nested, list) else [float(nested)]
+
+
+def assert_same_weights(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert flat(found["weights"]) == pytest.approx(flat(expected["weights"]), rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "kind", [DEFAULT, *(pytest.param(kind, marks=MORE) for kind in KINDS if kind != DEFAULT)]
+)
+def test_a_fit_on_a_gpu_has_the_weights_of_the_cpu(server: RankServer, tmp_path: Path, kind: str) -> None:
+    expected, found = (
+        alone(server, tmp_path, train, device, kind, str(tmp_path / device)) for device in ("cpu", "cuda")
+    )
+    assert found["plan"] == expected["plan"] == [8, 8, 8]
+    assert_same_weights(found, expected)
+    assert found["validation"] == pytest.approx(expected["validation"], abs=TOLERANCE)
+    assert found["devices"] == ["cuda:0"]
+    assert 0 < found["peak"] <= BUDGET
+
+
+@MORE
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_loss_scale_lives_on_the_gpu(server: RankServer, tmp_path: Path, precision: str) -> None:
+    """There is no autocast here: what is left of 16 bits is the loss scale, a power of two."""
+    expected = alone(server, tmp_path, train, "cpu", "items", str(tmp_path / "cpu"))
+    more = {"precision": precision, "max_grad_norm": 1e3}
+    found = alone(server, tmp_path, train, "cuda", "items", str(tmp_path / "gpu"), more)
+    assert_same_weights(found, expected)
+
+
+@MORE
+def test_a_resumed_run_loads_its_state_onto_the_gpu(server: RankServer, tmp_path: Path) -> None:
+    kind, out = "clipped and averaged", tmp_path / "run"
+    expected = alone(server, tmp_path, train, "cuda", kind, str(out))
+    shutil.rmtree(out / "checkpoints/step-00000006")
+    found = alone(server, tmp_path, train, "cuda", kind, str(out), {"resume": True})
+    assert found["weights"] == expected["weights"]
+
+
+class Guest:
+    """Another user of the GPU, who takes all free memory once, after the third step."""
+
+    def __init__(self, gpu: PythonGpu, moment: str) -> None:
+        self._gpu, self._moment = gpu, moment
+        self._losses = -1
+
+    def step(self, record: StepRecord) -> None:
+        if record.step == 3:
+            self._losses = 0
+
+    def end(self, training: Training) -> None: ...
+
+    def close(self) -> None: ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        # It is gone when the batch runs again.
+        self._gpu.allowed_bytes = BUDGET
+        self._losses += self._losses >= 0
+        # The second micro-batch of the fourth step.
+        if self._losses == 2 and self._moment == "forward":
+            self._gpu.allowed_bytes = self._gpu.used_bytes
+        found = mean(model, batch)
+        if self._losses == 2 and self._moment == "backward":
+            self._gpu.allowed_bytes = self._gpu.used_bytes
+        return found
+
+
+def train_beside_a_guest(out: str, moment: str) -> dict[str, Any]:
+    with python_gpu() as gpu:
+        guest = Guest(gpu, moment)
+        # The check of the split runs the loss too.
+        options = {**OPTIONS, "split_check": "off", "sinks": [guest], "device": "cuda"}
+        found = autobatch.fit(workload(loss=guest.loss), out=out, **options)
+        assert found.training is not None
+        assert found.model is not None
+        return {
+            "weights": [tensor.cpu().tolist() for tensor in found.model.state_dict().values()],
+            "recoveries": found.training.oom_recoveries,
+            "ooms": gpu.ooms,
+        }
+
+
+@MORE
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_a_batch_that_runs_out_of_memory_is_trained_once(
+    server: RankServer, tmp_path: Path, moment: str
+) -> None:
+    expected = alone(server, tmp_path, train, "cpu", "plain", str(tmp_path / "cpu"))
+    found = alone(server, tmp_path, train_beside_a_guest, str(tmp_path / "gpu"), moment)
+    assert found["ooms"] >= 1
+    assert found["recoveries"] == 1
+    assert_same_weights(found, expected)
+
+
+def fail_with_labels_on_the_cpu(out: str) -> list[str]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model(batch[0]), torch.zeros(len(batch[0]), dtype=torch.int64))
+
+    with python_gpu(), pytest.raises(RuntimeError, match="same device") as caught:
+        autobatch.fit(workload(loss=loss), device="cuda", out=out, **OPTIONS)
+    return caught.value.__notes__
+
+
+@MORE
+def test_a_loss_that_makes_tensors_on_the_cpu_is_named(server: RankServer, tmp_path: Path) -> None:
+    notes = alone(server, tmp_path, fail_with_labels_on_the_cpu, str(tmp_path / "run"))
+    assert notes == ["raised by the workload: loss"]
+
+
+def run_own_loop(device: str) -> list[Any]:
+    with python_gpu() if device == "cuda" else nullcontext():
+        torch.manual_seed(0)
+        model = network().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"target_batch": 24, "max_micro_batch": 10, "device": device, "memory_budget": BUDGET}
+        plan = autobatch.plan(workload(), precision="fp32", **options)
+        for batch in autobatch.batches(rows(), plan, epochs=2):
+            for micro in batch:
+                inputs, labels = (column.to(device) for column in micro.data)
+                batch.backward(counted(model, (inputs, labels)))
+            batch.step(optimizer, max_grad_norm=0.1)
+        return [parameter.tolist() for parameter in model.state_dict().values()]
+
+
+def test_an_own_loop_on_a_gpu_has_the_weights_of_the_cpu(server: RankServer, tmp_path: Path) -> None:
+    expected, found = (alone(server, tmp_path, run_own_loop, device) for device in ("cpu", "cuda"))
+    assert flat(found) == pytest.approx(flat(expected), rel=0, abs=TOLERANCE)
