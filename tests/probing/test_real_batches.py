@@ -48,7 +48,7 @@ def short_replays(monkeypatch) -> None:
     monkeypatch.setattr(real_batches, "REPLAYED", STEPS)
 
 
-@pytest.mark.parametrize("target", [128, 200])
+@pytest.mark.parametrize("target", [200, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("short")
 def test_the_answer_is_the_largest_that_trains_without_running_out(target: int, tmp_path: Path) -> None:
     setup = simulated_setup(WORKLOAD, tmp_path, BUDGET)

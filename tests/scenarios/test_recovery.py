@@ -25,15 +25,27 @@ from tests.support.faults import (
 )
 from tests.support.training import apart, fingerprint, make_loop, network, points, weights
 
+EVERY = pytest.mark.slow
+"""Every operator of the longer steps; the default run takes some of them."""
 
-@pytest.mark.parametrize("make", [plain, stateful, contrastive, stateful_contrastive])
-def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make) -> None:
+
+@pytest.mark.parametrize(
+    ("make", "each"),
+    [
+        (plain, 1),
+        (stateful, 3),
+        (contrastive, 2),
+        (stateful_contrastive, 4),
+        *(pytest.param(one, 1, marks=EVERY) for one in (stateful, contrastive, stateful_contrastive)),
+    ],
+)
+def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int) -> None:
     undisturbed = weights(train(make(), None)[0].train_state.model)
     smaller = fingerprint(train(make(), None, shrink_to=2)[0].train_state.model)
     with phases_of(make()) as phases:
         struck = [index for index, phase in phases if phase != "step"]
     assert len(struck) > 60
-    for index in struck[:: 3 if make is stateful_contrastive else 1]:
+    for index in struck[::each]:
         loop, records = train(make(), Fault(index))
         assert fingerprint(loop.train_state.model) == smaller, f"operator {index} ({phases[index][1]})"
         if make in (plain, contrastive):
