@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from autobatch.footprint.fit_sizes import SIZES, Unpredictable, record_apart
 from autobatch.footprint.layer_events import events_of, footprint_of
-from autobatch.footprint.predict import SIZES, Footprint, Unpredictable, footprint, record_apart
+from autobatch.footprint.predict import Footprint, footprint, footprint_beside
 from autobatch.footprint.program import Polynomial, Program
 from autobatch.footprint.repeat_layers import deepen
 from autobatch.footprint.trace_mode import Recording
@@ -141,8 +142,18 @@ def cut_to(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
 def _form_of(layer: nn.Module) -> tuple[object, ...]:
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     return (
-        tuple(type(module) for module in layer.modules()),
+        tuple((type(module), _switches_of(module)) for module in layer.modules()),
         tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors),
+    )
+
+
+def _switches_of(module: nn.Module) -> tuple[object, ...]:
+    """Return the attributes that tell what a module does; of a rate, for example of dropout, if it is 0."""
+    values = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
+    return tuple(
+        (name, bool(value) if isinstance(value, float) else value)
+        for name, value in values
+        if isinstance(value, bool | str | float)
     )
 
 
@@ -151,8 +162,7 @@ def _deepened(
 ) -> DeepFootprint:
     """Trace a model that was cut to three depths."""
     few, middle, many = (replace(setting, model=model) for model in models)
-    step = footprint(middle, tested=tested)
-    recordings = record_apart((few, SIZES[0]), (many, SIZES[0]))
+    step, recordings = footprint_beside(middle, [(few, SIZES[0]), (many, SIZES[0])], tested=tested)
     others = [events_of(_as_footprint(one, step)) for one in recordings]
     runs = deepen((others[0], events_of(step), others[1]), layers - DEPTHS[1])
     deep, origins = footprint_of(step, runs)

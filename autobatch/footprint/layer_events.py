@@ -11,7 +11,8 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.footprint.predict import SIZES, Footprint
+from autobatch.footprint.fit_sizes import SIZES
+from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Polynomial, Program, Untraceable
 from autobatch.footprint.trace_mode import Label
 
@@ -42,16 +43,23 @@ def events_of(step: Footprint) -> list[Event]:
         for at in places:
             between.setdefault(at, []).append(Event(kind, "", 0, ()))
     found: list[Event] = []
-    sizes: dict[int, int] = {}
+    taken: dict[int, tuple[int, int]] = {}
+    """Size of each block, and the phases before it."""
+    phases = 0
     for index, (block, rule) in enumerate(step.program.events):
-        found += between.get(index, [])
+        here = between.get(index, [])
+        phases += sum(event.kind == "mark" for event in here)
+        found += here
         kind, module = step.labels[block]
         text = f"{kind} {re.sub(r'[0-9]+', '#', module)}"
         if rule is None:
-            found.append(Event("free", text, sizes[block], (block, *_digits(module)), index))
+            size, before = taken[block]
+            # Blocks that are freed in a row are told apart by how long they were held.
+            text = f"{text} {phases - before}"
+            found.append(Event("free", text, size, (block, *_digits(module)), index))
         else:
-            sizes[block] = rule.at(SIZES[0])
-            found.append(Event("take", text, sizes[block], (block, *_digits(module)), index, rule))
+            taken[block] = rule.at(SIZES[0]), phases
+            found.append(Event("take", text, taken[block][0], (block, *_digits(module)), index, rule))
     return found + between.get(len(step.program.events), [])
 
 

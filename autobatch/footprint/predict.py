@@ -14,40 +14,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from autobatch.core.errors import AutobatchError, InputError
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
-from autobatch.footprint.apart import run_each_apart
 from autobatch.footprint.cuda_policy import missing_parts
+from autobatch.footprint.fit_sizes import Unpredictable, fit
 from autobatch.footprint.largest import largest
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.selftest import self_test
 from autobatch.footprint.trace_mode import Label, Recording
-from autobatch.footprint.trace_step import Setting, record
-from autobatch.workload.contract import Collated
-from autobatch.workload.rng import preserved_random_state
+from autobatch.footprint.trace_step import Setting
 
-SIZES = (2, 3, 5, 8)
-"""Micro-batches to trace. Many operators treat 1 as special. Two sizes give a line, the third checks it. If
-the line is wrong, three give a parabola and the fourth checks that."""
 MARGIN = 0.03
 """Share of a budget by which a prediction may be too high."""
 CONVOLUTION_MARGIN = 0.1
 """The same with convolutions, because no trace shows cuDNN's scratch memory."""
-
-
-class Unpredictable(AutobatchError, RuntimeError):  # noqa: N818 - describes the step, not a fault
-    """A step whose footprint cannot be predicted, with the reason in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +97,30 @@ def footprint(
     Raises:
         Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
+    return footprint_beside(setting, (), tested=tested, clock=clock)[0]
+
+
+def footprint_beside(
+    setting: Setting,
+    others: Sequence[tuple[Setting, int]],
+    *,
+    tested: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Footprint, list[Recording]]:
+    """Do as `footprint`, and at the same time record other settings, each at a micro-batch.
+
+    Raises:
+        Unpredictable: a step cannot be traced, or that of the first setting follows no rule.
+    """
     start = clock()
     reason = None if tested else _why_untrusted()
     if reason:
         raise Unpredictable(f"cannot predict: {reason}")
     try:
-        first, program = _fit(setting)
+        first, program, recordings = fit(setting, others)
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
-    return Footprint(
+    step = Footprint(
         program=program,
         labels=first.labels,
         first_products=first.first_products,
@@ -124,6 +129,7 @@ def footprint(
         notes=tuple(_notes(setting, first)),
         seconds=clock() - start,
     )
+    return step, recordings
 
 
 def predict(
@@ -196,63 +202,6 @@ def _why_untrusted() -> str | None:
     """Return the reason why this torch allows no predictions, None if it does."""
     missing = missing_parts()
     return f"this torch has no {', '.join(missing)}" if missing else self_test()
-
-
-def _fit(setting: Setting) -> tuple[Recording, Program]:
-    """Fit a program to traces at the first sizes, and check it by the start of a trace at the next one.
-
-    Returns:
-        The trace at the first size, and the program.
-    """
-    # All steps follow the same rule, so the first step is enough for the check.
-    short = replace(setting, steps=setting.steps[:1])
-    first, second, third, fourth = SIZES
-    one, two, check = record_apart((setting, first), (setting, second), (short, third))
-    points = [(first, one.trace), (second, two.trace)]
-    program = Program.fit(points)
-    if program.begins_with(third, check.trace):
-        return one, program
-    three, check = record_apart((setting, third), (short, fourth))
-    program = Program.fit([*points, (third, three.trace)])
-    if program.begins_with(fourth, check.trace):
-        return one, program
-    raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
-
-
-def record_apart(*traced: tuple[Setting, int]) -> list[Recording]:
-    """Trace settings at sizes, each in a process of its own, from batches that are read here."""
-    try:
-        return run_each_apart([partial(_recorded, *one, _batch_of(*one)) for one in traced])
-    except AutobatchError:
-        raise
-    except Exception as error:
-        raise Unpredictable(f"cannot predict: {_reason(error)}") from error
-
-
-def _batch_of(setting: Setting, size: int) -> Collated:
-    """Read a batch. Augmented data draw the same random numbers for each size."""
-    with preserved_random_state():
-        return setting.batch_of(size)
-
-
-def _recorded(setting: Setting, size: int, batch: Collated) -> Recording:
-    try:
-        return record(replace(setting, batch_of=lambda _: batch), size)
-    except InputError:
-        raise
-    except Exception as error:
-        raise Unpredictable(f"cannot predict: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """Return the reason why a step does not run on fake tensors, in one line."""
-    kind = type(error).__name__
-    first = (str(error).strip().splitlines() or [""])[0]
-    if kind in {"DynamicOutputShapeException", "DataDependentOutputException"}:
-        return f"the result of {getattr(error, 'func', first)} depends on the values of the data"
-    if kind == "UnsupportedOperatorException":
-        return f"{getattr(error, 'func', first)} needs the values of the data"
-    return f"the step does not run without values ({kind}: {first[:200]})"
 
 
 def _notes(setting: Setting, recording: Recording) -> list[str]:

@@ -27,9 +27,10 @@ from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.profiles import list_profiles, load_profile
 from autobatch.device.simulated import simulated_budget
 from autobatch.footprint.apart import run_apart
+from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import explain
 from autobatch.footprint.memory_viz import dump
-from autobatch.footprint.predict import Footprint, Prediction, footprint, predict
+from autobatch.footprint.predict import Footprint, Prediction, predict
 from autobatch.footprint.remedies import NATIVE_BF16, Spending, Trace, find_remedies, in_words, trace_change
 from autobatch.footprint.trace_step import Setting
 from autobatch.planning import make_plan
@@ -176,7 +177,7 @@ class _Tracer:
         key = (capability >= NATIVE_BF16, precision)
         if key not in self._steps:
             tested = bool(self._steps)
-            self._steps[key] = footprint(self.setting(capability, precision), tested=tested)
+            self._steps[key] = deep_footprint(self.setting(capability, precision), tested=tested).step
         return self._steps[key]
 
     def trace_change(self, capability: tuple[int, int], precision: Precision) -> Trace:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from autobatch.core.knobs import CHECKPOINTING, OPTIMIZER
 from autobatch.distributed.fake_group import fake_ranks
 from autobatch.distributed.replicas import in_buckets
 from autobatch.distributed.sharding.model import Sharding
@@ -36,6 +37,21 @@ def are_equal(one: Footprint, other: Footprint) -> bool:
 @pytest.mark.parametrize("arrange", [None, pytest.param(in_buckets, marks=pytest.mark.slow)])
 def test_a_few_layers_give_the_trace_of_all(arrange):
     asked = deep_setting(arrange=arrange)
+    found = deep_footprint(asked)
+    assert found.layers == 4, "the whole model was traced"
+    assert are_equal(found.step, footprint(asked, tested=True))
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {OPTIMIZER: "fused"},
+        pytest.param({CHECKPOINTING: "full"}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_few_layers_give_the_trace_of_all_in_each_remedy(knobs):
+    asked = deep_setting(knobs=knobs, steps=(1, 2, 2))
     found = deep_footprint(asked)
     assert found.layers == 4, "the whole model was traced"
     assert are_equal(found.step, footprint(asked, tested=True))
@@ -104,6 +120,12 @@ def test_like_layers_are_those_with_the_same_parameters():
     model.blocks.append(nn.Linear(2, 2))
     assert like_layers(model) is None
     assert like_layers(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.1), (0.1, 0.2)])
+def test_layers_are_alike_if_they_do_the_same(rates):
+    model = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Dropout(rate)) for rate in rates)
+    assert (like_layers(model) is not None) == (0.0 not in rates)
 
 
 def test_a_cut_model_shares_its_tensors():

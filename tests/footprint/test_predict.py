@@ -15,8 +15,9 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import predict as predicting
+from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.largest import largest
-from autobatch.footprint.predict import Unpredictable, footprint, predict
+from autobatch.footprint.predict import footprint, predict
 from autobatch.footprint.trace_step import record
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, make, pair_loss, perceptron, setting, setup

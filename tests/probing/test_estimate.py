@@ -12,7 +12,7 @@ from torch import nn
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.records import Remedy
 from autobatch.core.units import MiB
-from autobatch.footprint.predict import footprint
+from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.remedies import trace_change
 from autobatch.probing import estimate as estimating
 from autobatch.probing.cache import CachedLimit, store
@@ -62,11 +62,11 @@ def traced_once(monkeypatch):
     traces = []
 
     def trace(setting, **more):
-        traces[:] = traces or [footprint(setting, **more)]
+        traces[:] = traces or [deep_footprint(setting, **more)]
         return traces[0]
 
     monkeypatch.setattr(estimating, "run_apart", lambda function: function())
-    monkeypatch.setattr(estimating, "footprint", trace)
+    monkeypatch.setattr(estimating, "deep_footprint", trace)
 
 
 @pytest.mark.usefixtures("traced_once")

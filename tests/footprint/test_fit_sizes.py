@@ -1,0 +1,53 @@
+"""Traces that share a process, with user code that keeps what it builds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autobatch.footprint.apart import run_in_copies
+from autobatch.footprint.fit_sizes import SIZES, Unpredictable, fit, record_apart
+from tests.support.step_workloads import make, setting, setup
+
+
+@cache
+def window() -> Tensor:
+    return torch.ones(16)
+
+
+class Windowed(nn.Module):
+    """A model whose first forward pass builds a tensor for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * window())
+
+
+def test_functions_in_few_copies_answer_in_their_order():
+    assert run_in_copies([lambda n=n: n * n for n in range(7)]) == [n * n for n in range(7)]
+
+
+def test_what_user_code_keeps_is_in_each_trace():
+    data = [(torch.ones(16), torch.zeros(1))] * 20
+    workload = make(Windowed, data=data, loss=lambda model, batch: model(batch[0]).square().mean())
+    asked = replace(setting(setup(workload), capability=None), steps=(1,))
+    one, program, (other,) = fit(asked, [(asked, 4)])
+    alone, checked = record_apart((asked, SIZES[0]), (asked, 7))
+    assert one == alone
+    assert program.at(4).canonical() == other.trace
+    assert program.at(7).canonical() == checked.trace
+    assert window().sum() == 16, "nothing fake is left in this process"
+
+
+def test_a_step_that_needs_values_is_refused():
+    data = [(torch.ones(16), torch.zeros(1))] * 20
+    workload = make(Windowed, data=data, loss=lambda model, batch: model(batch[0]).numpy().sum())
+    with pytest.raises(Unpredictable, match="cannot predict"):
+        fit(setting(setup(workload), capability=None), [])
