@@ -15,7 +15,7 @@ from autobatch.distributed.overlap import Overlap
 from autobatch.distributed.shares import RankSplit
 from autobatch.step.gradients import EXCHANGE_BYTES, LOW_PRECISION
 from autobatch.step.train_state import TrainState, precision_context
-from autobatch.workload.contract import Collated, Loss
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss
 from autobatch.workload.rng import preserved_random_state
 
 GradSync = Literal["auto", "overlap", "after"]
@@ -69,7 +69,9 @@ def choose_engine(
     if asked == "after" or (asked == "auto" and reason is not None) or obstacle is not None:
         why = obstacle or ("as asked" if asked == "after" else reason)
         assert why is not None
-        return Choice(After(group, split, kinds, tensors), why)
+        after = After(group, split, kinds, tensors)
+        after.attach(train_state, spare)
+        return Choice(after, why)
     engine = Overlap(group, split, kinds, tensors)
     engine.attach(train_state, spare)
     return Choice(engine, "as asked" if asked == "overlap" else "the last backward pass hides the reduction")
@@ -77,6 +79,8 @@ def choose_engine(
 
 def _obstacle(train_state: TrainState, spare: Spare) -> str | None:
     """Return why DDP cannot sum the gradients of this rank; None if it can."""
+    if isinstance(train_state.loss, WholeBatchLoss):
+        return "the loss sees the whole batch, and DDP sums the gradients of parts"
     if any(parameter.dtype in LOW_PRECISION for parameter in train_state.parameters):
         return "16-bit gradients are summed in float32, and DDP's buckets have 16 bits"
     return _odd_gradient(train_state, spare)

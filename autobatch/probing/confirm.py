@@ -64,9 +64,13 @@ class JointBatch(NamedTuple):
         """Return the batch of all ranks."""
         return GlobalBatch(0, 0, list(range(self.samples)))
 
+    def places(self) -> list[Sequence[int]]:
+        """Return the places of the samples in each micro-batch of this rank; none if it takes no sample."""
+        return [part.places for part in self.split().parts(self.whole(), self.limits[self.rank])]
+
     def sizes(self) -> list[int]:
-        """Return the micro-batches of this rank; none if it takes no sample."""
-        return [len(part.ids) for part in self.split().parts(self.whole(), self.limits[self.rank])]
+        """Return the samples of each micro-batch of this rank."""
+        return [len(places) for places in self.places()]
 
 
 def joint_batch(of_ranks: Sequence[Sequence[int]], rank: int, grad_sync: GradSync) -> JointBatch:
@@ -177,7 +181,7 @@ def _train(
     setup: TrainSetup, children: Children, batch: JointBatch, meter: Meter, mark: Callable[[str], None]
 ) -> None:
     """Run the steps over the children of all ranks."""
-    sizes = batch.sizes()
+    sizes, places = batch.sizes(), batch.places()
     mark("setup")
     with joined(setup, children, batch, meter) as (train_state, engine):
         if train_state.scaler is not None:
@@ -187,7 +191,7 @@ def _train(
             fetched = ((setup.worst_case.batch(size), size) for size in sizes)
             placed = batches_of(setup, meter, fetched)
             parts = engine.passing(train_state, placed, len(sizes), batch.whole())
-            totals = accumulate(train_state, parts, batch.samples, mark, measure_first=True)
+            totals = accumulate(train_state, parts, batch.samples, mark, places=places, measure_first=True)
             summed = engine.combine(train_state, totals)
             assert isinstance(summed, StepTotals), "a child that fails ends the others"
             result = finish(train_state, summed, mark=mark)

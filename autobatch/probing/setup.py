@@ -150,7 +150,7 @@ def open_setup(
         InputError: the device, the budget or the model is invalid, or ranks cannot sum the loss.
         DoesNotFitError: see `check_whole`.
     """
-    check_loss_of_ranks(workload, settings.world)
+    check_loss_of_ranks(workload, settings.shard)
     budget = budget_of(settings, is_demo=is_demo)
     stream = workload.train_data if is_stream(workload.train_data) else None
     workload = in_multiples(scanned(workload, settings.scan), settings.size_multiple, seed=settings.seed)
@@ -189,16 +189,16 @@ def open_setup(
     )
 
 
-def check_loss_of_ranks(workload: Workload, world: int) -> None:
-    """Check that ranks can sum the loss of a workload.
+def check_loss_of_ranks(workload: Workload, shard: ShardLayout | None) -> None:
+    """Check that ranks can train the loss of a workload.
 
     Raises:
-        InputError: its loss sees the whole batch.
+        InputError: it sees the whole batch, and the ranks share the model.
     """
-    if world > 1 and isinstance(workload.loss, WholeBatchLoss):
+    if shard is not None and isinstance(workload.loss, WholeBatchLoss):
         raise InputError(
-            f"a WholeBatchLoss sees all samples of a batch, and each of {world} ranks has a part of them: "
-            "run in one process, whose micro-batches add up to any batch"
+            "a WholeBatchLoss runs two passes over a batch, and ranks that share the model gather it in one: "
+            "use --parallel replicate, or train in one process"
         )
 
 

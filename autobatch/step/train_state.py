@@ -17,6 +17,7 @@ from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer
 from autobatch.step.optimizers import build_optimizers
 from autobatch.step.restore import BufferSnapshot
+from autobatch.step.whole_batch import RowExchange
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class TrainState:
     """True while optimizers move weights, here or on another rank: a failure then cannot be repeated."""
     exchange: Tensor | None = None
     """Buffer in which ranks sum their gradients; None if this process trains alone, or DDP sums them."""
+    rows: RowExchange | None = None
+    """Exchange of rows in the batch that ranks train now, for a `WholeBatchLoss`; None for one process."""
     shared: SharedModel | None = None
     """The model if ranks share it; None if this process has a whole one."""
 

@@ -233,6 +233,8 @@ def _accumulate_whole(
         autocast=lambda: precision_context(train_state.device, train_state.precision),
         scale=at_least_32_bits if scaler is None else lambda one: scaler.scale(at_least_32_bits(one)),
         mark=mark,
+        exchange=train_state.rows,
+        forget=train_state.gradients.clear,
     )
     value = backward_whole_batch(
         passes,
@@ -242,7 +244,10 @@ def _accumulate_whole(
         restore_buffers=lambda: train_state.buffers.restore(keep=True),
     )
     check_has_value(value)
-    totals.loss = at_least_32_bits(value)
+    # Of several ranks, each knows the loss, and one counts it.
+    counts = train_state.rows is None or train_state.rows.counts_loss
+    totals.loss = at_least_32_bits(value) if counts else 0.0
+    totals.sizes.append(totals.samples)
     totals.divisor = float(totals.samples)
 
 

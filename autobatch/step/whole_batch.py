@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,11 @@ class Rows:
         self._trained: list[bool] = []
         self._gradients: list[Tensor | None] = []
 
+    def begin(self, found: Any) -> None:
+        """Make room for all rows, as zeros, in the form of some that ``represent`` returned."""
+        self.collated = map_tensors(found, lambda part: part.new_zeros((self._samples, *part.shape[1:])))
+        self._trained = [False] * len(list(tensors_of(found)))
+
     def put(self, places: Sequence[int], found: Any) -> None:
         """Copy the rows that ``represent`` returned for the samples at these places of the batch.
 
@@ -63,8 +68,7 @@ class Rows:
         """
         parts = _parts(found, len(places))
         if self.collated is None:
-            self.collated = map_tensors(found, lambda part: part.new_empty((self._samples, *part.shape[1:])))
-            self._trained = [False] * len(parts)
+            self.begin(found)
         wholes = list(tensors_of(self.collated))
         if [(w.shape[1:], w.dtype) for w in wholes] != [(part.shape[1:], part.dtype) for part in parts]:
             raise InputError(
@@ -105,6 +109,17 @@ class Rows:
             torch.autograd.backward(parts, gradients)
 
 
+class RowExchange(Protocol):
+    """The exchange of rows among ranks, each of which represents some samples of a batch."""
+
+    @property
+    def counts_loss(self) -> bool:
+        """True on the one rank whose loss, and gradient of what only the loss uses, count."""
+
+    def gather(self, rows: Rows) -> None:
+        """Fill in the rows of the other ranks; all ranks call it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Passes:
     """The passes over one batch; see `backward_whole_batch`."""
@@ -119,6 +134,10 @@ class Passes:
     """Returns the tensor to run the backward pass from, given the loss."""
     mark: Callable[[str], None]
     """Called with each phase."""
+    exchange: RowExchange | None = None
+    """Fills in the rows of the other ranks; None if this process represents all samples."""
+    forget: Callable[[], object] = lambda: None
+    """Frees the gradients so far, which another rank counts."""
 
     def run_forward(self, batch: Collated) -> Tensor:
         """Run a micro-batch that is the whole batch forward; return the loss, with its graph."""
@@ -140,6 +159,9 @@ class Passes:
             value = _checked(self.loss.loss(self.model, rows.leaves()))
         value = self.run_backward(value)
         rows.keep_gradients()
+        if self.exchange is not None and not self.exchange.counts_loss:
+            # Every rank has computed the gradient of what only the loss uses.
+            self.forget()
         return value
 
     def run_again(
@@ -195,7 +217,7 @@ def backward_whole_batch(
     for batch, size in micro_batches:
         states.append(capture_random_state())
         passes.mark("forward")
-        if size >= samples:
+        if size >= samples and passes.exchange is None:
             value = passes.run_forward(batch)
             del batch
             passes.mark("backward")
@@ -208,7 +230,10 @@ def backward_whole_batch(
         first += size
         # Free this micro-batch first: this frame lives while the next one is placed.
         del batch
-    rows.fill(first)
+    if passes.exchange is None:
+        rows.fill(first)
+    else:
+        passes.exchange.gather(rows)
     value = passes.run_loss(rows)
     after = capture_random_state()
     restore_buffers()

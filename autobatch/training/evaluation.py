@@ -90,9 +90,7 @@ def evaluate_part(
     if data is None:
         return sums
     with eval_mode(train_state.model):
-        sizes = split_evenly(len(data), part[1])  # type: ignore[arg-type]
-        start = sum(sizes[: part[0]])
-        end = start + sizes[part[0]]
+        start, end = _bounds(workload, target_batch, part)
         whole = WholeBatchRows(range(start, min(start + target_batch, end)))
         while start < end:
             poll()
@@ -115,6 +113,15 @@ def evaluate_part(
     if batch_size.micro_batch > batch_size.start:
         device.release()
     return sums
+
+
+def _bounds(workload: Workload, target_batch: int, part: tuple[int, int]) -> tuple[int, int]:
+    """Return the range of samples of a part; a loss over the whole batch gets whole batches."""
+    samples = len(workload.validation_data)  # type: ignore[arg-type]
+    unit = target_batch if isinstance(workload.loss, WholeBatchLoss) else 1
+    counts = split_evenly(math.ceil(samples / unit), part[1])
+    first = unit * sum(counts[: part[0]])
+    return min(first, samples), min(first + unit * counts[part[0]], samples)
 
 
 def sanity_check_validation(

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from autobatch.core.errors import InputError
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import (
     SetupSettings,
@@ -206,8 +207,11 @@ def test_a_model_that_was_built_on_a_gpu_is_noted() -> None:
     assert "built on cuda:1, where each attempt holds a copy of its 4.00 MiB" in note
 
 
-def test_ranks_that_cannot_sum_a_loss_are_refused_before_a_probe() -> None:
+def test_ranks_that_share_a_model_refuse_a_loss_over_the_batch_before_a_probe() -> None:
     contrastive = make_workload(loss=INFO_NCE)
-    with pytest.raises(InputError, match="a WholeBatchLoss sees all samples of a batch, and each of 2 ranks"):
-        open_setup(contrastive, SetupSettings(device="cpu", memory_budget="1GiB", world=2))
-    open_setup(contrastive, SetupSettings(device="cpu", memory_budget="1GiB"))
+    settings = SetupSettings(device="cpu", memory_budget="1GiB", world=2)
+    with pytest.raises(
+        InputError, match="a WholeBatchLoss runs two passes over a batch, and ranks that share"
+    ):
+        open_setup(contrastive, replace(settings, shard=ShardLayout(world=2)))
+    assert open_setup(contrastive, settings).world == 2
