@@ -18,8 +18,12 @@ from torch import Tensor
 
 _MT19937_BYTES = 4 * (624 + 1)
 """Size of NumPy's Mersenne Twister: 624 words and the place in them (numpy/random/src/mt19937/mt19937.h)."""
+_MARK_BYTES = 4 * 8
+"""Size of the place and the seven words beside it, which tell whether a generator was used: a draw moves the
+place, and each 624 draws replace all words. Copying all of them would take a twentieth of a small step."""
 _Memory = ctypes.c_char * _MT19937_BYTES
-"""The memory of a generator; ``raw`` copies it."""
+_Mark = ctypes.c_char * _MARK_BYTES
+"""The mark in the memory of a generator; ``raw`` copies it."""
 
 
 class RandomState(NamedTuple):
@@ -31,9 +35,9 @@ class RandomState(NamedTuple):
     torch: Tensor
     cuda: list[Tensor]
     """One state per GPU; empty if CUDA is not in use."""
-    numpy_memory: bytes = b""
-    """Memory of NumPy's generator when its state was read; empty if unknown."""
-    python_memory: bytes = b""
+    numpy_mark: bytes = b""
+    """Place and some words of NumPy's generator when its state was read; empty if unknown."""
+    python_mark: bytes = b""
     """The same of Python's generator."""
 
 
@@ -45,29 +49,29 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
             because reading them takes many times as long as reading all others.
     """
     numpy = sys.modules.get("numpy")
-    memory = b"" if numpy is None else _memory_of(numpy)
-    if last is not None and _is_same(last, memory):
+    mark = b"" if numpy is None else _mark_of(numpy)
+    if last is not None and _is_same(last, mark):
         numpy_state = last.numpy
     else:
         numpy_state = None if numpy is None else numpy.random.get_state()
-    memory_of_python = _python_state()
-    own = b"" if memory_of_python is None else memory_of_python.raw
+    memory = _python_state()
+    own = b"" if memory is None else memory.raw
     generator: Any = random._inst
     has_normal = generator.gauss_next is not None
-    is_same = last is not None and own and own == last.python_memory and not has_normal
+    is_same = last is not None and own and own == last.python_mark and not has_normal
     return RandomState(
         python=last.python if last is not None and is_same and last.python[2] is None else random.getstate(),
         numpy=numpy_state,
         torch=torch.default_generator.get_state(),
         cuda=torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
-        numpy_memory=memory,
-        python_memory=own,
+        numpy_mark=mark,
+        python_mark=own,
     )
 
 
 @functools.cache
 def _python_state() -> ctypes.Array[ctypes.c_char] | None:
-    """Find the memory of Python's global generator; None if its layout is not the known one.
+    """Find the mark of Python's global generator; None if its layout is not the known one.
 
     The layout is that of ``RandomObject`` in CPython's Modules/_randommodule.c: the head of an object, the
     place, and 624 words. It is compared with the state that Python reports, once per process.
@@ -78,13 +82,14 @@ def _python_state() -> ctypes.Array[ctypes.c_char] | None:
         return None
     if random.Random.__mro__[1].__basicsize__ < head + _MT19937_BYTES:
         return None
-    found = _Memory.from_address(id(generator) + head)
-    words = struct.unpack(f"={_MT19937_BYTES // 4}I", found.raw)
-    return found if (*words[1:], words[0]) == generator.getstate()[1] else None
+    address = id(generator) + head
+    words = struct.unpack(f"={_MT19937_BYTES // 4}I", _Memory.from_address(address).raw)
+    is_known = (*words[1:], words[0]) == generator.getstate()[1]
+    return _Mark.from_address(address) if is_known else None
 
 
-def _memory_of(numpy: ModuleType) -> bytes:
-    """Copy the memory of NumPy's global generator, empty if it is not the default one."""
+def _mark_of(numpy: ModuleType) -> bytes:
+    """Copy the mark of NumPy's global generator, empty if it is not the default one."""
     # The function came with NumPy 1.24.
     find: Callable[[], Any] | None = getattr(numpy.random, "get_bit_generator", None)
     memory = None if find is None else _numpy_state(find())
@@ -93,15 +98,16 @@ def _memory_of(numpy: ModuleType) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def _numpy_state(generator: Any) -> ctypes.Array[ctypes.c_char] | None:
-    """Find the memory of a generator's state, which takes longer than reading it."""
+    """Find the mark in a generator's state, which takes longer than reading it."""
     if type(generator).__name__ != "MT19937":
         return None
-    return _Memory.from_address(generator.ctypes.state_address)
+    # Here the place comes after the words.
+    return _Mark.from_address(generator.ctypes.state_address + _MT19937_BYTES - _MARK_BYTES)
 
 
-def _is_same(last: RandomState, memory: bytes) -> bool:
-    """Return whether nothing was drawn from NumPy's generator since, given its memory now."""
-    if last.numpy is None or not memory or memory != last.numpy_memory:
+def _is_same(last: RandomState, mark: bytes) -> bool:
+    """Return whether nothing was drawn from NumPy's generator since, given its mark now."""
+    if last.numpy is None or not mark or mark != last.numpy_mark:
         return False
     _, _, _, has_normal, _ = last.numpy
     # A pair of normal numbers is drawn at once: the second one may be gone without a change of the memory.

@@ -96,6 +96,14 @@ def test_the_state_of_numpy_is_read_again_only_after_a_draw(monkeypatch: pytest.
     np.random.random()
     capture_random_state(again)
     assert reads == [1]
+    # 312 draws of two words each move the place to where it was: the words tell.
+    before = capture_random_state()
+    np.random.random(312)
+    after = capture_random_state(before).numpy
+    assert before.numpy is not None
+    assert after is not None
+    assert after[2] == before.numpy[2]
+    assert not np.array_equal(after[1], before.numpy[1])
 
 
 def test_the_state_of_python_is_read_again_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
