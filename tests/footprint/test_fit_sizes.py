@@ -14,6 +14,11 @@ from autobatch.footprint.fit_sizes import SIZES, Unpredictable, fit, record_apar
 from tests.support.step_workloads import make, setting, setup
 
 
+@pytest.fixture(autouse=True)
+def copies() -> None:
+    """Run calls in copies, as a run does."""
+
+
 @cache
 def window() -> Tensor:
     return torch.ones(16)
