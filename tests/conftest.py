@@ -51,7 +51,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A file that tests the copies defines a fixture of this name that does nothing.
     """
-    apart = sys.modules.get("autobatch.footprint.apart")
+    apart = sys.modules.get("autobatch.footprint.tracing.apart")
     if apart is not None:
         monkeypatch.setattr(apart, "can_run_apart", lambda: False)
 

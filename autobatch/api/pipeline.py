@@ -39,8 +39,8 @@ from autobatch.core.options import EstimateOptions, ProbeOptions, RankPlanOption
 from autobatch.core.search_options import SearchOptions
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
-from autobatch.probing.estimate import estimate_limits
-from autobatch.probing.estimate_ranks import estimate_over_ranks
+from autobatch.probing.estimates.estimate import estimate_limits
+from autobatch.probing.estimates.over_ranks import estimate_over_ranks
 from autobatch.probing.setup import find_workload
 from autobatch.report.result import Estimates, Result
 from autobatch.workload.contract import Workload

@@ -41,9 +41,9 @@ from autobatch.distributed.shared_stream import open_stream, split_note
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.probing.child import SetupProcess, ThisProcess
-from autobatch.probing.real_batches import Order
 from autobatch.probing.setup import find_workload, open_setup
 from autobatch.probing.setup_key import device_key
+from autobatch.probing.sizes.real_batches import Order
 from autobatch.report.result import Result
 from autobatch.training.build import (
     build_sampler,

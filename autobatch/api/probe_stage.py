@@ -27,11 +27,11 @@ from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.find_limit import Limit, ProbeLimits, check_size, find_limit
-from autobatch.probing.limits_by_size import find_limits_by_size
 from autobatch.probing.open_process import open_process
-from autobatch.probing.real_batches import Order
+from autobatch.probing.sizes.limits_by_size import find_limits_by_size
+from autobatch.probing.sizes.real_batches import Order
+from autobatch.probing.sizes.survive import survive_real_batches
 from autobatch.probing.step_snapshot import step_snapshot
-from autobatch.probing.survive import survive_real_batches
 from autobatch.probing.traced_setup import predicted_memory
 from autobatch.report.result import Result
 from autobatch.workload.contract import Workload

@@ -9,8 +9,8 @@ from autobatch.planning import micro_batches
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.kept_answers import KeptAnswers
 from autobatch.probing.questions import ask_or_none
-from autobatch.probing.real_batches import Order
-from autobatch.probing.run_order import InOrder, find_in_order
+from autobatch.probing.sizes.real_batches import Order
+from autobatch.probing.sizes.run_order import InOrder, find_in_order
 
 
 def in_run_order(process: SetupProcess, plan: Plan, order: Order, cap: int, kept: KeptAnswers) -> Plan:

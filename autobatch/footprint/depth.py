@@ -24,8 +24,8 @@ from autobatch.footprint.layer_events import events_of, footprint_of
 from autobatch.footprint.predict import Footprint, footprint, footprint_beside
 from autobatch.footprint.program import Polynomial, Program
 from autobatch.footprint.repeat_layers import deepen
-from autobatch.footprint.trace_mode import Recording
-from autobatch.footprint.trace_step import Setting
+from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.trace_step import Setting
 
 DEPTHS = (3, 4, 5)
 """Layers that are traced. The first and the last layer may differ from the others, as FSDP gathers ahead."""

@@ -12,10 +12,10 @@ from functools import partial
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.device.allocator.trace import Trace
-from autobatch.footprint.apart import run_each_apart, run_in_copies
 from autobatch.footprint.program import Program, Untraceable
-from autobatch.footprint.trace_mode import Recording
-from autobatch.footprint.trace_step import Setting, record
+from autobatch.footprint.tracing.apart import run_each_apart, run_in_copies
+from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.workload.contract import Collated
 from autobatch.workload.rng import preserved_random_state
 

@@ -26,13 +26,13 @@ from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
-from autobatch.footprint.cuda_policy import missing_parts
 from autobatch.footprint.fit_sizes import Unpredictable, fit
 from autobatch.footprint.largest import largest
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.selftest import self_test
-from autobatch.footprint.trace_mode import Label, Recording
-from autobatch.footprint.trace_step import Setting
+from autobatch.footprint.tracing.cuda_policy import missing_parts
+from autobatch.footprint.tracing.trace_mode import Label, Recording
+from autobatch.footprint.tracing.trace_step import Setting
 
 MARGIN = 0.03
 """Share of a budget by which a prediction may be too high."""
@@ -48,7 +48,7 @@ class Footprint:
     labels: tuple[Label, ...]
     """By block number."""
     first_products: tuple[int, ...]
-    """Events at which libraries take their workspaces; see `autobatch.footprint.trace_mode.Recording`."""
+    """Events at which libraries take their workspaces; see `tracing.trace_mode.Recording`."""
     products: tuple[int, ...]
     """The same for workspaces that are freed after each product."""
     margin: float

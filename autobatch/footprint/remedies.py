@@ -20,7 +20,7 @@ from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import Footprint, with_workspaces
 from autobatch.footprint.program import Program, Untraceable
-from autobatch.footprint.trace_step import Setting
+from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.device.allocator.trace import FREE
-from autobatch.footprint.apart import run_apart
-from autobatch.footprint.trace_mode import Recording
-from autobatch.footprint.trace_step import Setting, record
+from autobatch.footprint.tracing.apart import run_apart
+from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.workload.contract import Workload
 
 _SAMPLES = 10

@@ -20,7 +20,7 @@ import torch
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.signals import hold_back_signals
-from autobatch.footprint.apart import can_run_apart
+from autobatch.footprint.tracing.apart import can_run_apart
 from autobatch.probing.child import serve
 from autobatch.probing.spare import Spare
 from autobatch.workload.contract import Workload

@@ -17,7 +17,7 @@ from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.predict import Footprint, with_workspaces
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.remedies import Spending, find_remedies
-from autobatch.footprint.trace_step import Setting
+from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.probing.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, TrainSetup
 from autobatch.probing.setup import SetupInfo, describe_setup, new_allocator
 from autobatch.workload.rng import preserved_random_state

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from autobatch.device.profiles import load_profile
-from autobatch.probing.estimate import EstimateSettings
-from autobatch.probing.estimate_ranks import RankSettings, _Estimator
+from autobatch.probing.estimates.estimate import EstimateSettings
+from autobatch.probing.estimates.over_ranks import RankSettings, _Estimator
 from benchmarks.footprint.large import MODELS, large
 
 RESULT = Path(__file__).parents[1] / "results" / "footprint-ranks_amd-epyc_2026-11-22.json"

@@ -36,7 +36,7 @@ from autobatch.device.simulated import SimulatedDevice
 from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import Program
-from autobatch.footprint.trace_step import Setting
+from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state

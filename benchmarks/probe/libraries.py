@@ -27,8 +27,8 @@ from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program
-from autobatch.footprint.trace_mode import Recorder
-from autobatch.footprint.trace_step import Setting, record
+from autobatch.footprint.tracing.trace_mode import Recorder
+from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.probing.attempt import (
     ATTEMPT_STEPS,
     NEAR_THE_LIMIT,

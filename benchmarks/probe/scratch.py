@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from autobatch import Workload
 from autobatch.core.units import GiB
-from autobatch.footprint.trace_step import Setting
-from autobatch.probing.estimate import on_meta
+from autobatch.footprint.tracing.trace_step import Setting
+from autobatch.probing.estimates.estimate import on_meta
 from autobatch.probing.limits import ReplayPredictor, first_size
 from autobatch.probing.search import search
 from autobatch.workload.data import WorstCaseSampler

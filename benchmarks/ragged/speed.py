@@ -25,8 +25,8 @@ import torch
 from autobatch.planning import make_plan, micro_batches
 from autobatch.probing.attempt import TrainSetup, attempt, batches_of, open_train_state
 from autobatch.probing.child import Session
-from autobatch.probing.plan_split import SplitSettings, choose_split
 from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.probing.sizes.plan_split import SplitSettings, choose_split
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import accumulate, train_step
 from autobatch.workload.data import load_micro_batch

@@ -15,7 +15,7 @@ from autobatch.api.fit import run_fit
 from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.options import FitOptions
-from autobatch.probing import real_batches
+from autobatch.probing.sizes import real_batches
 from autobatch.report.sentences import run_order_in_words
 from autobatch.training.build import order_changes
 from tests.api.test_split import Noting

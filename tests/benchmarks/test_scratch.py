@@ -9,7 +9,7 @@ from torch import nn
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint.trace_step import Setting
+from autobatch.footprint.tracing.trace_step import Setting
 from benchmarks.probe import scratch
 from benchmarks.probe.libraries import (
     WORKSPACE,

@@ -11,7 +11,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.distributed import replicas
 from autobatch.distributed.replicas import Buckets, has_buckets, in_buckets
-from autobatch.footprint.trace_step import record
+from autobatch.footprint.tracing.trace_step import record
 from autobatch.step.train_step import train_step
 from autobatch.workload.data import WorstCaseSampler
 from tests.support.sharded import state_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autobatch.footprint.apart import run_in_copies
 from autobatch.footprint.fit_sizes import SIZES, Unpredictable, fit, record_apart
+from autobatch.footprint.tracing.apart import run_in_copies
 from tests.support.step_workloads import make, setting, setup
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from autobatch.footprint import cuda_policy, selftest, trace_step
+from autobatch.footprint import selftest
+from autobatch.footprint.tracing import cuda_policy, trace_step
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import msgspec
 from autobatch.core.records import Attempt, MicroBatchCost, Probe, SizeCut
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.kept_answers import KeptAnswers, kept_answers
-from autobatch.probing.plan_split import SplitChoice
-from autobatch.probing.real_batches import Order, Survivor
+from autobatch.probing.sizes.plan_split import SplitChoice
+from autobatch.probing.sizes.real_batches import Order, Survivor
 from tests.support.ragged import Sequences, ragged_workload
 from tests.support.training import make_setup
 

@@ -14,7 +14,7 @@ import autobatch
 from autobatch import Workload
 from autobatch.core.units import MiB
 from autobatch.device.cpu import CpuDevice
-from autobatch.footprint.trace_step import Setting, record
+from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.probing.attempt import attempt
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import WholeBatchLoss

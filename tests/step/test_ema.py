@@ -13,7 +13,7 @@ from autobatch.core.errors import InputError, RestartSmallerError
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import footprint
-from autobatch.footprint.trace_step import record
+from autobatch.footprint.tracing.trace_step import record
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.ema import WeightAverage, load_average
 from autobatch.step.train_step import train_step

@@ -17,7 +17,7 @@ from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.distributed.fake_group import fake_ranks
 from autobatch.distributed.sharding.model import Sharding
-from autobatch.footprint.trace_step import Setting, record
+from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload

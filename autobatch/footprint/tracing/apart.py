@@ -1,0 +1,196 @@
+"""Calls in copies of this process that are thrown away.
+
+Code of the user's may keep what it builds at its first call, for example a window in an ``lru_cache``. If
+that call is a trace, it keeps a tensor without values for ever, and no later step with real tensors works. So
+a trace runs in a forked process, and only what it measured comes back. Traces that do not need each other run
+at the same time, one per core.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import multiprocessing.connection
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Literal, TypeVar, cast
+
+import torch
+
+from autobatch.core.errors import AutobatchError
+from autobatch.core.signals import hold_back_signals
+from autobatch.device.host import usable_cores
+from autobatch.footprint.tracing.stuck import StuckWatch
+
+ANSWER_SECONDS = 600.0
+"""Time after which a call counts as hung."""
+LOOK_SECONDS = 1.0
+"""Time between two looks at copies that have not answered yet."""
+
+Kind = Literal["result", "error", "foreign error", "stuck"]
+Answer = tuple[Kind, object]
+T = TypeVar("T")
+
+
+def can_run_apart() -> bool:
+    """Return whether `run_apart` forks.
+
+    Elsewhere than on Linux, system libraries do not survive a fork. After CUDA has started, autograd refuses
+    to run in one. A daemon of multiprocessing must not start processes.
+    """
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return sys.platform == "linux" and not has_cuda and not multiprocessing.current_process().daemon
+
+
+def run_apart(function: Callable[[], T]) -> T:
+    """Call a function in a copy of this process, and return its result; see `run_each_apart`."""
+    return run_each_apart([function])[0]
+
+
+def run_each_apart(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Call each function in a copy of this process, and return their results, which are pickled.
+
+    A function is called here if no copy is possible (`can_run_apart`). It is called here again if it raised
+    an error that is not autobatch's own, so that the error has its class and traceback. The same happens if
+    the copy is stuck at a lock that another thread of this process held at the fork.
+
+    Args:
+        functions: what to call. They see everything that this process has, and nothing that they change
+            stays. As many run at the same time as this process may use cores.
+
+    Raises:
+        AutobatchError: a function raised it; or its copy crashed, or gave no answer in time.
+    """
+    if not can_run_apart():
+        return [function() for function in functions]
+    _import_tracing()
+    return [
+        _result_of(function, answer)
+        for function, answer in zip(functions, _ask_copies(functions), strict=True)
+    ]
+
+
+def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Call functions in copies of this process, one copy per core, and return their results.
+
+    A copy calls its functions one after another, so a later one finds what earlier ones left: the caches of
+    torch, without which a short trace takes twice as long, and those of the user's code. For the rest see
+    `run_each_apart`.
+    """
+    count = max(1, min(usable_cores(), len(functions)))
+    groups = run_each_apart([partial(_call_all, functions[first::count]) for first in range(count)])
+    return [groups[number % count][number // count] for number in range(len(functions))]
+
+
+def _call_all(functions: Sequence[Callable[[], T]]) -> list[T]:
+    return [function() for function in functions]
+
+
+def _result_of(function: Callable[[], T], answer: Answer) -> T:
+    kind, content = answer
+    if kind in ("foreign error", "stuck"):
+        return function()
+    if kind == "error":
+        raise cast(AutobatchError, content)
+    return cast(T, content)
+
+
+def _import_tracing() -> None:
+    """Import here what fake tensors import at their first use, or each copy would import it again."""
+    import torch._dynamo.config
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+
+def _ask_copies(functions: Sequence[Callable[[], object]]) -> list[Answer]:
+    """Return the answers of copies in the order of their functions."""
+    answers: dict[int, Answer] = {}
+    running: dict[int, _Copy] = {}
+    waiting = list(enumerate(functions))
+    try:
+        while waiting or running:
+            while waiting and len(running) < usable_cores():
+                number, function = waiting.pop(0)
+                running[number] = _Copy(function)
+            multiprocessing.connection.wait([one.answers for one in running.values()], LOOK_SECONDS)
+            for number, copy in list(running.items()):
+                answer = copy.answer()
+                if answer is not None:
+                    answers[number] = answer
+                    running.pop(number).end()
+    finally:
+        for copy in running.values():
+            copy.end()
+    return [answers[number] for number in range(len(functions))]
+
+
+class _Copy:
+    """A copy of this process that calls a function.
+
+    Args:
+        function: what it calls.
+    """
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.answers, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_serve, args=(theirs, function), daemon=False)
+        with hold_back_signals({signal.SIGINT}, with_tracker=False), warnings.catch_warnings():
+            # Python warns of threads, which the copy does not have.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        now = time.monotonic()
+        self._deadline = now + ANSWER_SECONDS
+        self._watch = StuckWatch(self._process.pid, now)
+
+    def answer(self) -> Answer | None:
+        """Return the answer, None if there is none yet."""
+        if self.answers.poll():
+            try:
+                return cast(Answer, self.answers.recv())
+            except EOFError:
+                self._process.join()
+                return "error", AutobatchError(
+                    "the process that traced the step ended without an answer "
+                    f"(exit code {self._process.exitcode})"
+                )
+        now = time.monotonic()
+        if self._watch.is_stuck(now):
+            return "stuck", None
+        if now < self._deadline:
+            return None
+        return "error", AutobatchError(
+            f"the process that traced the step gave no answer in {ANSWER_SECONDS:.0f} s and was ended"
+        )
+
+    def end(self) -> None:
+        """End the process."""
+        self.answers.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection, function: Callable[[], object]) -> None:
+    """Send the result of a function, or its error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A collection would write to every object, and so copy the memory that both processes share.
+    gc.freeze()
+    # The threads of OpenMP do not exist here. As in a loader worker, nothing may wait for them.
+    torch.set_num_threads(1)
+    answer: Answer
+    try:
+        # A CUDA build of torch refuses autograd in a fork if it ran before it, even without a GPU.
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        answer = "result", function()
+    except AutobatchError as error:
+        answer = "error", error
+    except (Exception, SystemExit):
+        answer = "foreign error", None
+    connection.send(answer)

@@ -1,0 +1,1 @@
+"""Predictions for hardware that need not be here."""

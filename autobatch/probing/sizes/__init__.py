@@ -1,0 +1,1 @@
+"""Samples that differ in size: what real batches need, and how they are split."""

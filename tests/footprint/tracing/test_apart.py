@@ -1,0 +1,189 @@
+"""Calls in a copy of the process: results and errors come back, and nothing stays."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import autobatch
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.footprint.tracing import apart, stuck
+from autobatch.footprint.tracing.apart import run_apart, run_each_apart
+
+needs_fork = pytest.mark.skipif(not apart.can_run_apart(), reason="this process cannot be copied")
+
+
+@pytest.fixture(autouse=True)
+def copies() -> None:
+    """Run calls in copies, as a run does."""
+
+
+@needs_fork
+def test_the_result_comes_back_and_nothing_that_was_changed_stays():
+    kept: list[int] = []
+    other = run_apart(lambda: kept.append(1) or os.getpid())
+    if other == os.getpid():
+        pytest.skip("a CUDA build of torch refuses autograd in a copy once it ran here")
+    assert kept == []
+
+
+def test_a_copy_that_refuses_autograd_leaves_the_call_to_this_process(monkeypatch):
+    """A CUDA build does so after a backward pass here, even without a GPU (engine.cpp, bad autograd fork)."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based ...")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refused)
+    assert run_apart(os.getpid) == os.getpid()
+
+
+def test_an_own_error_keeps_its_class_and_message():
+    def fail() -> None:
+        raise InputError("asked 3, found 2")
+
+    with pytest.raises(InputError, match=r"^asked 3, found 2$"):
+        run_apart(fail)
+
+
+def test_a_foreign_error_is_raised_with_its_own_traceback():
+    def of_the_user() -> None:
+        raise LookupError("gone")
+
+    with pytest.raises(LookupError, match="gone") as caught:
+        run_apart(of_the_user)
+    assert caught.traceback[-1].name == "of_the_user"
+
+
+@needs_fork
+def test_a_copy_that_is_killed_or_hangs_is_an_error(monkeypatch):
+    with pytest.raises(AutobatchError, match=r"exit code -9"):
+        run_apart(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(apart, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(apart, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(AutobatchError, match="gave no answer"):
+        run_apart(signal.pause)
+
+
+@needs_fork
+def test_a_copy_that_waits_for_a_lock_of_another_thread_leaves_the_call_to_this_process(monkeypatch):
+    """The thread that holds the lock at the fork does not exist in the copy."""
+    monkeypatch.setattr(apart, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stuck, "STUCK_SECONDS", 0.03)
+    lock, is_held, done = threading.Lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            done.wait()
+
+    def call() -> int:
+        if os.getpid() == here:
+            done.set()
+        with lock:
+            return os.getpid()
+
+    here = os.getpid()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    try:
+        assert run_apart(call) == here
+    finally:
+        done.set()
+        thread.join()
+
+
+@needs_fork
+def test_calls_come_back_in_order_whatever_ends_first(monkeypatch):
+    monkeypatch.setattr(apart, "usable_cores", lambda: 2)
+    assert run_each_apart([partial(late, 3 - number) for number in range(4)]) == [3, 2, 1, 0]
+
+
+def late(number: int) -> int:
+    time.sleep(0.02 * number)
+    return number
+
+
+@needs_fork
+def test_one_call_that_fails_is_the_error_of_all():
+    def fail() -> None:
+        raise InputError("asked 3, found 2")
+
+    before = multiprocessing.active_children()
+    with pytest.raises(InputError, match="asked 3"):
+        run_each_apart([os.getpid, fail, os.getpid])
+    assert multiprocessing.active_children() == before
+
+
+def test_without_a_copy_the_function_runs_here(monkeypatch):
+    monkeypatch.setattr(apart, "can_run_apart", lambda: False)
+    assert run_apart(os.getpid) == os.getpid()
+
+
+class KeepsWhatItBuilds(nn.Module):
+    """A model that scales its input by a window of a cache, and by weights that the class keeps."""
+
+    weights: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    @staticmethod
+    @functools.lru_cache
+    def window(width: int) -> torch.Tensor:
+        return torch.hann_window(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weights is None:
+            type(self).weights = torch.linspace(0, 1, 16)
+        return self.linear(x * self.window(16) * self.weights)
+
+
+def workload() -> autobatch.Workload:
+    KeepsWhatItBuilds.window.cache_clear()
+    KeepsWhatItBuilds.weights = None
+    return autobatch.Workload(
+        model=KeepsWhatItBuilds,
+        train_data=TensorDataset(torch.randn(400, 16), torch.zeros(400, dtype=torch.int64)),
+        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
+        learning_rate=0.1,
+    )
+
+
+@needs_fork
+def test_state_that_user_code_keeps_from_its_first_call_has_values(tmp_path, monkeypatch):
+    if run_apart(os.getpid) == os.getpid():
+        pytest.skip("a CUDA build of torch refuses autograd in a copy once it ran here")
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    one = workload()
+    autobatch.estimate(one, profile=["t4"])
+    found = autobatch.probe(one, device="cpu", memory_budget="24KiB", precision="fp32")
+    assert found.predicted_micro_batch == found.micro_batch < 400
+    assert torch.equal(KeepsWhatItBuilds.window(16), torch.hann_window(16))
+    assert torch.equal(KeepsWhatItBuilds.weights, torch.linspace(0, 1, 16))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_tensor_without_values_is_named_in_a_real_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    monkeypatch.setattr(apart, "can_run_apart", lambda: False)
+    one = workload()
+    try:
+        with pytest.raises(InputError, match=r"FakeTensor.*lru_cache"):
+            autobatch.probe(one, device="cpu", memory_budget="24KiB", precision="fp32")
+    finally:
+        KeepsWhatItBuilds.window.cache_clear()
+        KeepsWhatItBuilds.weights = None

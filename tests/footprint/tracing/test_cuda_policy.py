@@ -1,0 +1,139 @@
+"""CUDA's operator policy on the CPU, against torch's own header and CUDA's documented types."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autobatch.footprint.tracing import cuda_policy as policy
+from autobatch.footprint.tracing.cuda_policy import cuda_policy, missing_parts, prefer_foreach
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def on_gpu():
+    with FakeTensorMode(), cuda_policy((8, 0)):
+        yield
+
+
+@pytest.mark.skipif(not HEADER.is_file(), reason="this torch comes without its headers")
+@pytest.mark.parametrize(
+    ("macro", "names"),
+    [
+        ("AT_FORALL_FP32", policy._FP32),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", policy._FP32_RESULT),
+        ("AT_FORALL_LOWER_PRECISION_FP", policy._LOWER),
+        ("AT_FORALL_PROMOTE", policy._WIDEST),
+    ],
+)
+def test_lists_are_those_of_torch(macro, names):
+    """Every operator of the header is in our list, or the CPU casts it."""
+    text = HEADER.read_text()
+    body = re.search(rf"#define {macro}\(_\)\s*\\\n((?:.*\\\n)*.*\n)", text)[1]
+    listed = {".".join(re.split(r",\s*", name)) for name in re.findall(r"_\(([^()]+)\)", body)}
+    # Overloads for named tensors, in torch until 2.12. Nobody trains on named tensors.
+    listed = {name for name in listed if "imname" not in name}
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    known = set(torch._C._dispatch_get_all_op_names())
+    missing = {
+        name
+        for name in listed - names
+        if f"aten::{name}" in known and not has(f"aten::{name}", "AutocastCPU")
+    }
+    assert missing == set()
+    # torch 2.11 leaves rms_norm to its parts, which are in the list.
+    assert {name for name in names if f"aten::{name}" in known} <= listed | {"rms_norm"}
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("low", [bf16, fp16])
+def test_types_under_autocast_are_those_of_cuda(low):
+    """docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast"."""
+    x, layer = torch.randn(4, 8, 16), nn.Linear(16, 16)
+    with torch.autocast("cpu", dtype=low):
+        y = layer(x)
+        types = {
+            "linear": (y.dtype, low),
+            "matmul": ((x @ x.mT).dtype, low),
+            "layer_norm": (nn.LayerNorm(16)(y).dtype, fp32),
+            "softmax": (y.softmax(-1).dtype, fp32),
+            "log_softmax": (y.log_softmax(-1).dtype, fp32),
+            "sum": (y.sum().dtype, fp32),
+            "cumsum": (y.cumsum(0).dtype, fp32),
+            "pow": ((y**2).dtype, fp32),
+            "exp": (y.exp().dtype, fp32),
+            "mse_loss": (F.mse_loss(y, y).dtype, fp32),
+            "cross_entropy": (F.cross_entropy(y[0], torch.zeros(8, dtype=torch.long)).dtype, fp32),
+            "gelu": (F.gelu(y).dtype, low),
+            "relu": (F.relu(y).dtype, low),
+            "cat": (torch.cat([y, y]).dtype, low),
+            "add": ((y + y).dtype, low),
+            "mean": (y.mean().dtype, low),
+            "asked for": (y.softmax(-1, dtype=torch.float64).dtype, torch.float64),
+            "widest": (torch.addcmul(x, y, y).dtype, fp32),
+            "double": (torch.exp(x.double()).dtype, torch.float64),
+        }
+    assert {name: found for name, (found, _) in types.items()} == {
+        n: known for n, (_, known) in types.items()
+    }
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(("low", "steps"), [(fp16, ["LogSoftmax"]), (bf16, ["LogSoftmax", "ToCopy"])])
+def test_softmax_of_fp16_needs_no_copy_in_fp32(low, steps):
+    x = torch.randn(4, 8, dtype=low, requires_grad=True)
+    with torch.autocast("cpu", dtype=low):
+        y = x.log_softmax(-1)
+    assert y.dtype is fp32
+    nodes = [y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)][: len(steps)]
+    assert [node.name().removesuffix("Backward0") for node in nodes] == steps
+    y.sum().backward()
+    assert x.grad.dtype is low
+
+
+def test_the_policy_of_the_cpu_is_restored():
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def behaviour():
+        with torch.autocast("cpu", dtype=bf16):
+            y = x @ x
+            attended = F.scaled_dot_product_attention(*[x[None, None]] * 3)
+            return y.softmax(-1).dtype, y.sum().dtype, attended.dtype, type(F.dropout(x, 0.5).grad_fn)
+
+    before = behaviour()
+    with FakeTensorMode(), cuda_policy((9, 0)):
+        pass
+    assert behaviour() == before
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_dropout_keeps_a_mask_of_bytes():
+    x = torch.randn(10, requires_grad=True)
+    assert "NativeDropout" in F.dropout(x, 0.5).grad_fn.name()
+    assert F.dropout(x, 0.5, training=False) is x
+    assert F.dropout(x, 0.0).shape == x.shape
+
+
+def test_optimizers_update_all_parameters_at_once():
+    parameters = [nn.Parameter(torch.zeros(2))]
+    chosen = []
+    for options in ({}, {"foreach": False}, {"fused": True}):
+        optimizer = torch.optim.AdamW(parameters, **options)
+        prefer_foreach(optimizer)
+        chosen.append(optimizer.param_groups[0]["foreach"])
+    assert chosen == [True, False, None] or chosen == [True, False, False]
+    prefer_foreach(torch.optim.LBFGS(parameters))  # has no such choice
+
+
+def test_a_part_that_torch_lacks_is_named(monkeypatch):
+    assert missing_parts() == []
+    monkeypatch.delattr(torch._C, "_set_mkldnn_enabled")
+    assert missing_parts() == ["torch._C._set_mkldnn_enabled"]

@@ -1,0 +1,207 @@
+"""Estimates: sizes, explanations, remedies, and the margin that saved runs give."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+from torch import nn
+
+from autobatch.core.errors import DoesNotFitError
+from autobatch.core.records import Remedy
+from autobatch.core.units import MiB
+from autobatch.footprint.depth import deep_footprint
+from autobatch.footprint.remedies import trace_change
+from autobatch.probing.cache import CachedLimit, store
+from autobatch.probing.estimates import estimate as estimating
+from autobatch.probing.estimates.estimate import (
+    EstimateSettings,
+    cap_of,
+    device_notes,
+    estimate_limits,
+    on_meta,
+    precision_on,
+)
+from autobatch.report.terminal import Terminal
+from tests.support.probes import mlp, work
+from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
+
+NOWHERE = Path("nowhere")
+
+
+@pytest.fixture(scope="module")
+def found():
+    workload = make(lambda: Transformer(width=32), data=Tokens(), loss=token_loss)
+    return estimate_limits(
+        workload, EstimateSettings(profiles=["rtx-4090"], memory_budget=f"{24 * MiB}"), home=NOWHERE
+    )
+
+
+def test_an_estimate_for_one_gpu_explains_its_memory(found):
+    one = found.estimates[0]
+    assert one.fits
+    assert sum(one.modules.values()) == one.memory["activations"]
+    assert all(remedy.micro_batch >= one.micro_batch for remedy in one.remedies)
+    text = StringIO()
+    Terminal(text).estimated(found)
+    for words in (f"phase {one.phase}", "optimizer state", "blocks.0", "bytes", "share"):
+        assert words in text.getvalue()
+    for remedy in one.remedies:
+        assert remedy.advice in text.getvalue()
+    json = msgspec.json.decode(msgspec.json.encode(found.to_json()))
+    assert [set(each) for each in json["estimates"][0]["remedies"]] == [
+        {"name", "advice", "micro_batch", "peak_bytes"} for _ in one.remedies
+    ]
+
+
+@pytest.fixture
+def traced_once(monkeypatch):
+    """Estimates of one workload for GPUs that run it in the same way, which share one trace."""
+    traces = []
+
+    def trace(setting, **more):
+        traces[:] = traces or [deep_footprint(setting, **more)]
+        return traces[0]
+
+    monkeypatch.setattr(estimating, "run_apart", lambda function: function())
+    monkeypatch.setattr(estimating, "deep_footprint", trace)
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_saved_runs_that_took_more_memory_widen_the_interval(tmp_path):
+    """One of two runs on this GPU took a quarter more than its trace. A run on another GPU does not count."""
+    workload = make(lambda: Transformer(width=128, depth=3), data=Tokens(), loss=token_loss)
+    for number, (device, measured) in enumerate(
+        (("NVIDIA GeForce RTX 4090", 125), ("NVIDIA GeForce RTX 4090", 99), ("NVIDIA T4", 900))
+    ):
+        saved = CachedLimit(
+            key={"workload": f"w{number}", "device": device},
+            micro_batch=1,
+            limited_by="memory",
+            upper_bound_by="run",
+            date="2026-11-21",
+            traced_bytes=100 * MiB,
+            measured_bytes=measured * MiB,
+        )
+        store(saved, tmp_path)
+    options = EstimateSettings(profiles=["rtx-4090", "l4"], memory_budget=f"{40 * MiB}")
+    after = estimate_limits(workload, options, home=tmp_path)
+    now, before = after.estimates[0], estimate_limits(workload, options, home=NOWHERE).estimates[0]
+    assert now.micro_batch == before.micro_batch
+    assert now.micro_batch_low < before.micro_batch_low
+    tight = EstimateSettings(profiles=["rtx-4090", "l4"], memory_budget=f"{32 * MiB}")
+    assert now.micro_batch_low == estimate_limits(workload, tight, home=NOWHERE).estimates[0].micro_batch
+    assert any("-1.0% to +25.0% more than predicted (2 compared)" in note for note in after.notes)
+
+
+def test_every_gpu_that_does_not_fit_has_its_advice(monkeypatch):
+    """Each change is traced once for all GPUs that run a step in the same way."""
+    traced = []
+
+    def advise(setting, step, spending, *, trace):
+        assert trace("smaller", setting).program == step.program
+        limit = spending.allocator(False).limit
+        return [Remedy(name="smaller", advice="a smaller model", micro_batch=7, peak_bytes=limit)]
+
+    monkeypatch.setattr(estimating, "run_apart", lambda function: function())
+    monkeypatch.setattr(estimating, "find_remedies", advise)
+    monkeypatch.setattr(
+        estimating, "trace_change", lambda name, changed: traced.append(name) or trace_change(name, changed)
+    )
+    names = ["t4", "l40s", "v100-16gb"]
+    options = EstimateSettings(profiles=names, memory_budget="0.13%", precision="fp32", micro_batch=8)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    assert [one.fits for one in found.estimates] == [False, True, False]
+    advice = [one.remedies and one.remedies[0].peak_bytes for one in found.estimates]
+    assert advice == [found.estimates[0].budget_bytes, None, found.estimates[2].budget_bytes]
+    assert traced == ["smaller"]
+    text = StringIO()
+    Terminal(text).estimated(found)
+    for name in ("t4", "v100-16gb"):
+        assert f"predicted micro-batch on {name} with a change:" in text.getvalue()
+    assert "on l40s with" not in text.getvalue()
+
+
+def test_estimates_for_several_gpus_have_no_remedies():
+    options = EstimateSettings(profiles=["rtx-4090", "a100-40gb"], max_micro_batch=4)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    assert [one.remedies for one in found.estimates] == [None, None]
+    text = StringIO()
+    Terminal(text).estimated(found)
+    assert "share" not in text.getvalue()
+
+
+def test_a_simulated_device_names_the_gpu():
+    options = EstimateSettings(device="sim:l4", max_micro_batch=4)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    assert [(one.profile, one.micro_batch) for one in found.estimates] == [("l4", 4)]
+    assert found.notes == []
+
+
+@pytest.mark.parametrize("device", ["cuda:9999", "cpu", "sim:t4"])
+def test_a_device_that_is_left_out_is_named(device: str):
+    (note,) = device_notes(EstimateSettings(device=device, profiles=["l4"]))
+    assert f"an estimate touches no device, so --device {device} was left out" in note
+    assert device_notes(EstimateSettings(device="sim:l4")) == []
+
+
+def test_a_device_that_is_left_out_is_a_note_of_the_estimate():
+    options = EstimateSettings(device="cpu", profiles=["l4", "a100-40gb"], max_micro_batch=4)
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    assert found.notes == device_notes(options)
+
+
+def test_the_error_names_memory_and_remedies_if_no_gpu_is_large_enough():
+    workload = make(lambda: Transformer(width=32, depth=1), data=Tokens(), loss=token_loss)
+    options = EstimateSettings(profiles=["t4"], memory_budget=f"{17 * MiB}", precision="fp32")
+    with pytest.raises(DoesNotFitError, match=r"optimizer state.*What helps: a larger GPU"):
+        estimate_limits(workload, options, home=NOWHERE)
+
+
+def test_an_estimate_plans_the_batch_within_its_micro_batch(monkeypatch):
+    monkeypatch.setattr("autobatch.footprint.predict.keeps_workspaces", lambda *_: True)  # until torch 2.14
+    options = EstimateSettings(profiles=["t4"], memory_budget=f"{24 * MiB}", target_batch=500)
+    (one,) = estimate_limits(work(lambda: mlp(2048)), options, home=NOWHERE).estimates
+    assert 1 <= one.micro_batch_low <= one.micro_batch <= one.micro_batch_high <= 500
+    assert one.micro_batch < 500
+    assert one.plan is not None
+    assert (sum(one.plan.micro_batches), one.plan.precision) == (500, "fp32")
+    assert max(one.plan.micro_batches) <= one.micro_batch
+
+
+@pytest.mark.parametrize(
+    ("settings", "cap"),
+    [({}, 64), ({"max_micro_batch": 9}, 9), ({"target_batch": 5, "max_micro_batch": 9}, 5)],
+)
+def test_an_estimate_is_capped_by_the_data_and_the_options(settings, cap):
+    options = EstimateSettings(profiles=["a100-80gb"], **settings)
+    assert cap_of(WORKLOADS["perceptron"](), options) == cap
+
+
+def test_the_precision_follows_the_gpu_unless_one_is_given():
+    options = EstimateSettings(profiles=["t4", "l4"])
+    found = estimate_limits(WORKLOADS["perceptron"](), options, home=NOWHERE)
+    assert [one.precision for one in found.estimates] == ["fp32", "bf16"]
+    given = EstimateSettings(profiles=["t4", "l4"], precision="fp16")
+    assert [precision_on(given, capability) for capability in ((7, 5), (8, 9))] == ["fp16", "fp16"]
+
+
+def test_a_micro_batch_is_predicted_for_models_of_any_size():
+    """The weights, two states of AdamW and the gradients take 19 GB; a T4 has 16 GB, an A100 80 GB."""
+    options = EstimateSettings(profiles=["t4", "a100-80gb"], micro_batch=3, precision="fp32")
+    found = estimate_limits(work(lambda: mlp(60_000_000)), options, home=NOWHERE)
+    assert [(one.micro_batch, one.fits) for one in found.estimates] == [(3, False), (3, True)]
+    assert all(one.peak_reserved_bytes > 4 * 4 * 20 * 60_000_000 for one in found.estimates)
+
+
+def test_a_model_takes_no_memory_if_its_constructor_allows_that():
+    assert {parameter.device.type for parameter in on_meta(work()).parameters()} == {"meta"}
+
+    def reads_a_value() -> nn.Module:
+        model = mlp()
+        assert model[0].weight.sum().item() != 0
+        return model
+
+    assert {parameter.device.type for parameter in on_meta(work(reads_a_value)).parameters()} == {"cpu"}

@@ -1,0 +1,169 @@
+"""Estimates for one rank of many: what fits, how the plan counts ranks, and input that is refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.units import MiB
+from autobatch.device.profiles import load_profile
+from autobatch.footprint.tracing.apart import run_apart
+from autobatch.probing.estimates.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.estimates.over_ranks import (
+    NCCL_BYTES,
+    RankSettings,
+    _built,
+    _Estimator,
+    estimate_over_ranks,
+)
+from autobatch.workload.contract import WholeBatchLoss
+from tests.support.step_workloads import Tokens, Transformer, make, token_loss
+
+WIDTH = 128
+
+
+def workload(depth: int = 3, width: int = WIDTH):
+    return make(lambda: Transformer(width, depth), data=Tokens(), loss=token_loss)
+
+
+def settings_of(budget, target_batch=None):
+    return EstimateSettings(profiles=["a100-40gb"], memory_budget=budget, target_batch=target_batch)
+
+
+def estimate(tmp_path, what=None, *, ranks=4, budget="40MiB", target_batch=None, **more):
+    """Predict everything, with the table and what would help."""
+    return estimate_over_ranks(
+        what or workload(),
+        settings_of(budget, target_batch),
+        RankSettings(ranks=ranks, **more),
+        home=tmp_path,
+    )
+
+
+def limit(tmp_path, what=None, *, ranks=4, budget="40MiB", target_batch=None, **more):
+    """Predict for the one GPU only."""
+
+    def predicted():
+        made = _Estimator(
+            what or workload(), settings_of(budget, target_batch), RankSettings(ranks=ranks, **more)
+        )
+        return made.limit(load_profile("a100-40gb", user_dir=tmp_path)), made.notes()
+
+    return run_apart(predicted)
+
+
+def test_a_rank_holds_its_part_and_gathers_layers(tmp_path):
+    one, notes = limit(tmp_path, parallel="shard", target_batch=64)
+    elements = sum(p.numel() for p in workload().model().parameters())
+    assert one.fits
+    # Rows that do not divide by 4 are padded, so a part may be a little more than a fourth.
+    assert elements <= one.memory["parameters"] <= 1.02 * elements
+    assert one.memory["gathered layers"] > 0
+    assert one.memory["optimizer state"] <= 2.05 * elements
+    assert (one.world_size, one.parallel, one.shard_sync) == (4, "shard", "each")
+    assert one.plan.world_size == 4
+    assert sum(one.plan.micro_batches) * 4 == 64
+    assert notes == []
+
+
+@pytest.mark.slow
+def test_the_table_has_more_ranks_and_larger_gpus(tmp_path):
+    found = estimate(tmp_path, parallel="shard", budget=None)
+    assert sorted({cell.world_size for cell in found.over_ranks}) == [2, 4, 8, 16]
+    gpus = list(dict.fromkeys(cell.profile for cell in found.over_ranks))
+    assert gpus[0] == "a100-40gb"
+    assert len(gpus) == 3
+    asked = next(cell for cell in found.over_ranks if (cell.world_size, cell.profile) == (4, "a100-40gb"))
+    assert asked.micro_batch == found.estimates[0].micro_batch
+    budgets = {cell.profile: cell.budget_bytes for cell in found.over_ranks}
+    assert budgets["a100-40gb"] < min(budgets[name] for name in gpus[1:])
+    assert not dist.is_initialized()
+    assert not multiprocessing.active_children()
+
+
+def test_auto_shards_only_what_does_not_fit(tmp_path):
+    small, _ = limit(tmp_path, budget="200MiB")
+    assert small.parallel == "replicate"
+    assert "--parallel replicate" in small.parallel_reason
+
+
+@pytest.mark.slow
+def test_auto_shards_what_does_not_fit(tmp_path):
+    large, _ = limit(tmp_path, budget="30MiB", what=workload(depth=8))
+    assert large.parallel == "shard"
+    assert "--parallel shard" in large.parallel_reason
+
+
+@pytest.mark.slow
+def test_once_takes_more_than_each_which_is_advised(tmp_path):
+    (each,) = estimate(tmp_path, parallel="shard", budget="36MiB").estimates
+    (once,) = estimate(tmp_path, parallel="shard", budget="36MiB", shard_sync="once").estimates
+    assert once.micro_batch < each.micro_batch
+    assert [one.name for one in once.remedies if one.name == "shard_sync"]
+    assert not [one.name for one in each.remedies if one.name == "shard_sync"]
+
+
+@pytest.mark.slow
+def test_nccl_is_left_room_unless_a_budget_is_given(tmp_path):
+    (one,) = estimate_limits(workload(), settings_of(None), home=tmp_path).estimates
+    ranked, notes = limit(tmp_path, budget=None, parallel="replicate")
+    assert abs(one.budget_bytes - ranked.budget_bytes - NCCL_BYTES) < MiB
+    assert "NCCL" in notes[0]
+    assert (ranked.parallel, ranked.shard_sync) == ("replicate", None)
+
+
+@pytest.mark.slow
+def test_nothing_fits(tmp_path):
+    with pytest.raises(
+        DoesNotFitError, match="micro-batch of 1 is predicted not to fit on a100-40gb"
+    ) as caught:
+        estimate(tmp_path, parallel="shard", budget="1MiB")
+    assert "\n" not in str(caught.value)
+
+
+class NeedsValues(Transformer):
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.rates = [float(rate) for rate in torch.linspace(0, 1, 3)]
+
+
+def test_a_model_that_needs_values_is_built_on_the_cpu_with_a_note():
+    _, notes = _built(make(NeedsValues, data=Tokens(), loss=token_loss))
+    assert any("cannot be built on the meta device" in note and "on the CPU" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("what", "more", "message"),
+    [
+        (workload, {"shard_modules": "layers"}, "--shard-modules layers matches none"),
+        (
+            lambda: make(
+                lambda: Transformer(WIDTH),
+                data=Tokens(),
+                loss=token_loss,
+                optimizer=lambda params, lr: torch.optim.SGD(list(params)[1:], lr=lr),
+            ),
+            {},
+            "--parallel shard needs an optimizer for every parameter",
+        ),
+        (
+            lambda: make(
+                lambda: Transformer(WIDTH),
+                data=Tokens(),
+                loss=WholeBatchLoss(
+                    represent=lambda model, batch: model(batch), loss=lambda rows: rows.sum()
+                ),
+            ),
+            {},
+            "a WholeBatchLoss sees all samples of a batch, and each of 4 ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_in_one_line(tmp_path, what, more, message):
+    with pytest.raises(InputError, match=message) as caught:
+        estimate(tmp_path, what(), parallel="shard", **more)
+    assert "\n" not in str(caught.value)
