@@ -166,6 +166,7 @@ def test_a_process_that_dies_before_its_first_unit_is_not_started_again(tmp_path
     assert measure(command, Journal(tmp_path, 1), time.time() + 60) is False
 
 
+@pytest.mark.program
 def test_the_end_of_the_time_ends_the_processes_of_a_unit_too(tmp_path):
     journal = Journal(tmp_path, 1)
     child = BEGINS + (

@@ -103,6 +103,7 @@ def test_all_ranks_choose_alike(
     assert found[0].startswith(expected), found[0]
 
 
+@pytest.mark.program
 def test_on_the_cpu_nothing_is_hidden(server: RankServer) -> None:
     found = server.values(choose_for, "plain", "auto", 0, choose.SENDERS)
     assert found == ["after: the cores that would hide the reduction carry it out"] * 2

@@ -101,7 +101,7 @@ def float_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", ["replicate", "shard"])
+@pytest.mark.parametrize("parallel", ["replicate", pytest.param("shard", marks=pytest.mark.program)])
 def test_a_library_call_runs_a_batch_over_all_ranks(server: RankServer, parallel: str) -> None:
     for attempts, probe in server.values(plan, parallel):
         assert attempts == [(True, 2, 2)]

@@ -134,6 +134,7 @@ SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}
 RUN = {"max_micro_batch": 2, "max_grad_norm": 0.2, "ema": 0.5, "checkpoint_every": 2, "keep_last": 9}
 
 
+@pytest.mark.program
 def test_a_resume_is_bit_exact_on_as_many_ranks_and_exact_in_one_process(
     server: RankServer, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ USEFUL = "precision"
 def test_two_searches_of_one_machine_choose_alike() -> None:
     """Only the precision matters; the other knobs gain nothing, and the noise is 2 %."""
     chosen = []
-    for seed in range(8):
+    for seed in range(5):
         draw = random.Random(seed)
 
         def measure(values: Configuration, draw: random.Random = draw) -> Measurement:
@@ -25,7 +25,7 @@ def test_two_searches_of_one_machine_choose_alike() -> None:
 
         best = search(measure, trials=10, seed=seed).tuning.best
         chosen.append({name for name, value in best.items() if value != defaults(AXES)[name]})
-    assert chosen.count({USEFUL}) >= 7, chosen
+    assert chosen.count({USEFUL}) >= 4, chosen
 
 
 def test_the_comparison_with_the_default_is_recorded() -> None:

@@ -79,6 +79,7 @@ def measure(fault: str, asked: list[dict[str, Any]]) -> list[Any]:
     return list(found)
 
 
+@pytest.mark.program
 def test_ranks_time_a_shared_model_together(server: RankServer) -> None:
     first, second = server.values(measure, "", [{}, {SPLIT: 1, CHECKPOINTING: "full"}])
     assert first == second
@@ -89,7 +90,11 @@ def test_ranks_time_a_shared_model_together(server: RankServer) -> None:
     ("fault", "failure"),
     [
         ("full", "rank 1: CUDA out of memory."),
-        ("dies", "rank 1: the child process ended during a trial over all ranks (SIGKILL)"),
+        pytest.param(
+            "dies",
+            "rank 1: the child process ended during a trial over all ranks (SIGKILL)",
+            marks=pytest.mark.program,
+        ),
     ],
 )
 def test_a_trial_that_fails_on_one_rank_fails_on_all_and_the_next_one_runs(

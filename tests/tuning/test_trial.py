@@ -206,6 +206,7 @@ def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> No
     assert runner.measure(LOADING).feasible
 
 
+@pytest.mark.program
 def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: list[CachingAllocator]) -> None:
     """The oracle is attempts on a GPU whose segments are expandable from the start."""
     workload = signed(set(), model=deep_layers)
