@@ -9,7 +9,7 @@ must agree. If no events are known, the guess is a line through the two largest 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from autobatch.core.records import Attempt
 from autobatch.device.allocator.ledger import Allocator
@@ -38,6 +38,8 @@ CAREFUL = 0.7
 """Share of the way to such a size that is taken if it is further."""
 AGREES = 0.03
 """Distance of the sizes that two runs predict in proportion, as a share, up to which they are trusted."""
+NEIGHBOURS = 16
+"""Sizes are neighbours if they differ by less than one part in so many."""
 REFUSED_SHARE = 1 / 16
 """Share of the budget that a prediction leaves free after a size did not fit; doubled each time. Scratch that
 small sizes do not show takes about as much."""
@@ -103,8 +105,9 @@ class ReplayPredictor:
             self._confirmed = True
             return
         self._confirmed = False
-        self._program = self._fit()
-        self._envelope = None if self._program is not None else self._bound()
+        is_chance = self._agrees_by_chance()
+        self._program = None if is_chance else self._fit()
+        self._envelope = None if is_chance or self._program is not None else self._bound()
 
     def next_calibration_size(self, cap: int) -> int | None:
         """Return a size up to ``cap`` that probably fits and improves the prediction; None if enough ran."""
@@ -150,11 +153,13 @@ class ReplayPredictor:
     @property
     def _changes_order(self) -> bool:
         """True if no two runs have the same order of tensors, so that a third one hardly gives a program."""
-        if len(self._points) < 2:
-            return False
+        return len(self._points) > 1 and len(set(self._orders_of(self._points))) == len(self._points)
+
+    def _orders_of(self, points: Sequence[tuple[int, Trace]]) -> list[int]:
+        """Return the orders of the tensors of the first points."""
         known = len(self._orders)
-        self._orders += [order_of_tensors(trace) for _, trace in self._points[known:]]
-        return len(set(self._orders)) == len(self._points)
+        self._orders += [order_of_tensors(trace) for _, trace in points[known:]]
+        return self._orders[: len(points)]
 
     @property
     def is_rough(self) -> bool:
@@ -249,6 +254,18 @@ class ReplayPredictor:
             if all(program.agrees_with(*point) for point in [*alike, *latest]):
                 return program
         return None
+
+    def _agrees_by_chance(self) -> bool:
+        """Return whether neighbours alone have one order, where all other runs have orders of their own.
+
+        Then the values of the data decide on the order, and a line through neighbours misses far from them.
+        """
+        orders = self._orders_of(self._points)
+        alike = [size for (size, _), order in zip(self._points, orders, strict=True) if order == orders[-1]]
+        others = [order for order in orders if order != orders[-1]]
+        if len(others) < ENOUGH_POINTS or len(set(others)) < len(others):
+            return False
+        return max(alike) * NEIGHBOURS < min(alike) * (NEIGHBOURS + 1)
 
     def _bound(self) -> Envelope | None:
         """Bound the scratch of libraries, and fit the rest; None for too few runs."""

@@ -288,6 +288,23 @@ def test_runs_whose_order_changes_are_extended_in_proportion() -> None:
     assert guess == pytest.approx(limit, rel=0.2)
 
 
+def test_neighbours_that_are_alike_by_chance_give_no_line() -> None:
+    """The values of the data decide on the order, so that a line through 48 and 49 says nothing of 60."""
+
+    def run(size: int, steps: int, last: int) -> Outcome:
+        taken = [(0, 900), *((number, 100 * size // steps) for number in range(1, steps)), (99, last)]
+        events = (*taken, *((number, FREE) for number in range(1, steps)))
+        return outcome_of(size, True, 900 + 100 * size, Trace(events, ((1, "forward"),)))
+
+    predictor = predictor_of()
+    for size, steps in ((2, 3), (7, 4), (32, 5), (48, 6)):
+        predictor.learn(run(size, steps, 100 * size // steps))
+    alike = run(48, 6, 801)
+    predictor.learn(alike._replace(attempt=msgspec.structs.replace(alike.attempt, micro_batch=49)))
+    assert predictor.is_rough
+    assert (predictor.largest(400) or 0) < 1.2 * (BUDGET - 900) / 100
+
+
 def test_a_trace_that_was_refuted_leaves_room_once() -> None:
     predictor = predictor_of(program_of(lambda m: 90 * m, lambda m: 10 * m))
     assert predictor.largest(1000) == 100
