@@ -135,6 +135,6 @@ def test_everyone_who_listens_to_steps_hears_of_them() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     take_step(optimizer)
     schedule.step()  # warns if it has not heard of the step before it
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         take_step(optimizer)
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}

@@ -189,6 +189,9 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
         # It records no allocations, so that predictions come from peaks.
         stack.enter_context(patch.dict("os.environ", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512"))
         stack.enter_context(patch.object(torch, "Event", _Event))
+        # A build for CUDA asks the driver whether a graph is recorded.
+        recorded = "_accelerator_graph_capture_health_check"
+        stack.enter_context(patch.object(torch.optim.Optimizer, recorded, lambda _: None))
         for name in ("_host_emptyCache", "_cuda_clearCublasWorkspaces"):
             stack.enter_context(patch.object(torch._C, name, lambda: None, create=True))
         stack.enter_context(patch.object(nvml, "read_holders", lambda _: []))
