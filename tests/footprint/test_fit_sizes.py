@@ -39,6 +39,7 @@ def test_functions_in_few_copies_answer_in_their_order():
     assert run_in_copies([lambda n=n: n * n for n in range(7)]) == [n * n for n in range(7)]
 
 
+@pytest.mark.usefixtures("real_copies")
 def test_what_user_code_keeps_is_in_each_trace():
     data = [(torch.ones(16), torch.zeros(1))] * 20
     workload = make(Windowed, data=data, loss=lambda model, batch: model(batch[0]).square().mean())
