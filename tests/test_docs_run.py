@@ -111,7 +111,6 @@ def run_page_on_a_gpu(page: Path, folder: Path) -> int:
 
 
 @pytest.mark.program
-@pytest.mark.distributed
 @pytest.mark.parametrize("page", [page for page in COMPLETE if code_of(page)], ids=lambda page: page.stem)
 def test_the_code_of_a_page_makes_its_tensors_on_the_gpu(
     page: Path, server: RankServer, tmp_path: Path

@@ -23,7 +23,6 @@ from tests.support.python_gpu import PythonGpu, python_gpu
 from tests.support.rank_server import RankServer
 from tests.support.training import Rows
 
-pytestmark = pytest.mark.distributed
 MORE = pytest.mark.program
 TOLERANCE = 1e-12
 BUDGET = 4 * 2**20
