@@ -57,6 +57,15 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def real_copies(copies: None) -> None:
+    """Skip a test that needs a copy of this process where none answers (engine.cpp, bad autograd fork)."""
+    from autobatch.footprint.tracing.apart import run_apart
+
+    if run_apart(os.getpid) == os.getpid():
+        pytest.skip("a CUDA build of torch refuses autograd in a copy once it ran here")
+
+
+@pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write only the titles of pictures, because drawing takes most of the time of a short run."""
     from autobatch.report.charts import drawing

@@ -35,6 +35,12 @@ def gradient(session: Session) -> bool:
     return True
 
 
+@pytest.fixture(autouse=True)
+def copies() -> None:
+    """Trace in copies, as a run does."""
+
+
+@pytest.mark.usefixtures("real_copies")
 def test_a_copy_opens_the_workload_and_is_replaced_after_a_crash() -> None:
     told: list[int] = []
 
@@ -53,6 +59,7 @@ def test_a_copy_opens_the_workload_and_is_replaced_after_a_crash() -> None:
     assert told == []  # its model was built in the copies
 
 
+@pytest.mark.usefixtures("real_copies")
 def test_an_error_of_the_workload_comes_from_the_copy() -> None:
     wrong = make_workload(model=lambda: 3)
     with (
