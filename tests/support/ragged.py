@@ -19,7 +19,7 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.size_split import SizeSplit, digest_of
-from tests.support.training import IGNORED, info_nce, language_model
+from tests.support.training import IGNORED, info_nce, language_model, make_loop
 
 COST = MicroBatchCost(fixed=1.0, per_sample=0.1, per_size=0.2)
 
@@ -141,3 +141,21 @@ def simulated_setup(workload: Workload, home: Path, budget: str) -> TrainSetup:
         worst_case=WorstCaseSampler(workload),
         precision="fp32",
     )
+
+
+def count_ooms(workload: Workload, setup: TrainSetup, micro_batch: int, *, target: int, steps: int) -> int:
+    """Train, and return how often memory ran out."""
+    with setup.device.training() as meter:
+        meter.mark("setup")
+        loop = make_loop(
+            workload,
+            target_batch=target,
+            micro_batch=micro_batch,
+            steps=steps,
+            device=setup.device,
+            meter=meter,
+        )
+        model = loop.train_state.model
+        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+        list(loop.run())
+    return loop.oom_recoveries

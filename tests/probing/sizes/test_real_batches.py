@@ -17,8 +17,8 @@ from autobatch.probing.child import Session
 from autobatch.probing.sizes import real_batches
 from autobatch.probing.sizes.real_batches import Order, RunBatches, find_survivor, program_of
 from autobatch.workload.split import CountSplit
-from tests.support.ragged import Sequences, ragged_workload, simulated_setup, wide_model
-from tests.support.training import fingerprint, make_loop, make_setup, tokens
+from tests.support.ragged import Sequences, count_ooms, ragged_workload, simulated_setup, wide_model
+from tests.support.training import fingerprint, make_setup, tokens
 
 WORKLOAD = ragged_workload(model=wide_model, train_data=Sequences(samples=512, longest=59))
 BUDGET = "40MiB"
@@ -26,21 +26,7 @@ STEPS = 12
 
 
 def ooms(setup, micro_batch: int, target: int) -> int:
-    """Train, and return how often memory ran out."""
-    with setup.device.training() as meter:
-        meter.mark("setup")
-        loop = make_loop(
-            WORKLOAD,
-            target_batch=target,
-            micro_batch=micro_batch,
-            steps=STEPS,
-            device=setup.device,
-            meter=meter,
-        )
-        model = loop.train_state.model
-        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        list(loop.run())
-    return loop.oom_recoveries
+    return count_ooms(WORKLOAD, setup, micro_batch, target=target, steps=STEPS)
 
 
 @pytest.fixture(name="short")

@@ -14,8 +14,8 @@ from autobatch.probing.child import Session
 from autobatch.probing.sizes import real_batches
 from autobatch.probing.sizes.real_batches import Order
 from autobatch.probing.sizes.run_order import find_in_order
-from tests.support.ragged import joined_workload, ragged_workload, simulated_setup
-from tests.support.training import fingerprint, make_loop
+from tests.support.ragged import count_ooms, joined_workload, ragged_workload, simulated_setup
+from tests.support.training import fingerprint
 
 TARGET = 48
 STEPS = 12
@@ -27,22 +27,8 @@ def plan_of(limit: int) -> Plan:
 
 
 def ooms(workload, home: Path, micro_batch: int) -> int:
-    """Train all steps, and return how often memory ran out."""
     setup = simulated_setup(workload, home, "6MiB")
-    with setup.device.training() as meter:
-        meter.mark("setup")
-        loop = make_loop(
-            workload,
-            target_batch=TARGET,
-            micro_batch=micro_batch,
-            steps=STEPS,
-            device=setup.device,
-            meter=meter,
-        )
-        model = loop.train_state.model
-        meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
-        list(loop.run())
-    return loop.oom_recoveries
+    return count_ooms(workload, setup, micro_batch, target=TARGET, steps=STEPS)
 
 
 @pytest.mark.parametrize("is_traced", [pytest.param(True, marks=pytest.mark.slow), False])
