@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         RestartSmallerError,
     )
     from autobatch.core.progress import Progress
-    from autobatch.core.records import Plan, Probe, StepRecord, Training
+    from autobatch.core.records.plan import Plan
+    from autobatch.core.records.probe import Probe
+    from autobatch.core.records.training import StepRecord, Training
     from autobatch.integrations.custom_loop import batches
     from autobatch.report.result import Estimates, Result
     from autobatch.training.sinks import Sink
@@ -38,7 +40,9 @@ _MODULES = {
         "RestartSmallerError",
     ),
     "core.progress": ("Progress",),
-    "core.records": ("Plan", "Probe", "StepRecord", "Training"),
+    "core.records.plan": ("Plan",),
+    "core.records.probe": ("Probe",),
+    "core.records.training": ("StepRecord", "Training"),
     "integrations.custom_loop": ("batches",),
     "report.result": ("Estimates", "Result"),
     "training.sinks": ("Sink",),

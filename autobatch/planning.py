@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import msgspec
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import GradientDtype, LearningRateRule, Plan, Precision
+from autobatch.core.records.base import GradientDtype, Precision
+from autobatch.core.records.plan import LearningRateRule, Plan
 
 RULE_SOURCES: dict[LearningRateRule, str] = {
     "linear": "Goyal et al. 2017, arXiv:1706.02677 (SGD): learning rate × (batch ÷ base batch)",

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, RankLimit
+from autobatch.core.records.probe import Attempt, RankLimit
 from autobatch.core.units import format_bytes
 from autobatch.distributed.rank_plan import limits_over_ranks, meeting_place
 from autobatch.distributed.ranks import Ranks

@@ -15,7 +15,7 @@ from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
 from autobatch.api.probe_stage import open_setup_process, uninterrupted
 from autobatch.core.errors import InputError
 from autobatch.core.options import FitOptions, TuneOptions
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks

@@ -34,7 +34,7 @@ from autobatch.api.tune_stage import (
     settings_for,
 )
 from autobatch.core.options import FitOptions
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note

@@ -18,7 +18,8 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.core.files import write_output
 from autobatch.core.options import PlanOptions, ProbeOptions
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Probe, RankLimit
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.probe import Probe, RankLimit
 from autobatch.core.search_options import SearchOptions
 from autobatch.core.units import format_bytes
 from autobatch.distributed.launch import check_equal

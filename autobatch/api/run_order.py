@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from autobatch.core.records import Plan, RunOrder
+from autobatch.core.records.plan import Plan, RunOrder
 from autobatch.planning import micro_batches
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.kept_answers import KeptAnswers

@@ -12,7 +12,8 @@ from autobatch.api.run_order import in_run_order
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import PlanOptions
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Probe
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.probe import Probe
 from autobatch.distributed.joint_split import agree_on_cut
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.child import ChildCrashed, SetupProcess

@@ -13,7 +13,7 @@ from autobatch.core.options import (
     TuneOptions,
 )
 from autobatch.core.progress import Progress
-from autobatch.core.records import Tuning
+from autobatch.core.records.tuning import Tuning
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.child import SetupProcess
 from autobatch.report.result import Result

@@ -15,7 +15,7 @@ from autobatch.core.options import (
     RankPlanOptions,
     TuneOptions,
 )
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import launched_world_size, make_plan

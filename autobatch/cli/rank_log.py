@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from autobatch.core.progress import Progress
 
 if TYPE_CHECKING:
-    from autobatch.core.records import Attempt, DeviceRecord, StepRecord
+    from autobatch.core.records.device import DeviceRecord
+    from autobatch.core.records.probe import Attempt
+    from autobatch.core.records.training import StepRecord
 
 FOLDER = "ranks"
 

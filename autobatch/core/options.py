@@ -22,7 +22,7 @@ from autobatch.core.option_types import (
     ShardReduction,
     Workers,
 )
-from autobatch.core.records import LearningRateRule
+from autobatch.core.records.plan import LearningRateRule
 from autobatch.core.search_options import Options, SearchOptions
 
 

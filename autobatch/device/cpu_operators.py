@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from autobatch.core.records import Precision
+    from autobatch.core.records.base import Precision
 
 
 class CpuOperators:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Record
+from autobatch.core.records.base import Record
 from autobatch.device import nvml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from autobatch.core.records import MemoryHolder
+    from autobatch.core.records.device import MemoryHolder
 
 
 class VisibleGpu(Record, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from autobatch.core.records import Record
+from autobatch.core.records.base import Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from autobatch.core.errors import AutobatchError
-from autobatch.core.records import Record
+from autobatch.core.records.base import Record
 
 POLL_S = 0.25
 """Seconds between two looks at the bell."""

@@ -15,7 +15,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from autobatch.core.records import SizeCut
+from autobatch.core.records.plan import SizeCut
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.shares import RankSplit, shares
 from autobatch.planning import micro_batches

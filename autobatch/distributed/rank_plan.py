@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autobatch.core.records import DeviceRecord, Plan, RankLimit, RankPlan
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.plan import Plan, RankPlan
+from autobatch.core.records.probe import RankLimit
 from autobatch.distributed.engine import Engine, OneProcess
 from autobatch.distributed.joint_split import JointSizeSplit
 from autobatch.distributed.ranks import Ranks

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.records import Precision
+from autobatch.core.records.base import Precision
 from autobatch.step.gradients import EXCHANGE_BYTES, LOW_PRECISION
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated

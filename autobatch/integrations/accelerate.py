@@ -41,7 +41,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError, NonFiniteError
-from autobatch.core.records import GradientDtype
+from autobatch.core.records.base import GradientDtype
 from autobatch.step.gradients import LOW_PRECISION, Gradients
 from autobatch.step.loss_share import StepTotals, normalize_loss
 from autobatch.step.restore import BufferSnapshot

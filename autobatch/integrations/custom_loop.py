@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 import torch
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.integrations.batch_step import Batch, CollatedT, Optimizer, train_state_of
 from autobatch.integrations.data_source import Data, DataSource, SampleT
 from autobatch.integrations.size_batches import CutBySize, cut_of

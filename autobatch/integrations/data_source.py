@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch.utils.data import Dataset, IterableDataset
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.integrations.stream import (
     Piece,
     as_piece,

@@ -43,7 +43,8 @@ from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.core.records import Plan, Precision
+from autobatch.core.records.base import Precision
+from autobatch.core.records.plan import Plan
 from autobatch.integrations.library_plan import LibraryLoop, LibraryPlan, on_host, plan_for, precision_of
 from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
 from autobatch.workload.contract import Collated, Workload, kind_of

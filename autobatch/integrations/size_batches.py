@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autobatch.core.records import Plan, SizeCut
+from autobatch.core.records.plan import Plan, SizeCut
 from autobatch.integrations.data_source import DataSource
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import size_of_sample

@@ -18,7 +18,7 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json
-from autobatch.core.records import LimitedBy, UpperBoundBy
+from autobatch.core.records.probe import LimitedBy, UpperBoundBy
 from autobatch.core.text import printable, quoted
 from autobatch.device.profiles import profile_folder, save_or_explain
 

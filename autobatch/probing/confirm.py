@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 import msgspec
 
 from autobatch.core.knobs import Value
-from autobatch.core.records import Attempt
+from autobatch.core.records.probe import Attempt
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.shares import RankSplit

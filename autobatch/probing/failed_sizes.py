@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autobatch.core.errors import AutobatchError, UserCodeError
-from autobatch.core.records import Attempt
+from autobatch.core.records.probe import Attempt
 from autobatch.core.text import error_text
 from autobatch.device.oom import loses_context
 from autobatch.probing.attempt import Outcome

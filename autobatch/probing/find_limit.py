@@ -14,7 +14,7 @@ import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, LimitedBy, Probe
+from autobatch.core.records.probe import Attempt, LimitedBy, Probe
 from autobatch.core.units import MiB, format_bytes
 from autobatch.footprint.predict import Footprint
 from autobatch.planning import rank_share

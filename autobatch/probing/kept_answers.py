@@ -22,7 +22,7 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json
-from autobatch.core.records import Probe
+from autobatch.core.records.probe import Probe
 from autobatch.core.version import __version__
 from autobatch.device.profiles import profile_folder, save_or_explain
 from autobatch.probing.setup import SetupInfo

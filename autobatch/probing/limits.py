@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autobatch.core.records import Attempt
+from autobatch.core.records.probe import Attempt
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.largest import Fitting, largest

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autobatch.core.records import Attempt, UpperBoundBy
+from autobatch.core.records.probe import Attempt, UpperBoundBy
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.blind import next_size
 from autobatch.probing.limits import ReplayPredictor

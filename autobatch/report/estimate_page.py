@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autobatch.core.records import Estimate, Remedy
+from autobatch.core.records.estimate import Estimate, Remedy
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.drawing import Picture, Table
 from autobatch.report.charts.sizes import lengths_figure, padding_figure

@@ -12,7 +12,12 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from autobatch.core.records import DeviceRecord, Estimate, Plan, Probe, RunRecord, StepRecord
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.estimate import Estimate
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.probe import Probe
+from autobatch.core.records.run import RunRecord
+from autobatch.core.records.training import StepRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Mark, Picture, Table

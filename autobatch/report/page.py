@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autobatch.core.files import write_atomic
-from autobatch.core.records import DeviceRecord, LrTuning, RunRecord
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.run import RunRecord
+from autobatch.core.records.tuning import LrTuning
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Picture, Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import resources
 
-from autobatch.core.records import RunRecord
+from autobatch.core.records.run import RunRecord
 from autobatch.report.charts.drawing import Table
 from autobatch.report.html import Markup, element, facts, join, prose, table, unbroken
 

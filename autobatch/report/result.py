@@ -9,17 +9,13 @@ import msgspec
 
 from autobatch.core.errors import InputError
 from autobatch.core.files import UNREADABLE, read_json
-from autobatch.core.records import (
-    SCHEMA,
-    DeviceRecord,
-    Estimate,
-    Plan,
-    Probe,
-    RankEstimate,
-    Record,
-    RunRecord,
-    StepRecord,
-)
+from autobatch.core.records.base import SCHEMA, Record
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.estimate import Estimate, RankEstimate
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.probe import Probe
+from autobatch.core.records.run import RunRecord
+from autobatch.core.records.training import StepRecord
 from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__

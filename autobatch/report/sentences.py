@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from autobatch.core.records import DeviceRecord, LrTuning, Plan, Probe, RunRecord, SizeCut, Training, Tuning
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.plan import Plan, SizeCut
+from autobatch.core.records.probe import Probe
+from autobatch.core.records.run import RunRecord
+from autobatch.core.records.training import Training
+from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.core.units import format_bytes
 
 

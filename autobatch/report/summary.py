@@ -20,17 +20,13 @@ from autobatch.report.sentences import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from autobatch.core.records import (
-        DeviceRecord,
-        Estimate,
-        LrTuning,
-        Plan,
-        Probe,
-        RunRecord,
-        Training,
-        Trial,
-        Tuning,
-    )
+    from autobatch.core.records.device import DeviceRecord
+    from autobatch.core.records.estimate import Estimate
+    from autobatch.core.records.plan import Plan
+    from autobatch.core.records.probe import Probe
+    from autobatch.core.records.run import RunRecord
+    from autobatch.core.records.training import Training
+    from autobatch.core.records.tuning import LrTuning, Trial, Tuning
 
 CAPS = {
     "target_batch": "that is the whole target batch",

@@ -39,7 +39,11 @@ from autobatch.report.summary import (
 )
 
 if TYPE_CHECKING:
-    from autobatch.core.records import Attempt, DeviceRecord, Plan, Probe, StepRecord, Trial, Tuning
+    from autobatch.core.records.device import DeviceRecord
+    from autobatch.core.records.plan import Plan
+    from autobatch.core.records.probe import Attempt, Probe
+    from autobatch.core.records.training import StepRecord
+    from autobatch.core.records.tuning import Trial, Tuning
     from autobatch.report.result import Estimates, Result
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autobatch.core.records import Plan, Probe, RunRecord
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.probe import Probe
+from autobatch.core.records.run import RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.memory import held_bytes
 from autobatch.report.html import Markup, element

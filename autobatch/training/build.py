@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_of_rank
 from autobatch.distributed.ranks import Alone, Ranks

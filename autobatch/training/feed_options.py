@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader_parts import Loading

@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.core.errors import RestartSmallerError
-from autobatch.core.records import StepRecord
+from autobatch.core.records.training import StepRecord
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
 from autobatch.distributed.engine import Engine, OneProcess, OutOfMemory

@@ -19,7 +19,7 @@ import msgspec
 
 from autobatch.core.errors import CheckpointError
 from autobatch.core.files import UNREADABLE, write_atomic
-from autobatch.core.records import StepRecord, Training
+from autobatch.core.records.training import StepRecord, Training
 
 TENSORBOARD = "tensorboard"
 """Folder of a run that ``tensorboard --logdir`` reads."""

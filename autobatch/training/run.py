@@ -12,7 +12,7 @@ import msgspec
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError, Interrupted, RestartSmallerError
 from autobatch.core.progress import Progress
-from autobatch.core.records import StepRecord, Training
+from autobatch.core.records.training import StepRecord, Training
 from autobatch.core.signals import StopRequest, stop_on_signals
 from autobatch.device.oom import first_line, memory_named
 from autobatch.step.optimizers import averaged_weights, switch

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from autobatch.core.progress import Progress
-from autobatch.core.records import StepRecord, Training
+from autobatch.core.records.training import StepRecord, Training
 from autobatch.core.text import error_text
 
 

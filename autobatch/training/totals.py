@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autobatch.core.records import StepRecord, Training
+from autobatch.core.records.training import StepRecord, Training
 from autobatch.training.loop import Loop
 
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")

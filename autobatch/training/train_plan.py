@@ -10,7 +10,8 @@ import msgspec
 from torch import nn
 
 from autobatch.core.progress import Progress
-from autobatch.core.records import Plan, Training
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.training import Training
 from autobatch.core.units import GiB, format_bytes
 from autobatch.core.version import versions
 from autobatch.device.cpu import CpuDevice

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autobatch.core.knobs import Configuration, Value
 from autobatch.core.progress import Progress
-from autobatch.core.records import TrialComparison
+from autobatch.core.records.tuning import TrialComparison
 from autobatch.tuning.compare import MINIMUM_GAIN, Choice, changes, compare
 from autobatch.tuning.configuration import ConfirmFits, Measure, Measurement
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from autobatch.core.knobs import PRECISION, SPLIT, SearchAxis, defaults
-from autobatch.core.records import LrTuning, Plan
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.tuning import LrTuning
 from autobatch.planning import micro_batches
 from autobatch.tuning.find_fastest import TuningResult
 

@@ -19,7 +19,7 @@ import msgspec
 
 from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
 from autobatch.core.progress import SILENT, Progress
-from autobatch.core.records import Trial, Tuning
+from autobatch.core.records.tuning import Trial, Tuning
 from autobatch.tuning.choose import REMEASURED, Answer, choose, find_result, speed_of
 from autobatch.tuning.compare import LEAST_ROUNDS, changes
 from autobatch.tuning.configuration import (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from autobatch.core.knobs import Value
 from autobatch.core.progress import SILENT, Progress
-from autobatch.core.records import LrComparison, LrTrial, LrTuning
+from autobatch.core.records.tuning import LrComparison, LrTrial, LrTuning
 from autobatch.tuning.compare import STUDENT
 from autobatch.tuning.configuration import LogRange, MedianStop, StoredResult, StudySpec
 from autobatch.tuning.find_fastest import Budget, StudyLocation

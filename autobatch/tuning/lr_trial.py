@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from autobatch.core.knobs import Value
-from autobatch.core.records import Precision
+from autobatch.core.records.base import Precision
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches

@@ -21,7 +21,8 @@ from autobatch.core.knobs import (
     parse_knobs,
 )
 from autobatch.core.progress import Progress
-from autobatch.core.records import LrTuning, Plan, Tuning
+from autobatch.core.records.plan import Plan
+from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import layout_of, limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Alone, Ranks

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.core.records import MicroBatchCost
+from autobatch.core.records.plan import MicroBatchCost
 from autobatch.workload.size_split import Sizes, followed, seconds_each
 
 Limits = Sequence[int] | NDArray[np.int64]

@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.core.records import MicroBatchCost, SizeCut
+from autobatch.core.records.plan import MicroBatchCost, SizeCut
 from autobatch.planning import micro_batches
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.split import MicroBatchIds

@@ -16,7 +16,7 @@ from typing import Any
 from autobatch import Workload
 from autobatch.core.knobs import applicable, defaults, parse_knobs
 from autobatch.core.progress import Progress
-from autobatch.core.records import Trial
+from autobatch.core.records.tuning import Trial
 from autobatch.core.units import GiB
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session, ThisProcess

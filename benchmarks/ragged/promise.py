@@ -30,7 +30,7 @@ from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
 from autobatch.core.options import FitOptions
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
 from autobatch.probing.attempt import TrainSetup, attempt

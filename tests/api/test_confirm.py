@@ -10,7 +10,7 @@ import pytest
 from autobatch.api import confirm
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, RankLimit
+from autobatch.core.records.probe import Attempt, RankLimit
 from autobatch.distributed.ranks import Alone, Ranks
 
 PLACE = object()

@@ -12,7 +12,7 @@ from autobatch.api.confirm import Confirmed, Together
 from autobatch.api.context import RunContext
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import ProbeOptions
-from autobatch.core.records import RankLimit
+from autobatch.core.records.probe import RankLimit
 from autobatch.distributed.ranks import Alone
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.setup import SetupSettings, open_setup

@@ -14,7 +14,7 @@ from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.options import RankPlanOptions
 from autobatch.core.progress import Progress
-from autobatch.core.records import MicroBatchCost
+from autobatch.core.records.plan import MicroBatchCost
 from autobatch.probing.sizes.hazards import Obstacle
 from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
 from tests.support.training import language_model

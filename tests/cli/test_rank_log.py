@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from autobatch.cli.rank_log import RankLog
-from autobatch.core.records import Attempt, DeviceRecord
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.probe import Attempt
 
 
 def test_a_rank_writes_what_it_does_once_the_folder_is_known(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.core.records import MicroBatchCost, SizeCut
+from autobatch.core.records.plan import MicroBatchCost, SizeCut
 from autobatch.distributed.joint_split import JointSizeSplit, agree_on_cut
 from autobatch.distributed.ranks import Alone
 from autobatch.distributed.shares import RankSplit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.core.records import DeviceRecord
+from autobatch.core.records.device import DeviceRecord
 from autobatch.distributed.engine import OneProcess
 from autobatch.distributed.rank_plan import (
     limit_of_rank,

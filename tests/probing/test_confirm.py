@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.records import Attempt
+from autobatch.core.records.probe import Attempt
 from autobatch.distributed.meeting import MeetingPlace
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.child import ThisProcess

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from autobatch.core.records import Attempt, MicroBatchCost, Probe, SizeCut
+from autobatch.core.records.plan import MicroBatchCost, SizeCut
+from autobatch.core.records.probe import Attempt, Probe
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.kept_answers import KeptAnswers, kept_answers
 from autobatch.probing.sizes.plan_split import SplitChoice

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from autobatch.core.records import Attempt
+from autobatch.core.records.probe import Attempt
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.core.records import Attempt
+from autobatch.core.records.probe import Attempt
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.spill import SpillGuard
 

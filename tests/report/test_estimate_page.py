@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from autobatch.core.records import LengthLimit, SizeCut
+from autobatch.core.records.plan import SizeCut
+from autobatch.core.records.probe import LengthLimit
 from autobatch.core.units import GiB
 from autobatch.report.estimate_page import estimate_page
 from autobatch.report.estimate_table import size_lines

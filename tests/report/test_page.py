@@ -6,7 +6,7 @@ import sys
 import msgspec
 import pytest
 
-from autobatch.core.records import MemoryHolder
+from autobatch.core.records.device import MemoryHolder
 from autobatch.report.page import render, sections, tiles, write_report
 from tests.support.page_checker import CHROMIUM, Page, check, measure
 from tests.support.sample_run import a_device, a_run

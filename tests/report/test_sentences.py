@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from autobatch.core.records import LrTuning, Tuning
+from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.planning import make_plan
 from autobatch.report.sentences import (
     budget_in_words,

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from autobatch.core.records import LimitedBy, RankLimit, RunOrder, Trial, TrialComparison, Tuning
+from autobatch.core.records.plan import RunOrder
+from autobatch.core.records.probe import LimitedBy, RankLimit
+from autobatch.core.records.tuning import Trial, TrialComparison, Tuning
 from autobatch.planning import make_plan
 from autobatch.report.result import Result
 from autobatch.report.sentences import run_order_in_words

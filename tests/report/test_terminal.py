@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from autobatch.core.progress import Progress
-from autobatch.core.records import MemoryHolder, Trial
+from autobatch.core.records.device import MemoryHolder
+from autobatch.core.records.tuning import Trial
 from autobatch.report.result import Estimates, Result
 from autobatch.report.terminal import PLAIN_LINES, Terminal
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate

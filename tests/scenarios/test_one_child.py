@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.core.records import Attempt
+from autobatch.core.records.probe import Attempt
 from autobatch.probing.child import ChildProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit
 from autobatch.probing.setup import SetupSettings

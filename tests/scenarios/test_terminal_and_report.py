@@ -7,7 +7,7 @@ import io
 import msgspec
 import pytest
 
-from autobatch.core.records import RunRecord
+from autobatch.core.records.run import RunRecord
 from autobatch.probing.estimates.estimate import EstimateSettings, estimate_limits
 from autobatch.report.sentences import headline, training_in_words
 from autobatch.report.summary import describe_reached, describe_training

@@ -11,7 +11,7 @@ import optuna
 import torch
 from torch import nn
 
-from autobatch.core.records import LrTuning
+from autobatch.core.records.tuning import LrTuning
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import ThisProcess
 from autobatch.tuning.find_fastest import Budget, StudyLocation

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from autobatch.core.errors import CheckpointError
-from autobatch.core.records import StepRecord, Training
+from autobatch.core.records.training import StepRecord, Training
 from autobatch.training.metrics import (
     TENSORBOARD_INTERVAL_S,
     WRITE_INTERVAL_S,

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autobatch.core.records import StepRecord
+from autobatch.core.records.training import StepRecord
 from autobatch.training.totals import RunTotals
 from tests.support.training import make_loop, make_workload
 

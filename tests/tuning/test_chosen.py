@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autobatch.core.knobs import SearchAxis
-from autobatch.core.records import LrTuning, Tuning
+from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.planning import make_plan
 from autobatch.tuning.chosen import with_choice, with_learning_rate
 from autobatch.tuning.configuration import Measurement

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autobatch.core.knobs import Configuration, SearchAxis, defaults
-from autobatch.core.records import Tuning
+from autobatch.core.records.tuning import Tuning
 from autobatch.tuning.configuration import MEMORY, Measurement, every, infeasible, key_of, size_of
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
 from autobatch.tuning.find_learning_rate import MINIMUM_GAIN

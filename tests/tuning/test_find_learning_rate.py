@@ -17,7 +17,7 @@ import torch
 from optuna.trial import TrialState
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import LrComparison
+from autobatch.core.records.tuning import LrComparison
 from autobatch.tuning.find_learning_rate import MINIMUM_GAIN, decide, gain_over
 from autobatch.tuning.lr_trial import REACH, LrTrialResult
 from tests.support.commandline import environment

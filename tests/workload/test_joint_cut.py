@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.core.records import MicroBatchCost
+from autobatch.core.records.plan import MicroBatchCost
 from autobatch.workload.joint_cut import joint_cut
 from autobatch.workload.size_split import cheapest_cut
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.core.records import MicroBatchCost, SizeCut
+from autobatch.core.records.plan import MicroBatchCost, SizeCut
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.size_split import SizeSplit, cheapest_cut, digest_of, fewest_joined
 from tests.support.ragged import padded_and_real

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
 from autobatch.core.knobs import Configuration
-from autobatch.core.records import GradientDtype, Precision
+from autobatch.core.records.base import GradientDtype, Precision
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, prefer_foreach
 from autobatch.footprint.tracing.trace_mode import Recorder, Recording
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state

@@ -20,7 +20,9 @@ from torch import nn
 
 from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.files import write_output
-from autobatch.core.records import Estimate, GradientDtype, Plan, Precision, Remedy
+from autobatch.core.records.base import GradientDtype, Precision
+from autobatch.core.records.estimate import Estimate, Remedy
+from autobatch.core.records.plan import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.hardware_profile import HardwareProfile

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.records import Estimate, Parallel, Plan, RankEstimate, Remedy, ShardSync
+from autobatch.core.records.base import Parallel, ShardSync
+from autobatch.core.records.estimate import Estimate, RankEstimate, Remedy
+from autobatch.core.records.plan import Plan
 from autobatch.core.units import GiB, format_bytes
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.core.records import MicroBatchCost
+from autobatch.core.records.plan import MicroBatchCost
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
 from autobatch.probing.attempt import TrainSetup, batches_of, on_copies

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.core.progress import Progress
-from autobatch.core.records import LengthLimit, Probe, UpperBoundBy
+from autobatch.core.records.probe import LengthLimit, Probe, UpperBoundBy
 from autobatch.probing import questions
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.failed_sizes import FailedSizes

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import PRECISION, memory_signature
-from autobatch.core.records import MicroBatchCost, Plan, SizeCut
+from autobatch.core.records.plan import MicroBatchCost, Plan, SizeCut
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session

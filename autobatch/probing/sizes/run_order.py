@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.probing.child import Session
 from autobatch.probing.sizes.hazards import is_padded, largest_deviation

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.core.progress import Progress
-from autobatch.core.records import Probe, RealBatches
+from autobatch.core.records.probe import Probe, RealBatches
 from autobatch.probing import questions
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.find_limit import Limit

@@ -9,7 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from autobatch.core.records import Attempt, DeviceRecord, MemoryCurve, PredictedPoint, Probe
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.probe import Attempt, Probe
+from autobatch.core.records.run import MemoryCurve, PredictedPoint
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.drawing import (
     Mark,

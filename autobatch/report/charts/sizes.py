@@ -8,7 +8,8 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from autobatch.core.records import LengthLimit, SizeCut
+from autobatch.core.records.plan import SizeCut
+from autobatch.core.records.probe import LengthLimit
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, plain_axes
 from autobatch.report.sentences import count, decimal
 

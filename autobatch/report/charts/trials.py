@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from autobatch.core.records import LrTrial, LrTuning, Trial, TrialComparison
+from autobatch.core.records.tuning import LrTrial, LrTuning, Trial, TrialComparison
 from autobatch.report.charts.drawing import (
     Mark,
     Picture,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autobatch.core.errors import CheckpointError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
-from autobatch.core.records import Plan
+from autobatch.core.records.plan import Plan
 from autobatch.device.oom import is_oom
 from autobatch.training.checkpoints.manifest import MANIFEST, STATE
 from autobatch.training.checkpoints.sharded_content import ShardNote, check_shards

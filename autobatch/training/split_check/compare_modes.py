@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import Precision
+from autobatch.core.records.base import Precision
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import split_evenly

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autobatch.core.records import Precision
+from autobatch.core.records.base import Precision
 from autobatch.device.base import Meter
 from autobatch.probing.attempt import TrainSetup
 from autobatch.step.gradients import LOW_PRECISION

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import StepRecord
+from autobatch.core.records.training import StepRecord
 from autobatch.device.host import host_memory
 from autobatch.device.oom import first_line, is_oom
 from autobatch.probing.attempt import TrainSetup

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.records import Remedy
+from autobatch.core.records.estimate import Remedy
 from autobatch.core.units import MiB
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.remedies import trace_change

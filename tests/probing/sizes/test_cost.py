@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from autobatch.core.records import MicroBatchCost
+from autobatch.core.records.plan import MicroBatchCost
 from autobatch.probing.sizes.cost import TimedShape, fit_cost, measure_cost
 from autobatch.probing.sizes.plan_split import seconds_of
 from tests.support.ragged import ragged_workload

@@ -10,7 +10,7 @@ from torch import nn
 
 from autobatch import Workload
 from autobatch.core.progress import Progress
-from autobatch.core.records import Probe
+from autobatch.core.records.probe import Probe
 from autobatch.probing import questions
 from autobatch.probing.attempt import Outcome, TrainSetup, attempt_at
 from autobatch.probing.child import ThisProcess

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from autobatch.core.errors import InputError
-from autobatch.core.records import MicroBatchCost
+from autobatch.core.records.plan import MicroBatchCost
 from autobatch.planning import make_plan
 from autobatch.probing.child import Session
 from autobatch.probing.sizes import plan_split, real_batches

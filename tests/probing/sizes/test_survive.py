@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.progress import Progress
-from autobatch.core.records import Attempt, Probe
+from autobatch.core.records.probe import Attempt, Probe
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.child import ThisProcess
 from autobatch.probing.find_limit import Limit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from autobatch.core.records import LengthLimit, SizeCut
+from autobatch.core.records.plan import SizeCut
+from autobatch.core.records.probe import LengthLimit
 from autobatch.report.charts.sizes import lengths_figure, padding_figure
 from autobatch.report.sentences import padding_in_words
 
