@@ -31,6 +31,7 @@ from autobatch.tuning.configuration import (
     StudySpec,
 )
 from autobatch.tuning.drift import DriftingMachine
+from autobatch.tuning.run_study import run_study
 
 if TYPE_CHECKING:
     from autobatch.tuning.study import FinishedTrial, OptunaStudy, TrialRequest
@@ -105,7 +106,8 @@ def find_fastest(
         progress.note(line)
     started = datetime.datetime.now(tz=datetime.UTC).isoformat("T", "seconds")
     search = _Search(study, DriftingMachine(measure, base, started), budget, progress, clock, clock())
-    sampler_seconds = study.optimize(
+    sampler_seconds = run_study(
+        study,
         search.run,
         trials=budget.trials,
         is_expired=lambda: budget.expired() or not search.has_time_to_try(),

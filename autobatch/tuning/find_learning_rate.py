@@ -25,6 +25,7 @@ from autobatch.tuning.compare import STUDENT
 from autobatch.tuning.configuration import LogRange, MedianStop, StoredResult, StudySpec
 from autobatch.tuning.find_fastest import Budget, StudyLocation
 from autobatch.tuning.lr_trial import PARTS, REACH, LrTrialResult, LrTrialSpec, Runs, Segment, parts_of
+from autobatch.tuning.run_study import run_study
 
 if TYPE_CHECKING:
     from autobatch.tuning.study import OptunaStudy, TrialRequest
@@ -77,7 +78,8 @@ def find_learning_rate(
     """
     start = clock()
     study = _open_study(task.default, budget, seed, place)
-    study.optimize(
+    run_study(
+        study,
         lambda request: _run_trial(runs, task, study, request, seed=seed, progress=progress),
         trials=budget.trials,
         is_expired=budget.expired,

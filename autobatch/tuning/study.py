@@ -1,7 +1,5 @@
 """An Optuna study that can be resumed and shared: it chooses trials and stores their results.
 
-    ask ──► run ──► tell ──► … until the budget is used up
-
 Several processes may use one study in one storage. A trial belongs to the process that asked for it, and the
 trials of ended processes are closed. An infeasible trial is COMPLETE with a violated constraint, because
 samplers learn nothing from failed or pruned trials.
@@ -10,8 +8,7 @@ samplers learn nothing from failed or pruned trials.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple
 
@@ -117,49 +114,6 @@ class OptunaStudy(Generic[ResultT]):
     def notes(self) -> list[str]:
         """Notes for the user on how trials were chosen, one per line."""
         return [] if self._is_small else self._sampler.notes
-
-    def optimize(
-        self,
-        run: Callable[[TrialRequest[ResultT]], ResultT],
-        *,
-        trials: int,
-        is_expired: Callable[[], bool],
-        on_trial: Callable[[TrialRequest[ResultT], ResultT], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> float:
-        """Run trials until the budget is used up or every point is tried.
-
-        Args:
-            run: runs a trial; not called for a point whose result is known.
-            trials: number of trials, including those of earlier runs and of other processes.
-            is_expired: asked before every trial.
-            on_trial: called after every trial.
-            clock: seconds.
-
-        Returns:
-            Seconds spent on choosing trials and on storing them.
-
-        Raises:
-            InputError: the storage failed.
-            Exception: whatever ``run`` raises; its trial is closed.
-        """
-        seconds = 0.0
-        while self.num_taken() < trials and not is_expired():
-            start = clock()
-            request = self.ask()
-            seconds += clock() - start
-            if request is None:
-                break
-            try:
-                result = run(request) if request.known is None else request.known
-            except BaseException:
-                self.abandon(request)
-                raise
-            start = clock()
-            self.tell(request, result)
-            seconds += clock() - start
-            on_trial(request, result)
-        return seconds
 
     def num_taken(self) -> int:
         """Return the number of points that are finished, or running in a live process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +88,6 @@ def test_a_dashboard_sees_samples_per_second_by_name(tmp_path: Path) -> None:
     assert study.trials[0].value == pytest.approx(speed_of(defaults(AXES)))
 
 
-def test_an_interrupted_trial_is_closed_and_tried_again(tmp_path: Path) -> None:
-    storage = str(tmp_path / "s.log")
-
-    def interrupted(values: Configuration) -> Measurement:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        search(interrupted, storage=storage)
-    assert [trial.state for trial in open_journal(tmp_path / "s.log").trials] == [TrialState.FAIL]
-    found = search(storage=storage).tuning
-    assert found.history[0].parameters == defaults(AXES)
-
-
 def test_repeats_take_over_the_known_result(tmp_path: Path) -> None:
     storage = str(tmp_path / "s.log")
     search(trials=6, storage=storage)
@@ -143,21 +129,6 @@ def test_two_processes_never_try_the_same_point(tmp_path: Path) -> None:
     assert sorted(given) == sorted(key_of(values) for values in every(SMALL_AXES))
     assert [study.ask() for study in studies] == [None, None]
     assert studies[0].num_taken() == 8
-
-
-def test_a_range_is_searched_between_its_bounds_from_the_first_point() -> None:
-    study = make_study(LogRange("x", 0.01, 100.0), direction="minimize", trials=20)
-    study.optimize(
-        lambda request: abs(math.log(float(request.values["x"] or 1.0) / 3)),
-        trials=20,
-        is_expired=lambda: False,
-        on_trial=lambda *_: None,
-    )
-    found = {float(one.values["x"] or 0.0): one.result for one in study.finished()}
-    assert len(found) == 20
-    assert next(iter(found)) == 100.0
-    assert all(0.01 <= x <= 100.0 for x in found)
-    assert min(found.values()) < 0.5
 
 
 def test_an_infeasible_result_is_stored_as_the_worst_so_far(tmp_path: Path) -> None:
