@@ -27,26 +27,31 @@ STOPPED = 143
 @contextmanager
 def fresh_home() -> Iterator[dict[str, str]]:
     """Return an environment without saved limits."""
+    # What the caller's path has stays: on a borrowed machine it holds the packages that were carried there.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
-        yield os.environ | {"AUTOBATCH_HOME": folder, "PYTHONPATH": str(ROOT)}
+        yield os.environ | {"AUTOBATCH_HOME": folder, "PYTHONPATH": path}
 
 
 def run(arguments: list[str], environ: dict[str, str], folder: str | None = None) -> dict[str, Any]:
-    """Run a command, and return its exit code, seconds, JSON and the end of what it said."""
+    """Run a command, and return its exit code, seconds, JSON and the end of what it said.
+
+    Raises:
+        RuntimeError: the command failed, so that a later call tries it again.
+    """
     start = time.perf_counter()
     done = subprocess.run(
         [*COMMAND, *arguments], env=environ, cwd=folder, capture_output=True, text=True, check=False
     )
-    try:
-        content = json.loads(done.stdout)
-    except ValueError:
-        content = None
+    said = done.stderr.splitlines()[-12:]
+    if done.returncode:
+        raise RuntimeError("\n".join([f"exit {done.returncode} of {' '.join(arguments)}", *said]))
     return {
         "command": " ".join(arguments),
         "exit": done.returncode,
         "seconds": round(time.perf_counter() - start, 2),
-        "json": content,
-        "said": done.stderr.splitlines()[-12:],
+        "json": json.loads(done.stdout),
+        "said": said,
     }
 
 
@@ -121,7 +126,8 @@ def tests(machine: Machine, files: list[str], out: Path) -> dict[str, Any]:
     """Run the tests that need a GPU, with warnings as warnings, and count their outcomes."""
     report = out / "tests.xml"
     given = ["-m", "pytest", "-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-q"]
-    given += [f"--junitxml={report}", *(files or gpu_tests())]
+    # A file that needs a package which is not there does not keep the others from running.
+    given += ["--continue-on-collection-errors", f"--junitxml={report}", *(files or gpu_tests())]
     with fresh_home() as environ:
         done = subprocess.run(
             [sys.executable, *given], env=environ, cwd=ROOT, capture_output=True, text=True, check=False

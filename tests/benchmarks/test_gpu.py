@@ -275,6 +275,27 @@ def test_a_python_without_pytest_is_named(tmp_path, monkeypatch):
         commands.tests(StandIn(), [], tmp_path)
 
 
+def test_commands_find_the_packages_that_were_carried_along(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/carried")
+    with commands.fresh_home() as environ:
+        assert environ["PYTHONPATH"] == os.pathsep.join([str(commands.ROOT), "/carried"])
+    monkeypatch.delenv("PYTHONPATH")
+    with commands.fresh_home() as environ:
+        assert environ["PYTHONPATH"] == str(commands.ROOT)
+
+
+def test_a_command_that_fails_is_a_failure_with_its_last_words(tmp_path, monkeypatch):
+    said = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nModuleNotFoundError: msgspec\n")
+    monkeypatch.setattr(commands.subprocess, "run", lambda *_, **__: said)
+    journal = Journal(tmp_path, 1)
+    work([Unit("fit/doctor", 0.0, commands.doctor)], journal, time.time() + 60, lambda: False)
+    row = latest(journal.rows())["fit/doctor"]
+    assert row["status"] == FAILED
+    assert row["error"].splitlines()[0] == "RuntimeError: exit 1 of doctor --json"
+    assert row["error"].endswith("ModuleNotFoundError: msgspec")
+    assert journal.done() == set()
+
+
 def test_the_tests_for_a_gpu_are_found():
     assert "tests/device/test_cuda.py" in commands.gpu_tests()
 
