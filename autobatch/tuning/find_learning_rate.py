@@ -78,16 +78,7 @@ def find_learning_rate(
     """
     start = clock()
     study = _open_study(task.default, budget, seed, place)
-    run_study(
-        study,
-        lambda request: _run_trial(runs, task, study, request, seed=seed, progress=progress),
-        trials=budget.trials,
-        is_expired=budget.expired,
-        on_trial=lambda _, tried: progress.tried_rate(
-            len(study.finished()), budget.trials, tried.rate, tried.loss, tried.failure
-        ),
-    )
-    finished = [one.result for one in study.finished()]
+    finished = _try_rates(runs, task, study, budget, seed=seed, progress=progress)
     known = next((one for one in finished if one.rate == task.default), None)
     best = min((one for one in finished if one.failure is None), key=_loss, default=None)
     pairs: list[LrComparison] = []
@@ -175,6 +166,28 @@ def _decode(values: Mapping[str, Value], attributes: Mapping[str, Any]) -> LrTri
         attributes.get("first"),
         attributes.get("failure", "no result was stored"),
     )
+
+
+def _try_rates(
+    runs: Runs,
+    task: LrTrialSpec,
+    study: OptunaStudy[LrTrialResult],
+    budget: Budget,
+    *,
+    seed: int,
+    progress: Progress,
+) -> list[LrTrialResult]:
+    """Run the trials of a study, and return all that it has."""
+    run_study(
+        study,
+        lambda request: _run_trial(runs, task, study, request, seed=seed, progress=progress),
+        trials=budget.trials,
+        is_expired=budget.expired,
+        on_trial=lambda _, tried: progress.tried_rate(
+            len(study.finished()), budget.trials, tried.rate, tried.loss, tried.failure
+        ),
+    )
+    return [one.result for one in study.finished()]
 
 
 def _run_trial(
