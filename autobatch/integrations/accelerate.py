@@ -37,9 +37,8 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
-from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records.plan import Plan
 from autobatch.integrations.library_plan import (
@@ -51,8 +50,9 @@ from autobatch.integrations.library_plan import (
     precision_of,
     rebuilt,
 )
+from autobatch.integrations.resized_loader import check_resizable, resized
 from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
-from autobatch.workload.contract import Collated, Loss, Workload, kind_of
+from autobatch.workload.contract import Collated, Loss, Workload
 
 LossFunction = Callable[[Any, Collated], "Tensor | Loss"]
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -100,19 +100,15 @@ def plan(
         accelerator: whose device and precision are used.
         model: before ``prepare``.
         optimizer: before ``prepare``.
-        loader: before ``prepare``.
+        loader: before ``prepare``; a ``DataLoader`` or torchdata's ``StatefulDataLoader``.
         loss: maps ``(model, batch)`` to the loss that the loop backpropagates.
         options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``.
 
     Raises:
-        InputError: an option is invalid, or the loader was prepared before.
+        InputError: an option is invalid, or the loader was prepared before or has a batch sampler of its own.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    if type(loader) is not DataLoader:
-        raise InputError(
-            f"the loader must be a torch DataLoader before accelerator.prepare, found {kind_of(loader)}: "
-            "plan first, then prepare plan.loader"
-        )
+    check_resizable(loader, before="accelerator.prepare")
     options.setdefault("precision", precision_of(accelerator.mixed_precision, _PRECISIONS, "accelerate"))
     loop = LibraryLoop(
         name="accelerate",
@@ -124,7 +120,7 @@ def plan(
     )
     known = workload(model, optimizer, loader, loss=loss, mixed=accelerator.mixed_precision != "no")
     with on_host(model):
-        found = plan_for(known, loop, loader=partial(_resized, loader), **options)
+        found = plan_for(known, loop, loader=partial(resized, loader), **options)
     accelerator.gradient_accumulation_steps = found.accumulation_steps
     return found
 
@@ -166,27 +162,3 @@ def _losses(loss: LossFunction, model: nn.Module, batches: list[Collated]) -> It
         found = loss(model, batch)
         mean = found.total / found.count if isinstance(found, Loss) else found
         yield mean / len(batches)
-
-
-def _resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """Return a loader of the same data with another batch size, which a loader cannot change itself."""
-    if type(loader.batch_sampler) is not BatchSampler:
-        raise InputError(
-            f"the loader has {kind_of(loader.batch_sampler)} that makes its batches, whose size cannot be "
-            "changed: give it a sampler in place of a batch sampler"
-        )
-    return DataLoader(
-        loader.dataset,
-        batch_size=size,
-        sampler=loader.sampler,
-        drop_last=loader.drop_last,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )

@@ -6,7 +6,13 @@
 
 ``training_step`` is the loss and ``configure_optimizers`` makes the optimizer, so nothing is written twice.
 The batch size goes to the attribute ``batch_size`` of the data module (or of the module, or of ``hparams``),
-from which ``train_dataloader`` must read it. A callback does the same when ``fit`` begins, in place of
+from which ``train_dataloader`` must read it. Give a loader that ``fit`` would get to the plan, which returns
+it with the planned batch size:
+
+    plan = autobatch.integrations.lightning.plan(trainer, module, loader, target_batch=16)
+    trainer.fit(module, plan.loader)
+
+A callback does the same when ``fit`` begins, in place of
 Lightning's ``BatchSizeFinder``:
 
     trainer = Trainer(
@@ -22,7 +28,6 @@ Its loop is less exact than autobatch. The notes of the plan say by how much on 
 - The last batch of an epoch may have fewer micro-batches and is still divided by the full number, so its
   gradient is too small. ``plan.last_batch`` is ignored.
 - The learning rate belongs to the optimizer: use ``plan.learning_rate`` in ``configure_optimizers``.
-- Hooks that change a batch on the device (``on_after_batch_transfer``) do not run in the probe.
 
 `autobatch.batches` has none of these limits.
 """
@@ -33,11 +38,10 @@ import inspect
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -46,6 +50,8 @@ from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records.base import Precision
 from autobatch.core.records.plan import Plan
 from autobatch.integrations.library_plan import LibraryLoop, LibraryPlan, on_host, plan_for, precision_of
+from autobatch.integrations.lightning_module import configured, outside_of_fit, transferred
+from autobatch.integrations.resized_loader import check_resizable, resized
 from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
 from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.loader_parts import parts_of
@@ -94,7 +100,8 @@ def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[Pl
     Args:
         trainer: before ``fit``.
         module: the ``LightningModule``.
-        datamodule: the ``LightningDataModule``; None if the module has ``train_dataloader``.
+        datamodule: the ``LightningDataModule``, or the ``DataLoader`` that ``fit`` would get: then give
+            ``plan.loader`` to ``fit``. None if the module has ``train_dataloader``.
         options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``. Precision,
             clipping and device are the trainer's.
 
@@ -107,33 +114,34 @@ def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[Pl
             f"{kind_of(module)} has automatic_optimization=False, so its training_step calls backward "
             "itself: use autobatch.batches in a loop of your own"
         )
-    holder = _holder(module, datamodule)
-    if datamodule is not None and getattr(datamodule, "trainer", None) is None:
-        datamodule.prepare_data()
-        datamodule.setup("fit")
+    given = None if datamodule is None or hasattr(datamodule, "train_dataloader") else datamodule
+    if given is not None:
+        check_resizable(given, before="trainer.fit")
+        datamodule = None
     known = {value: key for key, value in _PRECISIONS.items()}
     options.setdefault("precision", precision_of(str(trainer.precision), known, "Lightning"))
     if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") == "norm":
         options.setdefault("max_grad_norm", float(trainer.gradient_clip_val))
-    loader = _loader(module, datamodule)
-    loop = LibraryLoop(
-        name="Lightning",
-        losses=_losses,
-        world_size=trainer.world_size,
-        device=trainer.strategy.root_device,
-        divides_by_plan=True,
-        drop_last=loader.drop_last,
-    )
-    with on_host(module), _outside_of_fit(module, trainer):
-        found = plan_for(workload(module, loader), loop, **options)
-    trainer.accumulate_grad_batches = found.accumulation_steps
-    setattr(*holder, found.micro_batch)
-    made = _loader(module, datamodule).batch_size
-    if made != found.micro_batch:
-        raise InputError(
-            f"train_dataloader made a loader of {made} samples, after batch_size was set to "
-            f"{found.micro_batch}: let it read self.batch_size"
+    with on_host(module), outside_of_fit(module, trainer, datamodule):
+        _check_one_optimizer(module)
+        holder = _holder(module, datamodule) if given is None else None
+        loader = _loader(module, datamodule) if given is None else given
+        loop = LibraryLoop(
+            name="Lightning",
+            losses=_losses,
+            world_size=trainer.world_size,
+            device=trainer.strategy.root_device,
+            divides_by_plan=True,
+            drop_last=loader.drop_last,
         )
+        resize = None if given is None else partial(resized, given)
+        found = plan_for(workload(module, loader), loop, loader=resize, **options)
+        if holder is not None:
+            setattr(*holder, found.micro_batch)
+            _check_size(_loader(module, datamodule), found.micro_batch)
+    if holder is not None:  # outside, because attributes of the module are restored
+        setattr(*holder, found.micro_batch)
+    trainer.accumulate_grad_batches = found.accumulation_steps
     return found
 
 
@@ -143,14 +151,14 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
     Raises:
         InputError: ``configure_optimizers`` returns no optimizer.
     """
-    (first, *_) = _optimizers(module)
+    (first, *_), _ = configured(module)
     parts = parts_of(loader)
     return Workload(
         model=lambda: module,
         train_data=parts.train_data,
         collate=parts.collate,
         loss=_loss,
-        optimizer=lambda model, _: _optimizers(model),
+        optimizer=lambda model, _: configured(model)[0],
         learning_rate=float(first.param_groups[0]["lr"]),
         name=type(module).__name__,
     )
@@ -158,7 +166,7 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
 
 def _loss(module: Any, batch: Any) -> Tensor:
     """Return the loss of a micro-batch."""
-    takes = [batch, 0][: len(inspect.signature(module.training_step).parameters)]
+    takes = [transferred(module, batch), 0][: len(inspect.signature(module.training_step).parameters)]
     found = module.training_step(*takes)
     if isinstance(found, dict):
         found = found.get("loss")
@@ -173,16 +181,21 @@ def _losses(module: nn.Module, batches: list[Collated]) -> Iterator[Tensor]:
         yield _loss(module, batch) / len(batches)
 
 
-def _optimizers(module: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers among the many forms that ``configure_optimizers`` may return."""
-    found = module.configure_optimizers()
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list | tuple):
-        found = found[0]
-    several = found if isinstance(found, list | tuple) else [found]
-    made = [one["optimizer"] if isinstance(one, dict) else one for one in several]
-    if not made or not all(isinstance(one, torch.optim.Optimizer) for one in made):
-        raise InputError(f"configure_optimizers must return an optimizer, found {kind_of(found)}")
-    return made
+def _check_one_optimizer(module: Any) -> None:
+    found = configured(module)[0]
+    if len(found) > 1:
+        raise InputError(
+            f"configure_optimizers returned {len(found)} optimizers, and Lightning steps several only with "
+            "automatic_optimization=False: use autobatch.batches in a loop of your own, which steps several"
+        )
+
+
+def _check_size(loader: DataLoader[Any], size: int) -> None:
+    if loader.batch_size != size:
+        raise InputError(
+            f"train_dataloader made a loader of {loader.batch_size} samples, after batch_size was set to "
+            f"{size}: let it read self.batch_size"
+        )
 
 
 def _loader(module: Any, datamodule: Any) -> DataLoader[Any]:
@@ -205,45 +218,10 @@ def _holder(module: Any, datamodule: Any) -> tuple[Any, str]:
                 return holder, "batch_size"
     names = " nor ".join(type(one).__name__ for one in owners)
     raise InputError(
-        f"neither {names} has an attribute batch_size" if len(owners) > 1 else f"{names} has no batch_size"
-    ) from None
-
-
-class _NoFit:
-    """A trainer outside of ``fit``, which logs nothing and is not copied with its module.
-
-    Args:
-        trainer: whose attributes are passed on.
-    """
-
-    estimated_stepping_batches = 1000
-    barebones = True
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
-
-    def __deepcopy__(self, _: Any) -> _NoFit:
-        return self
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    """Log nothing."""
-
-
-@contextmanager
-def _outside_of_fit(module: Any, trainer: Any) -> Iterator[None]:
-    """Let ``training_step`` run within the block although no ``fit`` does."""
-    before = vars(module).copy()
-    module._trainer = _NoFit(trainer)
-    module.log = module.log_dict = _ignore
-    try:
-        yield
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
+        f"{'neither ' if len(owners) > 1 else ''}{names} has {'an' if len(owners) > 1 else 'no'} attribute "
+        "batch_size, which the plan sets: set self.batch_size and let train_dataloader read it, or give the "
+        "loader to the plan and plan.loader to fit"
+    )
 
 
 if not TYPE_CHECKING:

@@ -25,8 +25,13 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Plan once, before the loaders are made and the model is moved."""
-        if stage == "fit" and self.plan is None:
-            self.plan = adapter.plan(trainer, pl_module, trainer.datamodule, **self._options)
+        if stage != "fit" or self.plan is not None:
+            return
+        source = trainer.fit_loop._data_source
+        data = trainer.datamodule if source.is_module() else source.instance
+        self.plan = adapter.plan(trainer, pl_module, data, **self._options)
+        if not source.is_module():  # fit got a loader
+            source.instance = self.plan.loader
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Log the plan, for people and for the loggers of the trainer."""

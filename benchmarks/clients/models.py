@@ -19,5 +19,6 @@ class Client(NamedTuple):
 
 def clients() -> list[Client]:
     """Return the workloads in the order of the table."""
+    of_others.load_torchvision()
     parts = (of_transformers.WORKLOADS, of_torch.WORKLOADS, of_others.WORKLOADS)
     return [Client(name, build) for part in parts for name, build in part.items()]

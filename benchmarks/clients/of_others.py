@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -83,6 +85,26 @@ def _graphs() -> Workload:
         learning_rate=1e-3,
         collate=collate,
     )
+
+
+def load_torchvision() -> None:
+    """Import torchvision, if it is installed, with a build of torch that its wheel may not be for.
+
+    Its usual wheels are for builds with CUDA. With another one, their compiled operators are not loaded, and
+    the import stops where it describes two of them. Classifiers call neither, so they are declared here. Other
+    libraries import torchvision too, so this comes before them.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        for operator in ("nms", "qnms"):
+            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{operator}", signature)
+        importlib.import_module("torchvision")
 
 
 def _timm(name: str, model: str, **settings: Any) -> Workload:

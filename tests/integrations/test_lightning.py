@@ -151,7 +151,9 @@ def test_what_a_plan_cannot_describe_is_refused() -> None:
         lightning.plan(Quiet(), module, Points(), target_batch=8)
     data = Points()
     del data.batch_size
-    with pytest.raises(InputError, match="neither Points nor Classifier has an attribute batch_size"):
+    with pytest.raises(
+        InputError, match="neither Points nor Classifier has an attribute batch_size, which the plan sets"
+    ):
         lightning.plan(Quiet(), Classifier(), data, target_batch=8)
     with pytest.raises(InputError, match=r"plans for the precisions 32-true, .* of Lightning, found 64-true"):
         lightning.plan(Quiet(precision="64-true"), Classifier(), Points(), target_batch=8)

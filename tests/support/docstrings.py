@@ -45,7 +45,14 @@ def set_up(library: str) -> dict[str, Any]:
     if library == "lightning":
         from tests.support.lightning_modules import Points, Quiet, a_module
 
-        return {"Trainer": Quiet, "module": a_module(), "datamodule": Points()}
+        points = Points()
+        points.setup("fit")
+        return {
+            "Trainer": Quiet,
+            "module": a_module(),
+            "datamodule": Points(),
+            "loader": DataLoader(points.data, batch_size=4),
+        }
     if library == "accelerate":
         return {"Accelerator": lambda: import_module("accelerate").Accelerator(cpu=True)}
     return {}
