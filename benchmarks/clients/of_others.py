@@ -88,11 +88,11 @@ def _graphs() -> Workload:
 
 
 def load_torchvision() -> None:
-    """Import torchvision, if it is installed, with a build of torch that its wheel may not be for.
+    """Import torchvision, if it is installed, also with a build of torch that its wheel is not for.
 
     Its usual wheels are for builds with CUDA. With another one, their compiled operators are not loaded, and
-    the import stops where it describes two of them. Classifiers call neither, so they are declared here. Other
-    libraries import torchvision too, so this comes before them.
+    the import stops where it describes two of them. Classifiers call neither, so both are declared here.
+    Other libraries import torchvision too, so this comes before them.
     """
     if importlib.util.find_spec("torchvision") is None:
         return
