@@ -4,8 +4,8 @@
 
 The measurements run in the order that yields the most per minute. Each is written to ``DIR/rows.jsonl`` as
 soon as it ends. A failure is a row, too, and the next measurement follows, in a new process if the GPU's
-context is lost. A second call with the same DIR continues: first what was never tried, then what failed or
-was cut off. At the end, ``DIR/table.md`` sets every claim beside what was measured.
+context is lost or a measurement hangs. A second call with the same DIR continues: first what was never tried,
+then what failed or was cut off. At the end, ``DIR/table.md`` sets every claim beside what was measured.
 
 ``--device stand-in`` rehearses everything without a GPU. ``python -m benchmarks.gpu.keep DIR`` turns the
 results into fixtures of the tests and into figures of a profile.
@@ -59,19 +59,30 @@ def measure(command: list[str], journal: Journal, until: float) -> bool:
     # A group of its own, because a unit may start processes, too.
     process = subprocess.Popen(command, process_group=0)
     try:
-        code = process.wait(timeout=max(1.0, until - time.time()))
-        status, why = FAILED, f"the process ended with {code}"
-    except subprocess.TimeoutExpired:
-        code, status, why = 0, CUT, "the time was over"
+        code = wait(process, journal, until)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    unit = journal.unfinished()
-    if unit is not None:
-        journal.write(unit, status, error=why)
+    row = journal.unfinished()
+    if row is not None and code is None:
+        why = "the time was over" if time.time() >= until else "it took too long"
+        journal.write(row["unit"], CUT, error=why)
+    elif row is not None:
+        journal.write(row["unit"], FAILED, error=f"the process ended with {code}")
     # A process that dies before its first unit would die again.
-    return (code == LOST or unit is not None) and len(journal.rows()) > before and time.time() < until
+    return (code == LOST or row is not None) and len(journal.rows()) > before and time.time() < until
+
+
+def wait(process: subprocess.Popen[bytes], journal: Journal, until: float) -> int | None:
+    """Return the exit code of a process; None if the time is over, or its unit hangs."""
+    while time.time() < until:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=min(1.0, max(0.0, until - time.time())))
+        row = journal.unfinished()
+        if row is not None and time.time() > row.get("until", until):
+            return None
+    return None
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device import nvml
+from autobatch.device.base import Device
 from autobatch.device.cuda_history import trace_of
 from benchmarks.gpu.machine import Machine
 
@@ -131,29 +132,33 @@ def refused_allocation(machine: Machine) -> dict[str, Any]:
 
 def cap(machine: Machine) -> dict[str, Any]:
     """Fill the budget in pieces, with fixed and with expandable segments: it holds all and never more."""
-    found: dict[str, Any] = {}
-    budget = machine.budget(5000 * MiB)
-    fixed = machine.open(budget)
+    fixed = machine.open(machine.budget(5000 * MiB))
+    found: dict[str, Any] = {"fixed": fill(fixed, machine)}
     why = fixed.why_not_expandable()
-    for name, device in {"fixed": fixed, "expandable": None if why else fixed.expandable()}.items():
-        if device is None:
-            found[name] = why
-            continue
-        held = []
-        with device.enforced() as meter:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                while len(held) < 1000:
-                    held.append(torch.empty(budget // 50, dtype=torch.uint8, device=machine.torch_device))
-            stats = meter.stats()
-            pieces = len(held)
-            held.clear()
-        found[name] = {
-            "pieces": pieces,
-            "peak_reserved_bytes": stats.peak_reserved_bytes,
-            "budget_bytes": budget,
-            "retries": stats.retries,
-        }
+    try:
+        found["expandable"] = why or fill(fixed.expandable(), machine)
+    except RuntimeError as error:  # a virtual machine may forbid the calls that they need
+        found["expandable"] = str(error).splitlines()[0]
     return found
+
+
+def fill(device: Device, machine: Machine) -> dict[str, Any]:
+    """Return how many fiftieths of the budget the allocator holds, and its figures."""
+    held = []
+    with device.enforced() as meter:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while len(held) < 1000:
+                size = device.budget_bytes // 50
+                held.append(torch.empty(size, dtype=torch.uint8, device=machine.torch_device))
+        stats = meter.stats()
+        pieces = len(held)
+        held.clear()
+    return {
+        "pieces": pieces,
+        "peak_reserved_bytes": stats.peak_reserved_bytes,
+        "budget_bytes": device.budget_bytes,
+        "retries": stats.retries,
+    }
 
 
 def warning_of_debug_mode(machine: Machine) -> dict[str, Any]:

@@ -15,8 +15,8 @@ FILE = "rows.jsonl"
 class Journal:
     """The rows of all calls with the same folder.
 
-    A row names its call, its unit and a status: ``begun``, ``done`` (with ``found``), ``failed`` (with
-    ``error``) or ``cut``, if the time of the call ended within the unit.
+    A row names its call, its unit and a status: ``begun`` (with ``until``, when it counts as hanging),
+    ``done`` (with ``found``), ``failed`` (with ``error``) or ``cut``, if time ended within the unit.
     """
 
     def __init__(self, folder: Path, call: int) -> None:
@@ -47,10 +47,10 @@ class Journal:
         """Return the units that this call has begun."""
         return {row["unit"] for row in self.rows() if row["call"] == self.call}
 
-    def unfinished(self) -> str | None:
-        """Return the unit of this call that has begun and not ended; None if there is none."""
+    def unfinished(self) -> dict[str, Any] | None:
+        """Return the row of the unit of this call that has begun and not ended; None if there is none."""
         own = [row for row in self.rows() if row["call"] == self.call]
-        return own[-1]["unit"] if own and own[-1]["status"] == BEGUN else None
+        return own[-1] if own and own[-1]["status"] == BEGUN else None
 
 
 def last_call(folder: Path) -> int:

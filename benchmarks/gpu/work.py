@@ -16,6 +16,9 @@ from benchmarks.gpu.journal import BEGUN, DONE, FAILED, Journal
 PARTS = ("facts", "tests", "footprint", "probe", "fit", "loop", "tune")
 LOST = 9
 """Exit code of a process whose GPU answers nothing any more. The next process goes on."""
+PATIENCE = 3.0
+"""A unit that takes so many times its `Unit.seconds`, and `GRACE_S` more, hangs and is ended."""
+GRACE_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def work(units: list[Unit], journal: Journal, until: float, is_lost: Callable[[]
 
 def measure(unit: Unit, journal: Journal) -> None:
     """Measure one unit, and write what it found or why it failed."""
-    journal.write(unit.name, BEGUN)
+    journal.write(unit.name, BEGUN, until=time.time() + PATIENCE * unit.seconds + GRACE_S)
     print(f"{unit.name} …", flush=True)
     start = time.perf_counter()
     try:

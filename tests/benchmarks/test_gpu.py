@@ -83,7 +83,9 @@ def test_a_dying_process_leaves_the_rows_before_it(tmp_path):
     with (tmp_path / FILE).open("a") as file:
         file.write('{"call": 1, "unit": "a/2", "sta')
     assert [row["status"] for row in journal.rows()] == [BEGUN, DONE, BEGUN]
-    assert journal.unfinished() == "a/2"
+    unfinished = journal.unfinished()
+    assert unfinished is not None
+    assert unfinished["unit"] == "a/2"
     assert last_call(tmp_path) == 1
     assert Journal(tmp_path, 2).unfinished() is None
     assert Journal(tmp_path, 2).tried_before() == {"a/1", "a/2"}
@@ -164,6 +166,13 @@ def test_the_unit_in_which_a_process_died_is_told(tmp_path):
 def test_a_process_that_dies_before_its_first_unit_is_not_started_again(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit(1)"]
     assert measure(command, Journal(tmp_path, 1), time.time() + 60) is False
+
+
+def test_a_unit_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path):
+    journal = Journal(tmp_path, 1)
+    hangs = BEGINS.replace("BEGUN)", "BEGUN, until=time.time())") + "time.sleep(600)"
+    assert measure([sys.executable, "-c", hangs, str(tmp_path)], journal, time.time() + 60) is True
+    assert journal.rows()[-1] == {"call": 1, "unit": "a/1", "status": CUT, "error": "it took too long"}
 
 
 @pytest.mark.program
