@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) ->
     # Its warnings name process numbers. The ranks tell the user what happened.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault(_HANDLED, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    store = TCPStore(ADDRESS, 0, None, is_master=True, wait_for_workers=False)
+    store = open_store()
     threads = max(1, usable_cores() // count)
     common = {
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(threads)),
@@ -77,6 +78,19 @@ def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) ->
         if code != RestartSmallerError.exit_code:
             break
     return RanksEnded(code, ended.killed)
+
+
+def open_store() -> TCPStore:
+    """Open a store for ranks on this machine; it answers no other machine.
+
+    A store that torch opens listens on all addresses, and asks the name server for the name of every client,
+    which may take 5 seconds each. The file of hosts has the name of 127.0.0.1.
+    """
+    listener = socket.create_server((ADDRESS, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        ADDRESS, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _run(words: Sequence[str], count: int, common: Mapping[str, str]) -> RanksEnded:

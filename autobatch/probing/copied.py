@@ -68,12 +68,12 @@ def _wait_and_serve(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # The threads of OpenMP do not exist here.
         torch.set_num_threads(1)
-        kept = forget_group()
+        # Held until the process has ended, without any destructor.
+        _kept = forget_group()
         with suppress(EOFError, ConnectionResetError):
             _, settings = connection.recv()
             if _can_train(connection):
                 serve(connection, workload, settings, log)
-        del kept
     finally:
         os._exit(0)
 

@@ -7,7 +7,13 @@ import threading
 
 import pytest
 
+from autobatch.distributed import bell as bell_module
 from autobatch.distributed.bell import Bell, EarlierVerdict, Verdict, check_earlier_starts
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bell_module, "POLL_S", 0.02)
 
 
 class Store:
@@ -63,7 +69,7 @@ def test_a_bell_of_another_start_is_not_heard() -> None:
     bell = Bell(store, 1)
     bell.watch(store, lambda: store, heard.put)
     with pytest.raises(queue.Empty):
-        heard.get(timeout=1)
+        heard.get(timeout=0.2)
     bell.close()
 
 
@@ -80,7 +86,7 @@ def test_a_rank_that_rings_does_not_hear_itself() -> None:
     bell.watch(store, lambda: store, heard.put)
     bell.ring(verdict())
     with pytest.raises(queue.Empty):
-        heard.get(timeout=1)
+        heard.get(timeout=0.2)
 
 
 @pytest.mark.parametrize(("code", "ends"), [(2, True), (3, True), (77, False), (1, False), (143, False)])

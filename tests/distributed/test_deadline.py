@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autobatch.distributed import deadline
+from autobatch.distributed import bell, deadline
 from autobatch.distributed.deadline import STOP_S, SignalDeadline
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -79,7 +79,7 @@ def test_another_library_keeps_its_pipe(clock: Clock) -> None:
 
 def stop_in_a_collective() -> None:
     """Wait for a rank that never comes, with a signal that Python cannot handle meanwhile."""
-    deadline.STOP_S = 0.3
+    deadline.STOP_S, bell.POLL_S = 0.2, 0.05
     signal.signal(signal.SIGTERM, lambda *_: None)
     group = open_group()
     if group.rank == 1:

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from autobatch.core.errors import CheckpointError
-from autobatch.distributed.bell import Verdict
+from autobatch.distributed import bell
+from autobatch.distributed.bell import Verdict, read_verdict
 from autobatch.distributed.ranks import Ranks, open_ranks
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -48,13 +49,23 @@ def test_all_ranks_leave_with_the_code_of_the_first_failure(server: RankServer, 
     assert (verdict.rank, verdict.code, verdict.line) == (1, 77, "memory ran out")
 
 
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def fails_then_leaves(out: str, code: int) -> None:
     ranks = open_ranks(os.environ)
     ranks.enter(Path(out))
-    ranks.gather(None)
+    others = [pid for pid in ranks.gather(os.getpid()) if pid != os.getpid()]
     if ranks.rank == 1:
         assert ranks.fail("memory ran out", code) is None
-        time.sleep(3)  # it still holds its sockets, so that only the bell ends the others
+        while any(is_running(pid) for pid in others):  # it holds its sockets, so that only the bell ends them
+            time.sleep(0.01)
+        time.sleep(0.05)
         os._exit(code)
     wait_in_a_collective(ranks)
 
@@ -67,7 +78,8 @@ def later_start() -> str:
         ranks.fail("a wrong option", 2)
     else:
         ranks._bell.close()  # type: ignore[union-attr]
-        time.sleep(0.5)
+        while read_verdict(ranks._store, 0) is None:  # type: ignore[union-attr]
+            time.sleep(0.01)
     try:
         open_ranks(environ)
     except Exception as error:
@@ -99,10 +111,11 @@ def test_a_rank_that_is_killed_is_noticed(server: RankServer) -> None:
 def one_hangs(out: str) -> None:
     group = open_group()
     group.enter(Path(out))
-    group.limit_wait(1.0)
+    bell.POLL_S = 0.05
     for _ in range(2):
         with group.meeting():
             group.agree(False)
+    group.limit_wait(0.5)
     if group.rank == 1:
         time.sleep(25)
     with group.meeting():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.distributed.start import RESTARTS, RanksEnded, start_ranks
+from autobatch.distributed.start import RESTARTS, RanksEnded, open_store, start_ranks
 from tests.support.commandline import autobatch, command, environment
 from tests.support.signalled import preserved_handlers
 
@@ -74,6 +75,15 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return start
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one address for themselves")
+def test_the_store_answers_one_address_only() -> None:
+    store = open_store()
+    store.set("key", "value")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+    assert store.get("key") == b"value"
+
+
 def test_every_rank_gets_its_place_and_the_words(ranks) -> None:
     ended, lines = ranks('echo "$RANK $LOCAL_RANK $WORLD_SIZE $TORCHELASTIC_RESTART_COUNT $*" >> log')
     assert ended == RanksEnded(0)
@@ -82,14 +92,14 @@ def test_every_rank_gets_its_place_and_the_words(ranks) -> None:
 
 @pytest.mark.parametrize("code", [1, 2, 3])
 def test_the_exit_code_is_that_of_a_rank_and_no_restart_follows(ranks, code: int) -> None:
-    ended, lines = ranks(f"echo $RANK >> log; [ $RANK = 0 ] || exit {code}; sleep 0.3")
+    ended, lines = ranks(f"echo $RANK >> log; [ $RANK = 0 ] || exit {code}; sleep 0.1")
     assert ended == RanksEnded(code)
     assert lines == ["0", "1"]
 
 
 def test_only_77_starts_the_ranks_again(ranks) -> None:
     start = "$TORCHELASTIC_RESTART_COUNT"
-    ended, lines = ranks(f"[ $RANK = 0 ] || exec sleep 0.3; echo {start} >> log; [ {start} = 2 ] || exit 77")
+    ended, lines = ranks(f"[ $RANK = 0 ] || exec sleep 0.1; echo {start} >> log; [ {start} = 2 ] || exit 77")
     assert ended == RanksEnded(0)
     assert lines == ["0", "1", "2"]
 

@@ -90,6 +90,13 @@ def plan(parallel: str) -> Any:
     """Plan over ranks that may be copied."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     torch.set_num_threads(1)
+    codes, stop = [], ChildProcess._stop
+
+    def noting(self: ChildProcess, **more: float) -> int | None:
+        codes.append(stop(self, **more))
+        return codes[-1]
+
+    ChildProcess._stop = noting  # type: ignore[method-assign]  # in a rank, which ends with the case
     made = make_workload(model=lambda: torch.nn.Linear(5, 3), loss=float_loss)
     found = autobatch.plan(
         made,
@@ -100,7 +107,7 @@ def plan(parallel: str) -> Any:
         memory_budget="1GiB",
         parallel=parallel,  # type: ignore[arg-type]
     )
-    return [(one.fits, one.world, one.micro_batch) for one in found.probe.over_ranks], found.probe
+    return [(one.fits, one.world, one.micro_batch) for one in found.probe.over_ranks], found.probe, codes
 
 
 def float_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -110,6 +117,7 @@ def float_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 @pytest.mark.distributed
 @pytest.mark.parametrize("parallel", ["replicate", pytest.param("shard", marks=pytest.mark.program)])
 def test_a_library_call_runs_a_batch_over_all_ranks(server: RankServer, parallel: str) -> None:
-    for attempts, probe in server.values(plan, parallel):
+    for attempts, probe, codes in server.values(plan, parallel):
         assert attempts == [(True, 2, 2)]
+        assert codes == [0]  # its copy left by itself, which has none of the threads of its groups
         assert probe.over_ranks_skipped is None

@@ -139,7 +139,7 @@ def _run_case(
     of_rank: Mapping[int, Mapping[str, str]],
     seconds: float,
 ) -> list[tuple[Any, ...]]:
-    import torch.distributed as dist
+    from autobatch.distributed.start import open_store
 
     common = {
         "WORLD_SIZE": str(world),
@@ -159,7 +159,7 @@ def _run_case(
             own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **of_rank.get(rank, {})}
             pids[_fork(function, args, own, folder / str(rank), readable, seconds)] = rank
         # The store has a thread, which may hold a lock while a process forks: so it starts after them.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = open_store()
         os.write(writable, f"{store.port:8}".encode() * world)
         os.close(readable)
         os.close(writable)
