@@ -175,5 +175,6 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
 def _finished(found: Probed, options: SearchOptions, context: RunContext) -> Result:
     """Return the result of a probe, after the extras that were asked for."""
     write_memory_viz(found.process, found.result, options, context.progress)
-    note_split(found.process, found.result, context.progress)
+    if not isinstance(options, RankPlanOptions) or options.split_check != "off":
+        note_split(found.process, found.result, context.progress)
     return found.result

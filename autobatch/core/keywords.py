@@ -63,6 +63,7 @@ class PlanKeywords(BatchKeywords, total=False):
 
     world_size: int | None
     own_loop: bool
+    split_check: Literal["note", "off"]
 
 
 class TuneKeywords(BatchKeywords, total=False):

@@ -94,6 +94,13 @@ class RankPlanOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fie
             "memory",
         ),
     ] = False
+    split_check: Annotated[
+        Literal["note", "off"],
+        OptionHelp(
+            "Print a note if the loss cannot be split into micro-batches exactly, or skip the check.",
+            "what to train",
+        ),
+    ] = "note"
 
 
 class TuneOptions(PlanOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ def plan_for(
     # These loops add the gradient of each micro-batch to ``grad``, which has the type of the weights.
     options.setdefault("gradient_dtype", "weights")
     options["split"] = "count"
+    # The error below is measured with the library's own losses, and its remark names what to change there.
+    options.setdefault("split_check", "off")
     found = library.plan(workload, **options)
     check_world_size(found, loop.world_size, loop.name)
     size, steps = even_split(found)
@@ -107,8 +110,15 @@ def plan_for(
     return LibraryPlan(**fields, library=loop.name, gradient_error=error, loader=made)
 
 
-def log_plan(plan: LibraryPlan) -> None:
-    """Log a plan and its remarks, a line each."""
+def tell_plan(plan: LibraryPlan, *, is_first: bool) -> None:
+    """Log a plan and its remarks, a line each; print them if the log of the program takes no such lines.
+
+    Args:
+        plan: the plan.
+        is_first: whether this process is the first of all, which alone prints.
+    """
+    if not logger.isEnabledFor(logging.INFO) and is_first:
+        sys.stderr.write(f"{plan}\n")
     for line in str(plan).splitlines():
         logger.info(line)
 

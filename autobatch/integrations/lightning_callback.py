@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 
 from autobatch.core.keywords import PlanKeywords
 from autobatch.integrations import lightning as adapter
-from autobatch.integrations.library_plan import LibraryPlan, log_plan
+from autobatch.integrations.library_plan import LibraryPlan, tell_plan
 
 
 class AutobatchFinder(Callback):  # type: ignore[misc]
@@ -38,7 +38,7 @@ class AutobatchFinder(Callback):  # type: ignore[misc]
         del pl_module
         if self.plan is None:
             return
-        log_plan(self.plan)
+        tell_plan(self.plan, is_first=trainer.is_global_zero)
         figures = {"target_batch": self.plan.target_batch, "micro_batch": self.plan.micro_batch}
         for logger in trainer.loggers:
             logger.log_hyperparams({f"autobatch/{name}": value for name, value in figures.items()})

@@ -74,7 +74,8 @@ def gradient_error(
     if found.scale > SUMMED * parts:
         return found.error, (
             f"{differs}, {where}, and is {found.scale:.2g} times as long, because the losses are summed over "
-            "micro-batches and not divided: let the loss use the count of the whole batch that it is given"
+            "micro-batches and not divided: let the loss use num_items_in_batch, which it is given, or set "
+            "trainer.loss_is_scaled_for_ga = False, so that the library divides"
         )
     if abs(found.scale - 1) > found.error / 2:
         return found.error, (

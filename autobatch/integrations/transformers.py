@@ -111,7 +111,7 @@ def plan(trainer: Any, **options: Unpack[PlanKeywords]) -> LibraryPlan:
         averages_means=not _is_scaled(trainer, 1),
         drop_last=args.dataloader_drop_last,
     )
-    with on_host(trainer.model), _checkpointing(trainer):
+    with on_host(trainer.model), _checkpointing(trainer), _without_log(trainer):
         found = plan_for(workload(trainer), loop, **options)
     args.per_device_train_batch_size = found.micro_batch
     args.gradient_accumulation_steps = found.accumulation_steps
@@ -222,6 +222,19 @@ def _checkpointing(trainer: Any) -> Iterator[None]:
         yield
     finally:
         getattr(model, f"{word}_checkpointing_disable")()
+
+
+@contextmanager
+def _without_log(trainer: Any) -> Iterator[None]:
+    """Log nothing within the block, because a ``compute_loss`` may log, and its probe is no training."""
+    own = vars(trainer).get("log")
+    trainer.log = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del trainer.log
+        if own is not None:
+            trainer.log = own
 
 
 def _precision(args: Any) -> Precision:

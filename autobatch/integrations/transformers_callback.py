@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from autobatch.core.keywords import PlanKeywords
 from autobatch.integrations import transformers as adapter
-from autobatch.integrations.library_plan import LibraryPlan, log_plan
+from autobatch.integrations.library_plan import LibraryPlan, tell_plan
 
 
 class AutobatchCallback(TrainerCallback):  # type: ignore[misc]
@@ -32,7 +32,7 @@ class AutobatchCallback(TrainerCallback):  # type: ignore[misc]
         """Log the plan, for people and for the trackers of the trainer."""
         if self.plan is None:
             return
-        log_plan(self.plan)
+        tell_plan(self.plan, is_first=state.is_world_process_zero)
         figures: dict[str, float] = {
             "autobatch/target_batch": self.plan.target_batch,
             "autobatch/micro_batch": self.plan.micro_batch,

@@ -32,7 +32,7 @@ def test_a_missing_package_is_named_in_its_row(run: ModuleType):
         raise ModuleNotFoundError("No module named 'timm'", name="timm")
 
     assert run.row(run.Client("timm ViT", build), "cpu") == (
-        "| timm ViT | cpu | not run | - | - | - | timm is not installed |"
+        "| timm ViT | cpu | not run | - | - | - | timm is not installed | - |"
     )
 
 
@@ -44,3 +44,4 @@ def test_a_row_has_runs_errors_and_the_evidence(run: ModuleType):
     assert int(cells[2]) >= 48
     assert int(cells[4]) >= 1
     assert cells[6] in ("run", "replay")
+    assert cells[7] == "out of memory"

@@ -14,11 +14,11 @@ from autobatch.core.errors import InputError
 from autobatch.integrations.library_plan import (
     LibraryLoop,
     device_option,
-    log_plan,
     on_host,
     plan_for,
     precision_of,
     rebuilt,
+    tell_plan,
 )
 from autobatch.workload.contract import Collated
 from tests.support.training import make_workload, mean_loss
@@ -41,7 +41,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
 
 
-def test_the_plan_is_what_the_library_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_plan_is_what_the_library_runs(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {"target_batch": 20, "max_micro_batch": 7}
     plan = plan_for(make_workload(), a_loop(), loader=lambda size: f"of {size}", **options)  # type: ignore[arg-type]
     assert (plan.micro_batch, plan.accumulation_steps, plan.micro_batches) == (5, 4, [5] * 4)
@@ -50,10 +52,15 @@ def test_the_plan_is_what_the_library_runs(caplog: pytest.LogCaptureFixture) -> 
     assert plan.gradient_error < 1e-5
     assert [note for note in plan.notes if note.startswith("Loop: the last step of each epoch has 4 of 20")]
     with caplog.at_level(logging.INFO, logger="autobatch"):
-        log_plan(plan)
+        tell_plan(plan, is_first=True)
+    assert capsys.readouterr().err == ""
     assert str(plan) == "\n".join(caplog.messages)
     assert caplog.messages[0].startswith("Loop: ")
     assert caplog.messages[-1].startswith("note: Loop: the last step of each epoch has 4 of 20 samples")
+    with caplog.at_level(logging.WARNING, logger="autobatch"):
+        tell_plan(plan, is_first=False)
+        tell_plan(plan, is_first=True)
+    assert capsys.readouterr().err == f"{plan}\n", "without a log the first process prints it"
 
 
 def test_a_split_that_loses_half_the_size_names_better_targets() -> None:

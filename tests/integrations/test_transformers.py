@@ -123,7 +123,7 @@ def test_a_count_that_is_not_that_of_the_loss_is_told(tmp_path: Path) -> None:
     assert "times as long: the library divides by another count than the loss does" in " ".join(plan.notes)
 
 
-def test_a_loss_that_ignores_the_count_is_told(tmp_path: Path) -> None:
+def test_a_loss_that_ignores_the_count_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Ignoring(installed("transformers").Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
             loss = mean_over_words(model, inputs)
@@ -134,11 +134,27 @@ def test_a_loss_that_ignores_the_count_is_told(tmp_path: Path) -> None:
     assert plan.gradient_error is not None
     assert plan.gradient_error > 0.5
     assert "because the losses are summed over micro-batches and not divided" in " ".join(plan.notes)
+    assert "set trainer.loss_is_scaled_for_ga = False" in " ".join(plan.notes)
+    assert "the workload's Loss" not in caplog.text, "a user of the Trainer has written none"
     trainer.loss_is_scaled_for_ga = False
     again = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
     assert again.gradient_error is not None
     assert 1e-2 < again.gradient_error < 1
     assert "because each micro-batch has the same weight" in " ".join(again.notes)
+
+
+def test_a_loss_that_logs_logs_no_probe(tmp_path: Path) -> None:
+    class Logging(installed("transformers").Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Any:
+            found = super().compute_loss(model, inputs, *more, **others)
+            self.log({"own": float(found)})
+            return found
+
+    trainer = a_trainer(tmp_path, kind=Logging)
+    transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
+    assert trainer.state.log_history == []
+    trainer.log({"own": 1.0})
+    assert [one["own"] for one in trainer.state.log_history] == [1.0]
 
 
 def test_the_loss_of_the_workload_is_a_sum_and_its_count(tmp_path: Path) -> None:
