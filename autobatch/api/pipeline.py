@@ -85,7 +85,7 @@ def run_plan(workload: Workload | str | None, options: RankPlanOptions, context:
         first = open_choice(workload, options, context, opened, keeps_batches=options.own_loop)
         stage = partial(probe_and_plan, world_size=world_size)
         found = probe_choice(workload, options, context, first, opened, stage=stage)
-        result = _finished(found, options, context)
+        result = _finished(found, options, context, checks_split=options.split_check != "off")
         return add_split(
             found.process, result, options, context.progress, home=context.home, ranks=ranks, is_last=True
         )
@@ -172,9 +172,11 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
             return result
 
 
-def _finished(found: Probed, options: SearchOptions, context: RunContext) -> Result:
+def _finished(
+    found: Probed, options: SearchOptions, context: RunContext, *, checks_split: bool = True
+) -> Result:
     """Return the result of a probe, after the extras that were asked for."""
     write_memory_viz(found.process, found.result, options, context.progress)
-    if not isinstance(options, RankPlanOptions) or options.split_check != "off":
+    if checks_split:
         note_split(found.process, found.result, context.progress)
     return found.result
