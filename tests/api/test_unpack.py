@@ -21,7 +21,7 @@ PRINTING = {"json", "quiet", "verbose"}
 OVER_RANKS = {"ranks", "parallel", "shard_sync", "shard_modules", "grad_sync"}
 READ_BY_STAGES = {
     "probe": {"micro_batch", "memory_viz", *OVER_RANKS},
-    "plan": {"split", "static_shapes", "memory_viz", "own_loop", *OVER_RANKS},
+    "plan": {"split", "static_shapes", "memory_viz", "own_loop", "split_check", *OVER_RANKS},
     "tune": {"split", "static_shapes", "memory_viz", "timeout", "tune_lr", *OVER_RANKS},
     "fit": {
         "split",
