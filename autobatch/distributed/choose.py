@@ -83,6 +83,8 @@ def _obstacle(train_state: TrainState, spare: Spare) -> str | None:
         return "the loss sees the whole batch, and DDP sums the gradients of parts"
     if any(parameter.dtype in LOW_PRECISION for parameter in train_state.parameters):
         return "16-bit gradients are summed in float32, and DDP's buckets have 16 bits"
+    if train_state.gradients.are_overwritten:
+        return "the gradients of CUDA graphs are copied, and DDP would sum them before"
     return _odd_gradient(train_state, spare)
 
 

@@ -106,7 +106,7 @@ class Batch(Generic[CollatedT]):
         if not self._totals.sizes:
             gradients.clear()
         share = normalize_loss(self._train_state, self._totals, loss, self._open)
-        with gradients.summed_in_float32():
+        with gradients.summed_apart():
             run_backward(self._train_state, self._totals, share, self._open)
         self._open = None
 

@@ -30,6 +30,8 @@ IMPLEMENTATIONS: dict[object, dict[str, bool]] = {
     "fused": {"foreach": False, "fused": True},
 }
 """Settings of torch's own optimizers (torch/optim/optimizer.py, ``_foreach_doc`` and ``_fused_doc``)."""
+GRAPHS = "reduce-overhead"
+"""Mode of the compiler that records CUDA graphs."""
 
 
 def apply_layout(model: nn.Module, knobs: Mapping[str, object]) -> None:
@@ -60,7 +62,7 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
     mode = knobs.get(COMPILE, "off")
     if mode != "off":
         forwards.append((model, _compile_forward(model, str(mode))))
-    to_layout = bool(knobs.get(CHANNELS_LAST))
+    to_layout, has_graphs = bool(knobs.get(CHANNELS_LAST)), uses_graphs(knobs)
     if not forwards and not to_layout:
         return loss
 
@@ -69,10 +71,24 @@ def apply_forward(loss: LossFunction, model: nn.Module, knobs: Mapping[str, obje
             return loss(temporary_weights, batch)
         if to_layout:
             batch = map_tensors(batch, _to_channels_last)
+        if has_graphs:
+            # Otherwise a forward pass that failed counts as one whose backward pass is still to come.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with _replaced_forwards(forwards):
             return loss(temporary_weights, batch)
 
     return run
+
+
+def uses_graphs(knobs: Mapping[str, object]) -> bool:
+    """Return whether the forward and backward passes run as CUDA graphs."""
+    return knobs.get(COMPILE) == GRAPHS
+
+
+def free_graphs(knobs: Mapping[str, object]) -> None:
+    """Free the memory of CUDA graphs, if there are any; torch keeps it with the compiled code."""
+    if uses_graphs(knobs):
+        torch.compiler.reset()
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

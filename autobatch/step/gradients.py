@@ -3,6 +3,10 @@
 bf16 and fp16 cannot accumulate in their own precision: 1024 times 1/1024 is 0.25 in bf16. So each 16-bit
 gradient is added to a float32 sum as soon as a backward pass has finished it. Only the sum over the batch is
 rounded. On request they accumulate in the type of the weights, which takes half the memory.
+
+The backward pass of a CUDA graph writes its gradients to the same memory each time. torch makes the first of
+them the ``grad`` of a parameter, and the next micro-batch invalidates it (pytorch#169545). So these gradients
+are added to sums of their own, too.
 """
 
 from __future__ import annotations
@@ -35,31 +39,47 @@ class Gradients:
         model: the model. Its parameters may get gradients that no optimizer reads; they are freed too.
         optimizers: their groups are read again for every batch, so that a schedule may unfreeze parameters.
         dtype: type in which the gradients of 16-bit parameters are summed.
+        are_overwritten: whether each backward pass overwrites the gradients of the last, as CUDA graphs do.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers, *, dtype: GradientDtype = "fp32") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        *,
+        dtype: GradientDtype = "fp32",
+        are_overwritten: bool = False,
+    ) -> None:
         self.dtype: GradientDtype = dtype
+        self.are_overwritten = are_overwritten
         self._optimizers = optimizers
         trained = {id(p) for p in _parameters_of(optimizers)}
         self._others = [p for p in model.parameters() if id(p) not in trained]
         self._sums: dict[nn.Parameter, Tensor] = {}
         self.keeps_memory = False
         """True if `clear` fills gradients with zeros and keeps their memory, which DDP's buckets share."""
-        self._has_sums = dtype == "fp32" and any(p.dtype in LOW_PRECISION for p in _parameters_of(optimizers))
+        self._has_sums = any(self._has_sum(parameter) for parameter in _parameters_of(optimizers))
 
-    def summed_in_float32(self) -> AbstractContextManager[None]:
-        """Accumulate 16-bit gradients in float32 within the block, by hooks that are removed at its end.
+    def summed_apart(self) -> AbstractContextManager[None]:
+        """Add 16-bit and overwritten gradients to sums of their own within the block, by hooks.
 
-        Do nothing if they are summed in the type of the weights.
+        The hooks are removed at its end. Do nothing without any, or if 16-bit gradients are summed in
+        the type of the weights.
         """
         return self._hooked() if self._has_sums else nullcontext()
+
+    def _has_sum(self, parameter: nn.Parameter) -> bool:
+        return self.are_overwritten or self._sum_dtype(parameter) != parameter.dtype
+
+    def _sum_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return torch.float32 if self.dtype == "fp32" and parameter.dtype in LOW_PRECISION else parameter.dtype
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._add_to_sum)  # type: ignore[no-untyped-call]
             for parameter in {id(p): p for p in _parameters_of(self._optimizers)}.values()
-            if parameter.dtype in LOW_PRECISION and parameter.requires_grad
+            if self._has_sum(parameter) and parameter.requires_grad
         ]
         try:
             yield
@@ -68,7 +88,7 @@ class Gradients:
                 hook.remove()
 
     def by_optimizer(self) -> list[list[Tensor]]:
-        """Return the gradients of each optimizer, each gradient once, 16-bit ones as their float32 sums.
+        """Return the gradients of each optimizer, each gradient once, or the sum that it was added to.
 
         Of a gradient that ranks share, this is the part of this rank.
         """
@@ -85,27 +105,27 @@ class Gradients:
         return found
 
     def by_parameter(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Return each trained parameter once, with its gradient or float32 sum; None if it has none."""
+        """Return each trained parameter once, with its gradient or sum; None if it has none."""
         parameters = {id(p): p for p in _parameters_of(self._optimizers)}.values()
         return [(p, self._sums.get(p, p.grad)) for p in parameters]
 
     def new_zeros(self, parameter: nn.Parameter) -> Tensor:
         """Give a parameter without a gradient one of zeros, in the type in which it accumulates."""
-        if self.dtype == "fp32" and parameter.dtype in LOW_PRECISION:
-            self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        if self._sum_dtype(parameter) != parameter.dtype:
+            self._sums[parameter] = torch.zeros_like(parameter, dtype=self._sum_dtype(parameter))
             return self._sums[parameter]
         parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Replace the gradient of a parameter, or its float32 sum if it has one."""
+        """Replace the gradient of a parameter, or its sum if it has one."""
         if parameter in self._sums or gradient.dtype != parameter.dtype:
             self._sums[parameter] = gradient
         else:
             parameter.grad = gradient
 
     def round_sums(self) -> None:
-        """Round each float32 sum once, into the ``grad`` that its optimizer reads, and free the sum."""
+        """Round each sum once, into the ``grad`` that its optimizer reads, and free the sum."""
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
@@ -129,7 +149,7 @@ class Gradients:
         assert gradient is not None
         total = self._sums.get(parameter)
         if total is None:
-            self._sums[parameter] = gradient.float()
+            self._sums[parameter] = gradient.to(self._sum_dtype(parameter), copy=True)
         else:
             total.add_(gradient)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.records.base import GradientDtype, Precision
-from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout
+from autobatch.step.apply_knobs import apply_forward, apply_implementation, apply_layout, uses_graphs
 from autobatch.step.ema import WeightAverage
 from autobatch.step.gradients import Gradients, Optimizers, exchange_buffer
 from autobatch.step.optimizers import build_optimizers
@@ -154,7 +154,9 @@ def build_train_state(
         precision=precision,
         scaler=torch.amp.GradScaler(device.type) if precision == "fp16" else None,
         max_grad_norm=settings.max_grad_norm,
-        gradients=Gradients(model, optimizers, dtype=settings.gradient_dtype),
+        gradients=Gradients(
+            model, optimizers, dtype=settings.gradient_dtype, are_overwritten=uses_graphs(knobs)
+        ),
         # Both passes over a batch must see the same buffers.
         buffers=BufferSnapshot(model, copy_all=isinstance(workload.loss, WholeBatchLoss)),
         average=None if ema is None else WeightAverage(parameters, ema),

@@ -106,7 +106,7 @@ def accumulate(
     train_state.buffers.take()
     part = "data"
     try:
-        with train_state.gradients.summed_in_float32():
+        with train_state.gradients.summed_apart():
             if isinstance(train_state.loss, WholeBatchLoss):
                 _accumulate_whole(train_state, train_state.loss, micro_batches, totals, mark, places=places)
                 return totals
@@ -134,7 +134,7 @@ def accumulate(
 
 
 def run_backward(train_state: TrainState, totals: StepTotals, share: Share, size: int) -> None:
-    """Run the backward pass of a share of the loss, within `Gradients.summed_in_float32`.
+    """Run the backward pass of a share of the loss, within `Gradients.summed_apart`.
 
     It begins with the weight of the share, where torch would begin with 1: the same gradient as that of the
     product, without the product and its own backward pass.

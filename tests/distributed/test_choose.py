@@ -49,6 +49,7 @@ def choose_for(kind: str, asked: Any, most_bytes: int, senders: tuple[str, ...])
     group = open_group()
     models = {
         "plain": network,
+        "graphs": network,
         "unused": Unused,
         "sparse": Looked,
         "16 bits": lambda: network(torch.bfloat16),
@@ -59,6 +60,7 @@ def choose_for(kind: str, asked: Any, most_bytes: int, senders: tuple[str, ...])
             model=models[kind], loss=lambda model, batch: model(batch[0].bfloat16()).float().sum()
         )
     loop = make_loop(workload, world=group.world)
+    loop.train_state.gradients.are_overwritten = kind == "graphs"
     before = torch.get_rng_state()
     try:
         choice = choose.choose_engine(
@@ -85,6 +87,7 @@ def choose_for(kind: str, asked: Any, most_bytes: int, senders: tuple[str, ...])
         ("plain", "after", 0, "after: as asked"),
         ("plain", "overlap", 10**6, "overlap: as asked"),
         ("16 bits", "auto", 0, "after: 16-bit gradients are summed in float32"),
+        ("graphs", "auto", 0, "after: the gradients of CUDA graphs are copied"),
         ("unused", "auto", 0, "after: parameter rest.weight got no gradient from a micro-batch"),
         ("sparse", "auto", 0, "after: the gradient of table.weight is sparse, and DDP's buckets are dense"),
         (

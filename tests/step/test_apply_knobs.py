@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.step.apply_knobs import apply_forward, find_blocks
+from autobatch.core.knobs import COMPILE_MODES
+from autobatch.step.apply_knobs import apply_forward, find_blocks, free_graphs
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
@@ -180,7 +181,7 @@ def test_all_knobs_together_train_like_none() -> None:
 
 
 def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, modes = [], []
+    calls, modes, marks = [], [], []
 
     def compiled(forward: Any, *, mode: str) -> Any:
         modes.append(mode)
@@ -192,11 +193,21 @@ def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.Monk
         return run
 
     monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(len(calls)))
     _, _, before = train({})
     model, _, after = train({"compile": "reduce-overhead", "checkpointing": "full"})
     assert (len(calls), after) == (6, before)
     assert set(modes) == {"reduce-overhead"}
     assert "forward" not in model.__dict__
+    assert marks == [0, 1, 2, 3, 4, 5], "before every forward pass"
+
+
+def test_the_memory_of_graphs_is_freed_with_the_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
+    for mode in COMPILE_MODES:
+        free_graphs({"compile": mode})
+    assert resets == ["reset"], "of CUDA graphs only: other code is used again"
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_parameter_of_two_groups_counts_once_and_hooks_are_removed() -> None:
     shared, own = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(3))
     optimizers = (torch.optim.SGD([shared], lr=1.0), torch.optim.SGD([own, shared], lr=1.0))
     gradients = Gradients(nn.Module(), optimizers)
-    with gradients.summed_in_float32():
+    with gradients.summed_apart():
         for _ in range(2):
             (shared.float().sum() + own.sum() * 3).backward()
     assert not shared._post_accumulate_grad_hooks
@@ -149,6 +149,40 @@ def test_a_parameter_of_two_groups_counts_once_and_hooks_are_removed() -> None:
     gradients.clear()
     assert shared.grad is None
     assert own.grad is None
+
+
+class StaticProduct(torch.autograd.Function):
+    """``weight · x``, whose backward pass writes to the same memory each time, as a CUDA graph does."""
+
+    memory = torch.zeros(3)
+
+    @staticmethod
+    def forward(ctx, weight, x):
+        ctx.save_for_backward(x)
+        return weight @ x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        StaticProduct.memory.copy_(gradient * x)
+        # Another tensor on that memory, which torch may make the gradient of the weight.
+        return StaticProduct.memory.detach(), None
+
+
+@pytest.mark.parametrize("are_overwritten", [True, False])
+def test_gradients_that_the_next_backward_pass_overwrites_are_summed_apart(are_overwritten: bool) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    gradients = Gradients(nn.Module(), (torch.optim.SGD([weight], lr=1.0),), are_overwritten=are_overwritten)
+    micro_batches = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])]
+    with gradients.summed_apart():
+        for x in micro_batches:
+            StaticProduct.apply(weight, x).backward()
+    gradients.round_sums()
+    if are_overwritten:
+        assert weight.grad.tolist() == [11.0, 22.0, 33.0]
+        assert weight.grad.data_ptr() != StaticProduct.memory.data_ptr()
+    else:  # what torch does without sums: 10 is added to itself
+        assert weight.grad.tolist() == [20.0, 40.0, 60.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
