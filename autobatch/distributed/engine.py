@@ -31,13 +31,15 @@ class OutOfMemory(NamedTuple):
     is_fatal: bool = False
     """True if this process cannot continue after it."""
     is_fragmented: bool = False
-    """True if the allocator held enough free memory, but not in one piece."""
+    """True if the same micro-batches may fit: the allocator held enough free memory, but not in one piece."""
     is_intact: bool = True
     """True if the state is that before the batch."""
     size: int = 0
     """Samples of the micro-batch that ran; 0 if memory ran out on other ranks only."""
     smaller: int = 0
     """Largest micro-batch of this rank for the next try."""
+    is_in_loss: bool = False
+    """True if memory ran out in the loss over the whole batch of ``size``, which has no smaller part."""
 
 
 class Engine(Protocol):

@@ -58,13 +58,14 @@ class GroupEngine:
         """See `Engine.settle`. The limit of every kind that failed is lowered."""
         found = [OutOfMemory(*one) for one in self.ranks.gather(list(oom))]
         failed = [rank for rank, one in enumerate(found) if one.size]
-        worst = min(failed, key=lambda rank: (found[rank].size, rank))
+        worst = min(failed, key=lambda rank: (found[rank].is_in_loss, found[rank].size, rank))
         common = OutOfMemory(
             message=f"rank {worst}: {found[worst].message}",
             is_fatal=any(one.is_fatal for one in found),
             is_fragmented=all(found[rank].is_fragmented for rank in failed),
             is_intact=all(one.is_intact for one in found),
             size=found[worst].size,
+            is_in_loss=found[worst].is_in_loss,
         )
         if not (may_repeat and common.is_fragmented and common.is_intact):
             for rank in failed:

@@ -27,7 +27,7 @@ from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
 from autobatch.training.batchnorm import rescaled_momentum
-from autobatch.training.fetched import Fetched
+from autobatch.training.fetched import Fetched, Running
 from autobatch.training.learning_rates import check_learning_rates, scaled_learning_rate, warmup_factor
 from autobatch.training.memory_readings import MemoryReadings
 from autobatch.training.noise_scale import NoiseScale
@@ -206,27 +206,29 @@ class Loop:
             may_be_suspect: whether errors that only may be about memory count as such.
         """
         fed = None if self.feed is None else self.feed.collated(batch, self.micro_batch)
+        twice = isinstance(self.train_state.loss, WholeBatchLoss)
         fetched = Fetched(self.workload, parts, fed, self.times)
+        placed = feed(fetched, self.train_state.device, self.meter, twice=twice)
+        running = Running(parts, placed, runs_twice=twice)
         outcome: StepTotals | OutOfMemory
         # Each call ends before an error is looked at, so that nothing holds the tensors of the failed step.
         try:
-            outcome = self._accumulate(batch, parts, fetched)
+            outcome = self._accumulate(batch, parts, running)
         except Exception as error:
-            outcome = self._out_of_memory(error, batch, parts, fetched, may_be_suspect)
+            outcome = self._out_of_memory(error, batch, running, may_be_suspect)
         if isinstance(outcome, OutOfMemory):
             self.train_state.gradients.clear()
+        running.end()
         try:
             return self._combine_and_step(outcome)
         except Exception as error:
-            return self._out_of_memory(error, batch, parts, fetched, may_be_suspect)
+            return self._out_of_memory(error, batch, running, may_be_suspect)
 
-    def _accumulate(self, batch: GlobalBatch, parts: list[MicroBatchIds], fetched: Fetched) -> StepTotals:
+    def _accumulate(self, batch: GlobalBatch, parts: list[MicroBatchIds], running: Running) -> StepTotals:
         """Run the micro-batches forward and backward."""
-        twice = isinstance(self.train_state.loss, WholeBatchLoss)
-        placed = feed(fetched, self.train_state.device, self.meter, twice=twice)
         return accumulate(
             self.train_state,
-            self.engine.passing(self.train_state, placed, len(parts), batch),
+            self.engine.passing(self.train_state, running, len(parts), batch),
             len(batch.ids),
             self._mark if self.times.is_timing else self.meter.mark,
             places=[part.places for part in parts],
@@ -251,12 +253,7 @@ class Loop:
         self.times.lap(phase)
 
     def _out_of_memory(
-        self,
-        error: Exception,
-        batch: GlobalBatch,
-        parts: list[MicroBatchIds],
-        fetched: Fetched,
-        may_be_suspect: bool,
+        self, error: Exception, batch: GlobalBatch, running: Running, may_be_suspect: bool
     ) -> OutOfMemory:
         """Return an out-of-memory error that came before the optimizer step, and raise any other error."""
         verdict = classify(error)
@@ -266,13 +263,13 @@ class Loop:
         if verdict is Verdict.SUSPECT and (is_step or not may_be_suspect):
             raise error
         self.times.drop()
-        failed = parts[max(0, fetched.count - 1)] if parts else None
-        size = 1 if failed is None else len(failed.ids)
-        smaller = 1 if failed is None else self.split.halved(failed, self.micro_batch)
+        size, smaller = running.blamed(self.split, self.micro_batch)
         if not is_step:
-            is_fatal = verdict is Verdict.FATAL
-            has_room = is_fragmented(error) and not is_fatal
-            return OutOfMemory(first_line(error), is_fatal, has_room, size=size, smaller=smaller)
+            found = OutOfMemory(first_line(error), verdict is Verdict.FATAL, size=size, smaller=smaller)
+            if running.is_in_loss:
+                found = found._replace(is_in_loss=True, size=len(batch.ids), smaller=self.micro_batch)
+            has_room = is_fragmented(error) or running.is_in_loss
+            return found._replace(is_fragmented=has_room and not found.is_fatal)
         self.micro_batch = smaller
         raise error_in_step(self.train_state, batch.index + 1, size, first_line(error)) from error
 

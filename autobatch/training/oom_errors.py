@@ -18,15 +18,19 @@ def error_before_step(train_state: TrainState, step: int, oom: OutOfMemory) -> A
         step: the number of the step, from 1.
         oom: the error.
     """
-    if oom.size == 1:
+    if oom.size == 1 or oom.is_in_loss:
         remedies = ["a larger --memory-budget"]
         if isinstance(train_state.loss, WholeBatchLoss):
             remedies.append("a smaller --target-batch")
         if train_state.precision == "fp32":
             remedies.append("--precision bf16")
+        where = "in training at a micro-batch of 1"
+        if oom.is_in_loss:
+            where = f"in the loss over all {oom.size} samples of a batch, whatever the micro-batch"
+        else:
+            remedies.append("activation checkpointing")
         return DoesNotFitError(
-            f"out of memory in training at a micro-batch of 1: {oom.message.rstrip('.')}; what would help: "
-            f"{', '.join(remedies)}, activation checkpointing"
+            f"out of memory {where}: {oom.message.rstrip('.')}; what would help: {', '.join(remedies)}"
         )
     where = f"out of memory in step {step} at a micro-batch of {oom.size}"
     if oom.is_fatal:

@@ -57,3 +57,14 @@ def test_one_rank_that_cannot_continue_decides_for_all() -> None:
     answers, limits = settle([*said, OutOfMemory("")])
     assert limits == [8, 2, 8]
     assert all(one.is_fatal and not one.is_intact for one in answers)
+
+
+def test_a_micro_batch_is_blamed_rather_than_the_loss_over_the_batch() -> None:
+    loss = OutOfMemory("full", is_fragmented=True, size=19, smaller=8, is_in_loss=True)
+    said = [loss, OutOfMemory("short", size=2, smaller=1), OutOfMemory("")]
+    answers, limits = settle(said)
+    assert limits == [8, 1, 8]
+    assert {(one.message, one.size, one.is_in_loss) for one in answers} == {("rank 1: short", 2, False)}
+    answers, limits = settle([loss, OutOfMemory(""), OutOfMemory("")])
+    assert limits == [8, 3, 8]
+    assert {(one.message, one.size, one.is_in_loss) for one in answers} == {("rank 0: full", 19, True)}

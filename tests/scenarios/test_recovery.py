@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autobatch.core.errors import DoesNotFitError, RestartSmallerError
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
+from autobatch.workload.contract import Collated, WholeBatchLoss
 from tests.support.faults import (
     Fault,
     Quick,
@@ -23,7 +25,7 @@ from tests.support.faults import (
     stateful_contrastive,
     train,
 )
-from tests.support.training import apart, fingerprint, make_loop, network, points, weights
+from tests.support.training import INFO_NCE, apart, fingerprint, make_loop, network, points, weights
 
 EVERY = pytest.mark.slow
 """Every operator of the longer steps; the default run takes some of them."""
@@ -40,21 +42,28 @@ EVERY = pytest.mark.slow
     ],
 )
 def test_out_of_memory_at_any_operator_is_as_if_planned_smaller(make, each: int) -> None:
-    undisturbed = weights(train(make(), None)[0].train_state.model)
+    whole = train(make(), None)[0].train_state.model
+    undisturbed, same = weights(whole), fingerprint(whole)
     smaller = fingerprint(train(make(), None, shrink_to=2)[0].train_state.model)
     with phases_of(make()) as phases:
         struck = [index for index, phase in phases if phase != "step"]
     assert len(struck) > 60
+    unchanged = 0
     for index in struck[::each]:
         loop, records = train(make(), Fault(index))
-        assert fingerprint(loop.train_state.model) == smaller, f"operator {index} ({phases[index][1]})"
+        # No smaller micro-batch makes a loss over the whole batch smaller.
+        is_unchanged = phases[index][1] == "loss" and records[1].micro_batch == 4
+        unchanged += is_unchanged
+        expected = same if is_unchanged else smaller
+        assert fingerprint(loop.train_state.model) == expected, f"operator {index} ({phases[index][1]})"
         if make in (plain, contrastive):
             assert apart(weights(loop.train_state.model), undisturbed) <= 1e-12
         assert [record.recovered is not None for record in records] == [False, True, False]
         assert "Tried to allocate" in records[1].recovered
-        assert [record.micro_batch for record in records] == [4, 2, 2]
+        assert [record.micro_batch for record in records] == ([4, 4, 4] if is_unchanged else [4, 2, 2])
         assert [record.oom_recoveries for record in records] == [0, 1, 1]
         assert (loop.steps_applied, loop.batches_seen) == (3, 3)
+    assert (unchanged > 0) == (make in (contrastive, stateful_contrastive))
 
 
 @pytest.mark.parametrize(("make", "each"), [(plain, 1), (stateful, 4)])
@@ -93,11 +102,13 @@ def test_there_is_no_recovery_inside_the_optimizer_step() -> None:
 def test_a_recovery_in_fp16_keeps_the_loss_scale(make) -> None:
     smaller, _ = train(make(torch.float32), None, shrink_to=2, precision="fp16")
     fault = Fault()
-    train(make(torch.float32), fault, precision="fp16")
+    same, _ = train(make(torch.float32), fault, precision="fp16")
     for index in [i for i, phase in enumerate(fault.phases) if phase in ("forward", "loss", "backward")][::7]:
-        loop, _ = train(make(torch.float32), Fault(index), precision="fp16")
-        assert fingerprint(loop.train_state.model) == fingerprint(smaller.train_state.model)
-        assert loop.train_state.scaler.state_dict() == smaller.train_state.scaler.state_dict()
+        loop, records = train(make(torch.float32), Fault(index), precision="fp16")
+        expected = same if records[1].micro_batch == 4 else smaller
+        assert expected is smaller or fault.phases[index] == "loss"
+        assert fingerprint(loop.train_state.model) == fingerprint(expected.train_state.model)
+        assert loop.train_state.scaler.state_dict() == expected.train_state.scaler.state_dict()
 
 
 def test_two_errors_in_a_step_halve_twice_and_three_end_the_run() -> None:
@@ -120,6 +131,43 @@ def test_a_micro_batch_of_1_does_not_shrink() -> None:
         fault.armed = True
         with pytest.raises(DoesNotFitError, match="micro-batch of 1"):
             next(loop.run())
+
+
+def test_the_micro_batch_that_ran_is_made_smaller_in_the_second_pass_too() -> None:
+    passes = list[int]()
+
+    def represent(model: nn.Module, batch: Collated) -> Tensor:
+        passes.append(len(batch[0]))
+        if len(passes) == 4:  # the first of the second pass; the last has one sample only
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(batch[0])
+
+    failing = plain(loss=WholeBatchLoss(represent=represent, loss=INFO_NCE.loss))
+    loop = make_loop(failing, target_batch=5, micro_batch=2, steps=1)
+    (record,) = loop.run()
+    assert passes[:5] == [2, 2, 1, 2, 1]
+    assert (record.micro_batch, record.recovered) == (1, "CUDA out of memory.")
+    whole = make_loop(plain(loss=INFO_NCE), target_batch=5, micro_batch=5, steps=1)
+    list(whole.run())
+    assert apart(weights(loop.train_state.model), weights(whole.train_state.model)) <= 1e-12
+
+
+def test_a_loss_over_the_whole_batch_that_never_fits_ends_the_run() -> None:
+    sizes = list[int]()
+
+    def contrast(rows: Any) -> Tensor:
+        sizes.append(len(rows[0]))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    failing = plain(loss=WholeBatchLoss(represent=INFO_NCE.represent, loss=lambda _, rows: contrast(rows)))
+    loop = make_loop(failing, target_batch=5, micro_batch=2, steps=1)
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"in the loss over all 5 samples of a batch, whatever.*smaller --target-batch",
+    ):
+        list(loop.run())
+    assert len(sizes) == 2
+    assert loop.micro_batch == 2
 
 
 def test_an_error_of_the_driver_ends_the_run() -> None:
