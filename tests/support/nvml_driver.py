@@ -21,8 +21,8 @@ SLICE_1 = "MIG-cccc3333-0000-0000-0000-000000000000"
 SLICE_2 = "MIG-dddd4444-0000-0000-0000-000000000000"
 CHILD = """
 import msgspec, sys
-from autobatch.device import cuda_visible, nvml
-answer = eval(sys.argv[1], {**vars(nvml), **vars(cuda_visible)})
+from autobatch.device import nvml
+answer = eval(sys.argv[1], vars(nvml))
 assert "torch" not in sys.modules
 print(msgspec.json.encode([type(answer).__name__, answer]).decode())
 """

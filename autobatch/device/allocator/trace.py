@@ -136,7 +136,6 @@ class Replay(NamedTuple):
     peak_phase: str | None
     failed_at: int | None = None
     """Index of the refused event; None if all fit."""
-    failed_phase: str | None = None
     refusal: BudgetExceeded | None = None
 
 
@@ -167,6 +166,5 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
         peak_at=peak_at,
         peak_phase=trace.phase_at(peak_at),
         failed_at=failed_at,
-        failed_phase=None if failed_at is None else trace.phase_at(failed_at),
         refusal=refusal,
     )
