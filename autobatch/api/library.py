@@ -24,7 +24,8 @@ from autobatch.core.keywords import (
     ProbeKeywords,
     TuneKeywords,
 )
-from autobatch.core.options import EstimateOptions, FitOptions, ProbeOptions, RankPlanOptions, TuneOptions
+from autobatch.core.options import EstimateOptions, FitOptions, ProbeOptions
+from autobatch.core.plan_options import RankPlanOptions, TuneOptions
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
 from autobatch.training.sinks import Sink
 from autobatch.workload.contract import Workload

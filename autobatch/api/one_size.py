@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.core.options import PlanOptions
+from autobatch.core.plan_options import PlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.planning import even_split_note, in_one_size

@@ -14,7 +14,8 @@ from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
 from autobatch.api.probe_stage import open_setup_process, uninterrupted
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions, TuneOptions
+from autobatch.core.options import FitOptions
+from autobatch.core.plan_options import TuneOptions
 from autobatch.core.records.plan import Plan
 from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.rank_plan import layout_of

@@ -35,7 +35,8 @@ from autobatch.api.tune_stage import (
 )
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_output
-from autobatch.core.options import EstimateOptions, ProbeOptions, RankPlanOptions, TuneOptions
+from autobatch.core.options import EstimateOptions, ProbeOptions
+from autobatch.core.plan_options import RankPlanOptions, TuneOptions
 from autobatch.core.search_options import SearchOptions
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks

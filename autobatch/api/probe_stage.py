@@ -16,7 +16,8 @@ from autobatch.api.one_size import one_size_if_asked
 from autobatch.api.over_ranks import agree_on_fit
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.files import write_output
-from autobatch.core.options import PlanOptions, ProbeOptions
+from autobatch.core.options import ProbeOptions
+from autobatch.core.plan_options import PlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.probe import Probe, RankLimit

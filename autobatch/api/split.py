@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autobatch.api.run_order import in_run_order
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.options import PlanOptions
+from autobatch.core.plan_options import PlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.probe import Probe

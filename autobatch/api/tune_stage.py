@@ -8,10 +8,7 @@ import msgspec
 
 from autobatch.api.context import RunContext
 from autobatch.api.one_size import one_size_if_asked
-from autobatch.core.options import (
-    PlanOptions,
-    TuneOptions,
-)
+from autobatch.core.plan_options import PlanOptions, TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.tuning import Tuning
 from autobatch.distributed.sharding.layout import ShardLayout

@@ -8,13 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from autobatch.core.errors import InputError
-from autobatch.core.options import (
-    EstimateOptions,
-    FitOptions,
-    PlanOptions,
-    RankPlanOptions,
-    TuneOptions,
-)
+from autobatch.core.options import EstimateOptions, FitOptions
+from autobatch.core.plan_options import PlanOptions, RankPlanOptions, TuneOptions
 from autobatch.core.records.plan import Plan
 from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.sharding.layout import ShardLayout

@@ -14,7 +14,8 @@ from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_estimate, run_plan, run_probe, run_tune
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import EstimateOptions, ProbeOptions, RankPlanOptions, TuneOptions
+from autobatch.core.options import EstimateOptions, ProbeOptions
+from autobatch.core.plan_options import RankPlanOptions, TuneOptions
 from autobatch.core.records.probe import Attempt
 from autobatch.core.units import MiB
 from autobatch.probing import child

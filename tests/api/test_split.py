@@ -12,7 +12,7 @@ from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.options import RankPlanOptions
+from autobatch.core.plan_options import RankPlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import MicroBatchCost
 from autobatch.probing.sizes.hazards import Obstacle

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions, PlanOptions
+from autobatch.core.options import FitOptions
+from autobatch.core.plan_options import PlanOptions
 from autobatch.core.search_options import Options
 
 

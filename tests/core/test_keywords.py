@@ -11,11 +11,12 @@ from typing import Any, Literal, Required, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 
-from autobatch.core import keywords, options
+from autobatch.core import keywords
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.option_types import MOST_WORKERS, plain_type
 from autobatch.core.options import COMMANDS
+from autobatch.core.plan_options import PlanOptions
 
 PRINTING = {"json", "quiet", "verbose"}
 """Options that only change what the command line prints."""
@@ -93,4 +94,4 @@ def test_every_type_of_an_option_can_be_given(name: str, key: str) -> None:
 
 def test_a_value_beyond_the_type_is_refused_by_the_options() -> None:
     with pytest.raises(InputError, match="precision must be one of"):
-        options_from(options.PlanOptions, {**needed("plan"), "precision": "fp8"})
+        options_from(PlanOptions, {**needed("plan"), "precision": "fp8"})

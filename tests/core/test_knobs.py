@@ -16,7 +16,7 @@ from autobatch.core.knobs import (
     numeric_signature,
     parse_knobs,
 )
-from autobatch.core.options import TuneOptions
+from autobatch.core.plan_options import TuneOptions
 
 GPU = TuningContext(
     precisions=("bf16", "fp32"),

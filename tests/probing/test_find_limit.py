@@ -14,7 +14,7 @@ import autobatch
 from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import RankPlanOptions
+from autobatch.core.plan_options import RankPlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe
 from autobatch.core.units import GiB, KiB, MiB

@@ -12,7 +12,8 @@ import autobatch
 from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan, run_probe, run_tune
 from autobatch.core.errors import InputError
-from autobatch.core.options import ProbeOptions, RankPlanOptions, TuneOptions
+from autobatch.core.options import ProbeOptions
+from autobatch.core.plan_options import RankPlanOptions, TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.tuning.tune_plan import PlanTuner
 from tests.support.split_losses import PAIRS

@@ -22,7 +22,7 @@ from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_tune
 from autobatch.cli.failures import Terminated
 from autobatch.core.check_options import options_from
-from autobatch.core.options import TuneOptions
+from autobatch.core.plan_options import TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.training import build

@@ -12,7 +12,7 @@ from torch import nn
 
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import TuneOptions
+from autobatch.core.plan_options import TuneOptions
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.probing.child import ChildProcess
 from autobatch.probing.setup import SetupSettings

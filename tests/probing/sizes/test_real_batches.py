@@ -12,7 +12,7 @@ from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import RankPlanOptions
+from autobatch.core.plan_options import RankPlanOptions
 from autobatch.probing.child import Session
 from autobatch.probing.sizes import real_batches
 from autobatch.probing.sizes.real_batches import Order, RunBatches, find_survivor, program_of
