@@ -31,6 +31,7 @@ from autobatch.device.cuda_gpus import (
 from autobatch.device.cuda_history import recorded
 from autobatch.device.cuda_meter import CudaMeter, why_refused
 from autobatch.device.host import host_memory
+from autobatch.device.oom import lost_context_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -236,7 +237,8 @@ class CudaDevice:
     def release(self) -> None:
         """Return cached segments to the driver; call it outside of any ``except`` block."""
         gc.collect()
-        torch.cuda.empty_cache()
+        with lost_context_ignored():
+            torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
         """Wait until the GPU has finished its work."""

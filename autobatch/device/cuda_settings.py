@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autobatch.device.oom import lost_context_ignored
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -34,7 +36,8 @@ def capped(index: int, *, limit_bytes: int, total_bytes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_cap(index, before_bytes, total_bytes)
+        with lost_context_ignored():
+            _set_cap(index, before_bytes, total_bytes)
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:

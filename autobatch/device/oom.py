@@ -92,10 +92,14 @@ _PATTERNS = (
 )
 
 
-# After these the context is unusable, whatever else is in the chain.
+# After these the context is unusable, whatever else is in the chain (CUDA Runtime API: "the process must be
+# terminated and relaunched"). A launch times out on GPUs that also draw a display.
 _DEAD_CONTEXT = re.compile(
     r"\b(?:CUDA|HIP)(?: driver)? error: (?:an illegal memory access|device-side assert|misaligned address"
-    r"|unspecified launch failure|an illegal instruction)"
+    r"|unspecified launch failure|an illegal instruction|the launch timed out|hardware stack error"
+    r"|invalid program counter|operation not supported on global/shared address space"
+    r"|uncorrectable (?:ECC|NVLink) error|Invalid access of peer GPU memory"
+    r"|tensor memory not completely freed)"
 )
 
 
@@ -136,6 +140,19 @@ def loses_context(error: BaseException) -> bool:
     """Return whether the GPU's context is unusable after an error, even one from another process."""
     text = _text(error)
     return bool(_DEAD_CONTEXT.search(text)) or _first_match(text) is Verdict.FATAL
+
+
+@contextmanager
+def lost_context_ignored() -> Iterator[None]:
+    """Ignore errors of a GPU whose context is lost within the block, which cleans up after the first of them.
+
+    Every call fails from then on. The error that lost the context is the one to report.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _DEAD_CONTEXT.search(_text(error)):
+            raise
 
 
 def is_oom(error: BaseException) -> bool:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autobatch.device.oom import lost_context_ignored
+
 _MT19937_BYTES = 4 * (624 + 1)
 """Size of NumPy's Mersenne Twister: 624 words and the place in them (numpy/random/src/mt19937/mt19937.h)."""
 _MARK_BYTES = 4 * 8
@@ -121,7 +123,8 @@ def restore_random_state(state: RandomState) -> None:
         sys.modules["numpy"].random.set_state(state.numpy)
     torch.set_rng_state(state.torch)
     if state.cuda:
-        torch.cuda.set_rng_state_all(state.cuda)
+        with lost_context_ignored():
+            torch.cuda.set_rng_state_all(state.cuda)
 
 
 def seed_everything(seed: int) -> None:

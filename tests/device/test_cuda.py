@@ -50,6 +50,22 @@ def test_16_bits_only_on_gpus_that_are_built_for_them(
     assert (device.default_precision(), device.native_precisions()) == (default, native)
 
 
+def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCuda) -> None:
+    """After a device-side assert, also the restoring of the cap and the freeing of the cache fail."""
+    device = CudaDevice(index=0, memory_budget="6GiB").expandable()
+    error = RuntimeError("CUDA error: device-side assert triggered")
+    error.add_note("raised by the workload: loss")
+
+    def step() -> None:
+        fake.lost = str(error)
+        raise error
+
+    with pytest.raises(RuntimeError) as caught, device.enforced():
+        step()
+    device.release()
+    assert caught.value is error
+
+
 def test_answers_that_are_the_same_for_every_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     device: Device = CudaDevice(index=0, memory_budget="6GiB")
     assert not device.is_traceable

@@ -22,7 +22,16 @@ from autobatch.core.errors import (
 )
 from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import BudgetExceeded, cuda_oom_text
-from autobatch.device.oom import Verdict, classify, first_line, is_fragmented, is_oom, memory_named
+from autobatch.device.oom import (
+    Verdict,
+    classify,
+    first_line,
+    is_fragmented,
+    is_oom,
+    loses_context,
+    lost_context_ignored,
+    memory_named,
+)
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB of which 1 GiB "
@@ -158,6 +167,7 @@ BY_TEXT = [
     (Verdict.NONE, "the std::bad_alloc handler is missing"),
     (Verdict.NONE, "CUDA error: an illegal memory access was encountered" + HINT),
     (Verdict.NONE, "CUDA error: device-side assert triggered" + HINT),
+    (Verdict.NONE, "CUDA error: the launch timed out and was terminated" + HINT),
     (Verdict.NONE, "CUDA error: invalid configuration argument" + HINT),
     (Verdict.NONE, "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
     (
@@ -262,6 +272,34 @@ def test_heaviest_link_decides(outer: str, inner: str, verdict: Verdict) -> None
     error = RuntimeError(outer)
     error.__context__ = RuntimeError(inner)
     assert classify(error) is verdict
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "an illegal memory access was encountered",
+        "the launch timed out and was terminated",
+        "hardware stack error",
+        "invalid program counter",
+        "operation not supported on global/shared address space",
+        "uncorrectable ECC error encountered",
+        "uncorrectable NVLink error detected during the execution",
+        "Invalid access of peer GPU memory over nvlink or a hardware error",
+        "tensor memory not completely freed",
+    ],
+)
+def test_errors_after_which_every_call_fails(said: str) -> None:
+    """The texts are those of ``libcudart`` 13.0."""
+    error = RuntimeError(f"CUDA error: {said}{HINT}")
+    assert loses_context(error)
+    with lost_context_ignored():
+        raise error
+
+
+def test_cleaning_up_hides_no_other_error() -> None:
+    for error in (RuntimeError("CUDA error: invalid argument"), torch.OutOfMemoryError(CUDA_TEXT)):
+        with pytest.raises(type(error)), lost_context_ignored():
+            raise error
 
 
 def test_only_torch_can_say_that_the_context_is_dead() -> None:

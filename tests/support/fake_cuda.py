@@ -39,6 +39,8 @@ class FakeCuda:
         self.allowed = self.total
         self.integrated = 0
         self.held = 0
+        self.lost = ""
+        """Error of every call that reaches the GPU, once its context is lost."""
         self.capability = (8, 9)
         self.figures = {
             "allocated_bytes.all.current": 1,
@@ -84,6 +86,7 @@ class FakeCuda:
         self.calls.append("reset")
 
     def empty_cache(self) -> None:
+        self._reach()
         self.calls.append("empty")
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
@@ -91,8 +94,13 @@ class FakeCuda:
 
     def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
         assert isinstance(fraction, float)
+        self._reach()
         self.allowed = int(fraction * float(self.total))
         self.calls.append(f"allow {self.allowed}")
+
+    def _reach(self) -> None:
+        if self.lost:
+            raise RuntimeError(self.lost)
 
     def get_per_process_memory_fraction(self, index: int) -> float:
         return self.allowed / self.total
