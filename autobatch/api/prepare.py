@@ -51,6 +51,7 @@ from autobatch.training.build import (
     depends_on_end,
     order_changes,
     split_changes,
+    stream_length,
 )
 from autobatch.training.resume import (
     changes_since_checkpoint,
@@ -67,7 +68,7 @@ from autobatch.training.train_plan import PreparedRun, Resume
 from autobatch.workload.contract import Workload
 from autobatch.workload.order import GlobalBatchSampler
 from autobatch.workload.sampler_order import epoch_of
-from autobatch.workload.streams import ENDLESS, count_samples
+from autobatch.workload.streams import ENDLESS, count_samples, forgets_order
 
 
 class ReadyRun(NamedTuple):
@@ -172,7 +173,9 @@ def prepare_resume(
     changes += [] if setup.layout == layout_of(plan) else ["--parallel"]
     changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:
-        progress.note(f"resuming from {stored.path} on the same hardware, bit for bit")
+        # A stream of samples in another order says so itself.
+        exactly = "" if forgets_order(setup.stream) else ", bit for bit"
+        progress.note(f"resuming from {stored.path} on the same hardware{exactly}")
         device = setup.device.describe()
         progress.opened(device)
         progress.planned(plan)
@@ -258,7 +261,13 @@ def _epoch_samples(process: SetupProcess, settings: LoopSettings, context: RunCo
         return process.info.epoch_samples
     if not depends_on_end(settings):
         return ENDLESS
-    context.progress.doing("counting the samples of the stream to its end, which --steps does not need")
+    told = context.ranks.once(lambda: process.call("the length of the stream", stream_length))
+    if told is not None:
+        return told
+    context.progress.note(
+        "the samples of the stream are counted to its end first, on which --epochs or --last-batch depends: "
+        "a stream that does not end needs --steps"
+    )
     return context.ranks.once(lambda: process.call("counting the samples", count_stream))
 
 

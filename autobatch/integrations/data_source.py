@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autobatch.core.errors import InputError
 from autobatch.core.records.plan import Plan
@@ -37,7 +37,8 @@ class DataSource:
         batched: whether ``data`` yields batches; None to tell by ``batch_size`` or ``batch_sampler``.
 
     Raises:
-        InputError: the data cannot be iterated, or does not go with ``sampler`` or ``collate``.
+        InputError: the data cannot be iterated, does not go with ``sampler`` or ``collate``, or is a loader of
+            which only the user knows whether it yields batches.
     """
 
     def __init__(
@@ -48,6 +49,11 @@ class DataSource:
         collate: Callable[[list[Any]], Collated] | None,
         batched: bool | None,
     ) -> None:
+        if batched is None and _makes_no_batches(data):
+            raise InputError(
+                f"this {type(data).__name__} has batch_size=None, so its items may be samples or batches: write "
+                "autobatch.batches(…, batched=True) if they are batches, batched=False if they are samples"
+            )
         if batched is None:
             batched = any(getattr(data, name, None) is not None for name in ("batch_size", "batch_sampler"))
         has_items = all(hasattr(data, name) for name in ("__getitem__", "__len__"))
@@ -128,6 +134,11 @@ class DataSource:
         if self.is_batched:
             return map(as_piece, self._data)
         return (Piece(one, 0, 1) for one in (self._data if self._sampler is None else self._sampler))
+
+
+def _makes_no_batches(data: Any) -> bool:
+    """Check for a loader that yields what its data yield."""
+    return isinstance(data, DataLoader) and data.batch_size is None and data.batch_sampler is None
 
 
 def _sampler_of(

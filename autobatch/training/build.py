@@ -32,7 +32,7 @@ from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.size_split import SizeSplit, digest_of
 from autobatch.workload.split import CountSplit, Split
-from autobatch.workload.streams import StreamSampler, StreamView, count_samples
+from autobatch.workload.streams import StreamSampler, StreamView, count_samples, told_length
 from autobatch.workload.user_code import user_code
 
 
@@ -74,6 +74,11 @@ def depends_on_end(options: LoopSettings) -> bool:
     return options.epochs is not None or options.last_batch != "carry"
 
 
+def stream_length(session: Session) -> int | None:
+    """Return the length that the stream of an open setup tells; None if it tells none."""
+    return told_length(session.setup.stream)
+
+
 def count_stream(session: Session) -> int:
     """Count the samples of the stream of an open setup."""
     return count_samples(session.setup.stream)
@@ -107,7 +112,8 @@ def open_loop(
     ranks, scanned = ranks or Alone(), setup
     setup = on_stream(setup, sampler)
     loading = setup.workload.loading
-    fed = feed_options(plan, options, loading, seeded_before, note)
+    is_stream = isinstance(sampler, StreamSampler)  # which seeds no samples
+    fed = feed_options(plan, options, loading, None if is_stream else seeded_before, note)
     if isinstance(sampler, StreamSampler):
         sampler.view.read_with(**stream_workers(fed, loading))
     split = split_of_rank(ranks, plan, split_of(setup, plan))

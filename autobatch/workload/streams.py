@@ -27,6 +27,12 @@ ENDLESS = 2**62
 """Length of a stream for the arithmetic of batches if nothing depends on its end."""
 
 
+_REFILLED = (
+    ", which leaves out its shuffle buffer: the buffer is filled anew, so the order of the samples differs "
+    "from that of the uninterrupted run"
+)
+
+
 class Prefix(list[Any]):
     """The first samples of a stream, as data with an index.
 
@@ -77,18 +83,24 @@ def stream_notes(data: object) -> list[str]:
     ]
 
 
+def told_length(stream: Any) -> int | None:
+    """Return the length that a stream tells; None if it tells none."""
+    told = getattr(stream, "__len__", None)
+    try:
+        return None if told is None else int(told())
+    except TypeError:  # torch's own way to say that the length is unknown
+        return None
+
+
 def count_samples(stream: Any) -> int:
     """Return the length of a stream, which is read once to its end if it does not tell.
 
     Raises:
         InputError: it has no sample.
     """
-    told = getattr(stream, "__len__", None)
+    told = told_length(stream)
     if told is not None:
-        try:
-            return int(told())
-        except TypeError:  # torch's own way to say that the length is unknown
-            pass
+        return told
     with preserved_random_state(), user_code("data"):
         found = sum(1 for _ in _begin(stream, 0))
     if not found:
@@ -161,7 +173,8 @@ class StreamView:
                 load(state["own"])
                 self._reader = iter(self._source)
                 self._in_epoch = state["in_epoch"]
-                return "the stream continues from its own state"
+                left_out = _REFILLED if forgets_order(self._stream) else ""
+                return f"the stream continues from its own state{left_out}"
             self._reader = iter(self._source)
         with preserved_random_state():
             for _ in range(state["in_epoch"]):
@@ -224,6 +237,15 @@ class StreamSampler(GlobalBatchSampler):
             first = self._position(index)
             self.view.keep_from(first)
             yield GlobalBatch(index, first // self.samples, list(range(first, first + self.size(index))))
+
+
+def forgets_order(stream: object) -> bool:
+    """Check for a shuffle buffer of Hugging Face ``datasets``, which its ``state_dict`` leaves out."""
+    if "BufferShuffled" in type(stream).__name__:
+        return True
+    sources = [getattr(stream, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    sources += getattr(stream, "ex_iterables", None) or []
+    return any(forgets_order(one) for one in sources if one is not None)
 
 
 def stream_state(data: object) -> dict[str, Any] | None:

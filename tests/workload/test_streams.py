@@ -16,6 +16,7 @@ from autobatch.workload.streams import (
     StreamSampler,
     StreamView,
     count_samples,
+    forgets_order,
     is_open_ended,
     scanned,
     stream_notes,
@@ -195,6 +196,23 @@ def test_a_stream_of_hugging_face_continues_from_its_own_state() -> None:
     again = sampler_of(StreamView(fresh))
     assert again.view.load_state_dict(state) == "the stream continues from its own state"
     assert seen + drawn(again, start=2) == whole
+
+
+def test_a_shuffle_buffer_that_a_state_leaves_out_is_told() -> None:
+    """The oracle is the order itself: it changes if the buffer is filled anew, and only then is it told."""
+    library = installed("datasets")
+    rows = library.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=2)
+    shuffled = rows.shuffle(seed=1, buffer_size=7).map(lambda row: row)
+    nested = library.interleave_datasets([shuffled, shuffled])
+    for stream, is_told in ((rows, False), (shuffled, True), (nested, True)):
+        assert forgets_order(stream) is is_told
+        whole = drawn(sampler_of(StreamView(stream)))
+        view = StreamView(stream)
+        seen = [[view[one] for one in next(sampler_of(view).batches()).ids]]
+        again = sampler_of(StreamView(stream))
+        words = again.view.load_state_dict(view.state_dict())
+        assert ("its shuffle buffer" in words) is is_told
+        assert (seen + drawn(again, start=1) != whole) is is_told
 
 
 def test_workers_read_the_same_samples_and_know_their_place() -> None:
