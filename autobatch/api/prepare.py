@@ -173,7 +173,7 @@ def prepare_resume(
     changes += [] if setup.layout == layout_of(plan) else ["--parallel"]
     changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:
-        # A stream of samples in another order says so itself.
+        # A stream whose order may change says so itself.
         exactly = "" if forgets_order(setup.stream) else ", bit for bit"
         progress.note(f"resuming from {stored.path} on the same hardware{exactly}")
         device = setup.device.describe()

@@ -37,8 +37,8 @@ class DataSource:
         batched: whether ``data`` yields batches; None to tell by ``batch_size`` or ``batch_sampler``.
 
     Raises:
-        InputError: the data cannot be iterated, does not go with ``sampler`` or ``collate``, or is a loader of
-            which only the user knows whether it yields batches.
+        InputError: the data cannot be iterated, does not go with ``sampler`` or ``collate``, or is a loader
+            that may yield samples or batches.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class DataSource:
     ) -> None:
         if batched is None and _makes_no_batches(data):
             raise InputError(
-                f"this {type(data).__name__} has batch_size=None, so its items may be samples or batches: write "
-                "autobatch.batches(…, batched=True) if they are batches, batched=False if they are samples"
+                f"this {type(data).__name__} has batch_size=None, so its items may be samples or batches: "
+                "write autobatch.batches(…, batched=True) for batches, batched=False for samples"
             )
         if batched is None:
             batched = any(getattr(data, name, None) is not None for name in ("batch_size", "batch_sampler"))

@@ -199,11 +199,12 @@ def test_a_stream_of_hugging_face_continues_from_its_own_state() -> None:
 
 
 def test_a_shuffle_buffer_that_a_state_leaves_out_is_told() -> None:
-    """The oracle is the order itself: it changes if the buffer is filled anew, and only then is it told."""
+    """The oracle is the order itself: it never changes without a word."""
     library = installed("datasets")
     rows = library.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=2)
-    shuffled = rows.shuffle(seed=1, buffer_size=7).map(lambda row: row)
-    nested = library.interleave_datasets([shuffled, shuffled])
+    shuffled = rows.shuffle(seed=1, buffer_size=7)
+    nested = library.interleave_datasets([shuffled.map(lambda row: row), rows])
+    changed = []
     for stream, is_told in ((rows, False), (shuffled, True), (nested, True)):
         assert forgets_order(stream) is is_told
         whole = drawn(sampler_of(StreamView(stream)))
@@ -212,7 +213,10 @@ def test_a_shuffle_buffer_that_a_state_leaves_out_is_told() -> None:
         again = sampler_of(StreamView(stream))
         words = again.view.load_state_dict(view.state_dict())
         assert ("its shuffle buffer" in words) is is_told
-        assert (seen + drawn(again, start=1) != whole) is is_told
+        if seen + drawn(again, start=1) != whole:
+            changed.append(stream)
+            assert is_told
+    assert shuffled in changed
 
 
 def test_workers_read_the_same_samples_and_know_their_place() -> None:
