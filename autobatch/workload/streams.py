@@ -28,8 +28,8 @@ ENDLESS = 2**62
 
 
 _REFILLED = (
-    ", which leaves out its shuffle buffer: the buffer is filled anew, so the order of the samples may "
-    "differ from that of the uninterrupted run"
+    ", which leaves out its shuffle buffer: the samples that it held are missing from this epoch, and the "
+    "order of the others may differ from that of the uninterrupted run"
 )
 
 
