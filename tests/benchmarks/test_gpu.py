@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -15,10 +16,10 @@ from autobatch.device.hardware_profile import read_profile
 from autobatch.device.profiles import load_profile
 from benchmarks.gpu import claims, commands, keep
 from benchmarks.gpu.__main__ import measure
-from benchmarks.gpu.facts import large_blocks
+from benchmarks.gpu.facts import FACTS, large_blocks
 from benchmarks.gpu.golden import Mismatch, lasting, mismatches, reduced
 from benchmarks.gpu.journal import BEGUN, CUT, DONE, FAILED, FILE, Journal, last_call, latest
-from benchmarks.gpu.machine import StandIn
+from benchmarks.gpu.machine import CudaMachine, StandIn
 from benchmarks.gpu.plan import units_of
 from benchmarks.gpu.work import LOST, Unit, work
 
@@ -199,6 +200,18 @@ def test_the_end_of_the_time_ends_the_processes_of_a_unit_too(tmp_path):
 def test_every_unit_has_its_own_name():
     names = [unit.name for unit in units_of(StandIn(), None)]
     assert len(set(names)) == len(names)
+
+
+def test_the_first_call_answers_every_claim_but_the_gain_of_tuning(tmp_path):
+    """A GPU may be there for nine minutes only."""
+    given = units_of(CudaMachine(), tmp_path)
+    ends = itertools.accumulate(unit.seconds for unit in given)
+    first = {unit.name for unit, end in zip(given, ends, strict=True) if end <= 9 * 60}
+    needed = {f"facts/{name}" for name in FACTS} | {
+        "footprint/golden", "footprint/gpt bf16", "facts/traces gpt bf16", "probe/gpt-124m 8 GiB",
+        "probe/resnet-50 8 GiB", "loop/small", "fit/demo", "fit/resume", "tests/gpu",
+    }  # fmt: skip
+    assert needed <= first
 
 
 def test_facts_limits_and_the_loop_are_measured_on_the_stand_in(tmp_path):
