@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from autobatch.cli.output import SafeStream, reserve_stdout, undelivered_code
+from autobatch.core.garbage import uncollected
 
 if TYPE_CHECKING:
     from autobatch.api.context import RunContext
@@ -72,8 +74,11 @@ def _result_of(
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
-        from autobatch.api.context import RunContext
-        from autobatch.api.pipeline import run_estimate
+        with uncollected():
+            from autobatch.api.context import RunContext
+            from autobatch.api.pipeline import run_estimate
+
+            gc.freeze()
 
         if name == "estimate":
             terminal.doing("predicting what fits")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from dataclasses import replace
 from functools import cache
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autobatch.core.errors import InputError
 from autobatch.footprint.fit_sizes import SIZES, Unpredictable, fit, record_apart
+from autobatch.footprint.tracing import apart
 from autobatch.footprint.tracing.apart import run_in_copies
 from tests.support.step_workloads import make, setting, setup
 
@@ -35,8 +39,30 @@ class Windowed(nn.Module):
         return self.linear(x * window())
 
 
-def test_functions_in_few_copies_answer_in_their_order():
-    assert run_in_copies([lambda n=n: n * n for n in range(7)]) == [n * n for n in range(7)]
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.usefixtures("real_copies")
+def test_functions_in_few_copies_answer_in_their_order(cores, monkeypatch):
+    monkeypatch.setattr(apart, "usable_cores", lambda: cores)
+    assert run_in_copies([lambda n=n: n * n for n in range(300)]) == [n * n for n in range(300)]
+
+
+@pytest.mark.usefixtures("real_copies")
+def test_a_function_that_fails_beside_others_is_called_again_alone(monkeypatch):
+    monkeypatch.setattr(apart, "usable_cores", lambda: 2)
+
+    def alone() -> int:
+        if multiprocessing.current_process().daemon:
+            raise LookupError("what another function has left is in the way")
+        return os.getpid()
+
+    shared, first, second = run_in_copies([os.getpid, alone, alone])
+    assert len({os.getpid(), shared, first, second}) == 4
+
+    def fails() -> int:
+        raise InputError("asked 3, found 2")
+
+    with pytest.raises(InputError, match="asked 3"):
+        run_in_copies([os.getpid, fails])
 
 
 @pytest.mark.usefixtures("real_copies")

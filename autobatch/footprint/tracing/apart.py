@@ -11,18 +11,22 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Literal, TypeVar, cast
 
 import torch
 
 from autobatch.core.errors import AutobatchError
+from autobatch.core.garbage import uncollected
 from autobatch.core.signals import hold_back_signals
 from autobatch.device.host import usable_cores
 from autobatch.footprint.tracing.stuck import StuckWatch
@@ -31,6 +35,7 @@ ANSWER_SECONDS = 600.0
 """Time after which a call counts as hung."""
 LOOK_SECONDS = 1.0
 """Time between two looks at copies that have not answered yet."""
+_TURN_BYTES = 4
 
 Kind = Literal["result", "error", "foreign error", "stuck"]
 Answer = tuple[Kind, object]
@@ -78,17 +83,42 @@ def run_each_apart(functions: Sequence[Callable[[], T]]) -> list[T]:
 def run_in_copies(functions: Sequence[Callable[[], T]]) -> list[T]:
     """Call functions in copies of this process, one copy per core, and return their results.
 
-    A copy calls its functions one after another, so a later one finds what earlier ones left: the caches of
-    torch, without which a short trace takes twice as long, and those of the user's code. For the rest see
-    `run_each_apart`.
+    A copy calls one function after another, so a later one finds what earlier ones left: the caches of torch,
+    without which a short trace takes twice as long, and those of the user's code. Each copy takes the next
+    function that none has taken, so those that take longest come first. What a function would run apart runs
+    in the same copy. A function that fails there is called again in a copy of its own; see `run_each_apart`.
     """
-    count = max(1, min(usable_cores(), len(functions)))
-    groups = run_each_apart([partial(_call_all, functions[first::count]) for first in range(count)])
-    return [groups[number % count][number // count] for number in range(len(functions))]
+    if len(functions) < 2 or not can_run_apart():
+        return run_each_apart(functions)
+    count = min(usable_cores(), len(functions))
+    _import_tracing()
+    with _turns(len(functions)) as turns:
+        answers = _ask_copies([partial(_take_turns, functions, turns)] * count, daemon=True)
+    done = [cast("list[tuple[int, T]]", content) for kind, content in answers if kind == "result"]
+    found = dict(chain.from_iterable(done))
+    return [found[number] if number in found else run_apart(one) for number, one in enumerate(functions)]
 
 
-def _call_all(functions: Sequence[Callable[[], T]]) -> list[T]:
-    return [function() for function in functions]
+@contextmanager
+def _turns(count: int) -> Iterator[int]:
+    """Open a file within the block from which processes read the numbers below ``count``, each once."""
+    source, sink = os.pipe()
+    try:
+        os.write(sink, b"".join(number.to_bytes(_TURN_BYTES) for number in range(count)))
+        os.close(sink)
+        yield source
+    finally:
+        os.close(source)
+
+
+def _take_turns(functions: Sequence[Callable[[], T]], turns: int) -> list[tuple[int, T]]:
+    """Call functions until all are taken; return the results of those that were taken here, with numbers."""
+    found = []
+    while turn := os.read(turns, _TURN_BYTES):
+        number = int.from_bytes(turn)
+        with suppress(Exception, SystemExit):
+            found.append((number, functions[number]()))
+    return found
 
 
 def _result_of(function: Callable[[], T], answer: Answer) -> T:
@@ -102,12 +132,13 @@ def _result_of(function: Callable[[], T], answer: Answer) -> T:
 
 def _import_tracing() -> None:
     """Import here what fake tensors import at their first use, or each copy would import it again."""
-    import torch._dynamo.config
-    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+    with uncollected():
+        import torch._dynamo.config
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
-def _ask_copies(functions: Sequence[Callable[[], object]]) -> list[Answer]:
-    """Return the answers of copies in the order of their functions."""
+def _ask_copies(functions: Sequence[Callable[[], object]], *, daemon: bool = False) -> list[Answer]:
+    """Return the answers of copies in the order of their functions; a daemon runs nothing apart."""
     answers: dict[int, Answer] = {}
     running: dict[int, _Copy] = {}
     waiting = list(enumerate(functions))
@@ -115,7 +146,7 @@ def _ask_copies(functions: Sequence[Callable[[], object]]) -> list[Answer]:
         while waiting or running:
             while waiting and len(running) < usable_cores():
                 number, function = waiting.pop(0)
-                running[number] = _Copy(function)
+                running[number] = _Copy(function, daemon=daemon)
             multiprocessing.connection.wait([one.answers for one in running.values()], LOOK_SECONDS)
             for number, copy in list(running.items()):
                 answer = copy.answer()
@@ -133,12 +164,13 @@ class _Copy:
 
     Args:
         function: what it calls.
+        daemon: forbid it to start processes.
     """
 
-    def __init__(self, function: Callable[[], object]) -> None:
+    def __init__(self, function: Callable[[], object], *, daemon: bool) -> None:
         context = multiprocessing.get_context("fork")
         self.answers, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(theirs, function), daemon=False)
+        self._process = context.Process(target=_serve, args=(theirs, function), daemon=daemon)
         with hold_back_signals({signal.SIGINT}, with_tracker=False), warnings.catch_warnings():
             # Python warns of threads, which the copy does not have.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -180,8 +212,9 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
     """Send the result of a function, or its error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # A collection would write to every object, and so copy the memory that both processes share.
-    gc.freeze()
+    # A collection would write to every object, and so copy the memory that both processes share. The process
+    # ends before its garbage matters.
+    gc.disable()
     # The threads of OpenMP do not exist here. As in a loader worker, nothing may wait for them.
     torch.set_num_threads(1)
     answer: Answer

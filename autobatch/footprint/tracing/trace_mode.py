@@ -23,7 +23,7 @@ from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
 from autobatch.device.allocator.updates import UPDATES
 from autobatch.footprint.tracing.attention import backward_scratch_bytes
-from autobatch.footprint.tracing.fake_kernels import kernel_of
+from autobatch.footprint.tracing.fake_kernels import kernel_of, quick_kernel
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
@@ -169,7 +169,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._observe(func, args, kwargs)
         if func in _SELECTIONS:
             func, args, kwargs = self._select_all(func, args, kwargs)
-        kernel = kernel_of(func, args, on_gpu=self._on_gpu)
+        kernel = quick_kernel(func, args) or kernel_of(func, args, on_gpu=self._on_gpu)
         out = super().__torch_dispatch__(kernel, types, args, kwargs)
         if func in _PRODUCTS:
             self._products.append(self.position)

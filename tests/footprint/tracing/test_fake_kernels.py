@@ -12,11 +12,13 @@ from torch.utils.data import TensorDataset
 
 from autobatch import Workload
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.footprint.tracing.trace_step import record
+from autobatch.footprint.tracing.fake_kernels import quick_kernel
+from autobatch.footprint.tracing.trace_step import new_mode, record
 from autobatch.probing.attempt import attempt
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.probing.traced_setup import setting_of
 
+aten = torch.ops.aten
 ROWS, LENGTH = 4000, 8
 
 
@@ -116,3 +118,42 @@ def test_the_statistics_of_a_batch_norm_have_the_type_of_its_weights() -> None:
 
     traced, real = traces(built, torch.randn(16, 2, 5, 5), adagrad, precision="bf16")
     assert traced.events == real.events
+
+
+VIEWS = [
+    (aten.view.default, ([6, 4],), {}),
+    (aten.as_strided.default, ([2, 3], [1, 2], 5), {}),
+    (aten.detach.default, (), {}),
+    (aten.transpose.int, (0, 2), {}),
+    (aten.slice.Tensor, (1, 1, 3), {}),
+    (aten.select.int, (1, 2), {}),
+    (aten.unsqueeze.default, (0,), {}),
+    (aten.expand.default, ([5, 2, 3, 4],), {}),
+    (aten.permute.default, ([2, 0, 1],), {}),
+    (aten.split.Tensor, (2, 1), {}),
+    (aten.split_with_sizes.default, ([1, 3],), {"dim": 2}),
+]
+
+
+@pytest.mark.parametrize(("func", "args", "kwargs"), VIEWS, ids=[str(func) for func, _, _ in VIEWS])
+def test_a_view_past_the_mode_of_fakes_is_the_one_of_the_mode(func, args, kwargs) -> None:
+    with new_mode():
+        x = torch.empty(2, 3, 4, dtype=torch.bfloat16)
+        expected = func(x, *args, **kwargs)
+        found = quick_kernel(func, (x,))(x, *args, **kwargs)
+    for one, other in zip(
+        *(made if isinstance(made, list | tuple) else [made] for made in (found, expected)), strict=True
+    ):
+        assert type(one) is type(other)
+        assert one.untyped_storage()._cdata == x.untyped_storage()._cdata
+        for what in ("shape", "dtype", "device", "layout"):
+            assert getattr(one, what) == getattr(other, what)
+        assert (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset())
+
+
+def test_a_view_that_is_impossible_is_refused_as_by_the_mode() -> None:
+    with new_mode():
+        x = torch.empty(2, 3).t()
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            quick_kernel(aten.view.default, (x,))(x, [6])
+    assert quick_kernel(aten.mm.default, (x,)) is None
