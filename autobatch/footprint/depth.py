@@ -1,6 +1,6 @@
 """The footprint of a deep model, from traces of the same model with a few of its like layers.
 
-    traces at 3, 4 and 5 layers ──what one more layer adds──► footprint at 80 layers
+    traces at 2, 3 and 4 layers ──what one more layer adds──► footprint at 80 layers
 
 A step does the same in every like layer. So one more layer adds the same events in the same places: in the
 forward pass, in the backward pass, and wherever an optimizer goes over all parameters. Two layers differ in
@@ -27,7 +27,7 @@ from autobatch.footprint.repeat_layers import deepen
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting
 
-DEPTHS = (3, 4, 5)
+DEPTHS = (2, 3, 4)
 """Layers that are traced. The first and the last layer may differ from the others, as FSDP gathers ahead."""
 LEAST_LAYERS = 8
 """Like layers from which on fewer of them are traced."""
@@ -53,17 +53,26 @@ class DeepFootprint:
     _origins: tuple[int, ...]
     """For each event of the step, the place of the event that it repeats."""
 
-    def on(self, setting: Setting, *, clock: Callable[[], float] = time.perf_counter) -> DeepFootprint:
+    def on(
+        self,
+        setting: Setting,
+        recording: Recording | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> DeepFootprint:
         """Return the footprint of the same step with other sizes, for example on more ranks.
+
+        Args:
+            setting: the step.
+            recording: of `record_few`; None to record it now.
+            clock: returns seconds.
 
         Raises:
             Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
         """
         start = clock()
-        shallow = setting
-        if self.layers is not None:
-            shallow = replace(setting, model=cut_to(setting.model, _stack_of(setting.model), self.layers))
-        (recording,) = record_apart((shallow, SIZES[0]))
+        if recording is None:
+            recording = record_few(setting) if self.layers else record_apart((setting, SIZES[0]))[0]
         growth = _growth(self.traced, _as_footprint(recording, self.traced))
         if growth is None:
             return deep_footprint(setting)
@@ -73,6 +82,23 @@ class DeepFootprint:
         )
         program = Program(events, self.step.program.marks)
         return replace(self, step=replace(self.step, program=program, seconds=clock() - start))
+
+
+def is_deep(model: nn.Module) -> bool:
+    """Return whether a few layers of a model are traced in place of all."""
+    stack = like_layers(model)
+    return stack is not None and stack.layers >= LEAST_LAYERS
+
+
+def record_few(setting: Setting) -> Recording:
+    """Trace a step of a deep model at the depth and the size that `DeepFootprint.on` compares.
+
+    Raises:
+        Unpredictable: the step cannot be traced.
+    """
+    stack = like_layers(setting.model)
+    assert stack is not None
+    return record_apart((replace(setting, model=cut_to(setting.model, stack, DEPTHS[1])), SIZES[0]))[0]
 
 
 def deep_footprint(
@@ -167,12 +193,6 @@ def _deepened(
     runs = deepen((others[0], events_of(step), others[1]), layers - DEPTHS[1])
     deep, origins = footprint_of(step, runs)
     return DeepFootprint(deep, step, DEPTHS[1], origins)
-
-
-def _stack_of(model: nn.Module) -> Stack:
-    stack = like_layers(model)
-    assert stack is not None
-    return stack
 
 
 def _growth(step: Footprint, other: Footprint) -> list[int] | None:

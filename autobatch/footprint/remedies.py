@@ -7,6 +7,7 @@ time that tracing takes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from autobatch.device.allocator.trace import replay
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import Footprint, with_workspaces
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.program import Polynomial, Program, Untraceable
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.step.gradients import low_precision_parameters
@@ -28,6 +29,8 @@ NATIVE_BF16 = (8, 0)
 """First compute capability with matrix units for bf16 (NVIDIA Ampere)."""
 Change = Callable[[Setting], Setting]
 Trace = Callable[[str, Setting], Footprint]
+OF_THE_OPTIMIZER = frozenset({"fused"})
+"""Changes that save memory only within the phase of the optimizer."""
 LEAST_CHANGE = 0.01
 """Share by which the peak must fall if the micro-batch does not grow."""
 
@@ -73,13 +76,15 @@ def find_remedies(
     now = _outcome(step, spending, expandable=spending.expandable)
     if now is None:
         return []
-    changes = list(_settings(setting))
+    changes = list(changes_of(setting))
     found: list[tuple[str, Remedy]] = []
     if not spending.expandable:
         advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"
         then = _outcome(step, spending, expandable=True)
         found += _remedy(now, then, "expandable_segments", advice)
     for name, advice, change in changes:
+        if name in OF_THE_OPTIMIZER and not _may_help(now, step, spending):
+            continue
         then = _traced_outcome(name, change(setting), spending, trace, expandable=spending.expandable)
         found += _remedy(now, then, name, advice)
     if now[0] == 0 and len(found) > 1 and not any(one.micro_batch for _, one in found):
@@ -143,7 +148,33 @@ def in_words(remedies: Sequence[Remedy] | None) -> str:
     return "".join(f", {effect}" for effect in effects)
 
 
-def _settings(setting: Setting) -> Iterator[tuple[str, str, Change]]:
+def _may_help(now: tuple[int, int], step: Footprint, spending: Spending) -> bool:
+    """Return whether it would help if the optimizer took nothing beside its state, which costs no trace."""
+    bare = replace(step, program=_without_temporaries(step.program, "optimizer"))
+    then = _outcome(bare, spending, expandable=spending.expandable)
+    return then is None or _helps(now, then)
+
+
+def _without_temporaries(program: Program, phase: str) -> Program:
+    """Return a program in which blocks that are taken and freed within one phase have no bytes."""
+    starts = [at for at, _ in program.marks]
+    inside = {at for at, name in program.marks if name == phase}
+    taken: dict[int, int] = {}
+    nothing: set[int] = set()
+    for index, (block, rule) in enumerate(program.events):
+        start = starts[max(0, bisect_right(starts, index) - 1)] if starts else -1
+        if rule is not None:
+            taken[block] = start
+        elif taken.get(block) == start and start in inside:
+            nothing.add(block)
+    events = tuple(
+        (block, Polynomial(0) if rule is not None and block in nothing else rule)
+        for block, rule in program.events
+    )
+    return Program(events, program.marks)
+
+
+def changes_of(setting: Setting) -> Iterator[tuple[str, str, Change]]:
     """Yield name, advice and effect of the changes that need a trace of their own."""
     knobs = setting.knobs
     if knobs.get(CHECKPOINTING) != "full" and find_blocks(setting.model):

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from autobatch.device.profiles import load_profile
-from autobatch.probing.estimates.estimate import EstimateSettings
-from autobatch.probing.estimates.over_ranks import RankSettings, _Estimator
+from autobatch.probing.estimates.over_ranks import RankEstimator
+from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
 from benchmarks.footprint.large import MODELS, large
 
 RESULT = Path(__file__).parents[1] / "results" / "footprint-ranks_amd-epyc_2026-11-22.json"
@@ -36,16 +36,16 @@ def estimate(name: str) -> dict[str, Any]:
     gpus = [load_profile(gpu, user_dir=Path("nowhere")) for gpu in GPUS]
     cells: dict[str, dict[str, int]] = {}
     seconds: dict[str, float] = {}
-    shared = _Estimator(large(name), settings, RankSettings(ranks=8, parallel="shard"))
+    shared = RankEstimator(large(name), settings, RankSettings(ranks=8, parallel="shard"))
     for world in WORLDS:
         start = _cpu_seconds()
-        one = _Estimator(shared.workload, settings, RankSettings(ranks=1)) if world == 1 else shared
-        layout = one._layout("replicate" if world == 1 else "shard", world)
-        cells[str(world)] = {gpu.name: one._peak(gpu, layout)[0] for gpu in gpus}
+        one = RankEstimator(shared.traces.workload, settings, RankSettings(ranks=1)) if world == 1 else shared
+        layout = one.layout("replicate" if world == 1 else "shard", world)
+        cells[str(world)] = {gpu.name: one.peak(gpu, layout)[0] for gpu in gpus}
         seconds[str(world)] = round(_cpu_seconds() - start, 1)
     return {
         "model": name,
-        "parameters": sum(p.numel() for p in shared.model.parameters()),
+        "parameters": sum(p.numel() for p in shared.traces.model.parameters()),
         "micro_batch": cells,
         "cpu_seconds": seconds,
         "all_cpu_seconds": round(_cpu_seconds() - before, 1),

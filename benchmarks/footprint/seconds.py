@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from autobatch.probing.estimates.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.estimates.estimate import estimate_limits
+from autobatch.probing.estimates.settings import EstimateSettings
 from benchmarks.footprint.decoders import GPT2_SMALL, LLAMA2_7B, decoder
 
 DECODERS = {"gpt2": (GPT2_SMALL, "GPT-2 small"), "7b": (LLAMA2_7B, "Llama 2 7B")}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autobatch import Workload
 from autobatch.core.units import GiB
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.probing.estimates.estimate import on_meta
+from autobatch.probing.estimates.traces import on_meta
 from autobatch.probing.limits import ReplayPredictor, first_size
 from autobatch.probing.search import search
 from autobatch.workload.data import WorstCaseSampler
@@ -95,7 +95,7 @@ def main() -> None:
         given = CASES[name]()
         setting = Setting(
             workload=given,
-            model=on_meta(given),
+            model=on_meta(given)[0],
             batch_of=WorstCaseSampler(given).batch,
             precision="bf16",
             capability=CAPABILITY,

@@ -38,7 +38,7 @@ def are_equal(one: Footprint, other: Footprint) -> bool:
 def test_a_few_layers_give_the_trace_of_all(arrange):
     asked = deep_setting(arrange=arrange)
     found = deep_footprint(asked)
-    assert found.layers == 4, "the whole model was traced"
+    assert found.layers == 3, "the whole model was traced"
     assert are_equal(found.step, footprint(asked, tested=True))
 
 
@@ -53,7 +53,7 @@ def test_a_few_layers_give_the_trace_of_all(arrange):
 def test_a_few_layers_give_the_trace_of_all_in_each_remedy(knobs):
     asked = deep_setting(knobs=knobs, steps=(1, 2, 2))
     found = deep_footprint(asked)
-    assert found.layers == 4, "the whole model was traced"
+    assert found.layers == 3, "the whole model was traced"
     assert are_equal(found.step, footprint(asked, tested=True))
 
 

@@ -113,9 +113,9 @@ def test_a_remedy_that_changes_nothing_is_left_out():
 
 def test_bf16_is_no_remedy_on_a_gpu_without_it():
     one = setting(setup(WORKLOADS["perceptron"]()))
-    names = [name for name, _, _ in remedies._settings(replace(one, capability=(7, 0)))]
+    names = [name for name, _, _ in remedies.changes_of(replace(one, capability=(7, 0)))]
     assert "bf16" not in names
-    assert "bf16" in [name for name, _, _ in remedies._settings(replace(one, capability=(8, 0)))]
+    assert "bf16" in [name for name, _, _ in remedies.changes_of(replace(one, capability=(8, 0)))]
 
 
 def test_a_remedy_that_cannot_be_traced_is_left_out(traced, monkeypatch):
@@ -141,6 +141,33 @@ def test_advice_does_not_depend_on_the_time_of_tracing(traced):
     slow = {name: replace(one, seconds=10**6) for name, one in known.items()}
     again = find_remedies(one, replace(step, seconds=10**6), on_gpu(BUDGET), trace=lambda name, _: slow[name])
     assert again == found
+
+
+def test_a_change_of_the_optimizer_is_traced_only_if_its_memory_matters(traced):
+    """Far below the budget the peak is in the backward pass; at a micro-batch of 1 it may be anywhere."""
+    one, step = traced
+    names = []
+
+    def trace(name, changed):
+        names.append(name)
+        return step
+
+    find_remedies(one, step, on_gpu(10**9, cap=500), trace=trace)
+    assert "checkpointing" in names
+    assert "fused" not in names
+    names.clear()
+    find_remedies(one, step, on_gpu(10**9, cap=1), trace=trace)
+    then = largest(replace_temporaries(step), lambda: CachingAllocator(10**9), 1, neighbours=0)
+    assert then == 1
+    peaks = [
+        replay(program.at(1), CachingAllocator()).peak_reserved_bytes
+        for program in (step.program, replace_temporaries(step))
+    ]
+    assert ("fused" in names) == (peaks[1] <= 0.99 * peaks[0])
+
+
+def replace_temporaries(step):
+    return remedies._without_temporaries(step.program, "optimizer")
 
 
 def test_changes_are_combined_if_none_suffices_alone():

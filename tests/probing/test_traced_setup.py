@@ -10,7 +10,8 @@ from torch import nn
 from autobatch.core.units import MiB
 from autobatch.probing import traced_setup
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.estimates.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.estimates.estimate import estimate_limits
+from autobatch.probing.estimates.settings import EstimateSettings
 from autobatch.probing.setup import SetupSettings, describe_setup, open_setup, with_knobs
 from autobatch.probing.traced_setup import (
     other_order,

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from autobatch.core.records.run import RunRecord
-from autobatch.probing.estimates.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.estimates.estimate import estimate_limits
+from autobatch.probing.estimates.settings import EstimateSettings
 from autobatch.report.sentences import headline, training_in_words
 from autobatch.report.summary import describe_reached, describe_training
 from autobatch.report.terminal import Terminal

@@ -20,7 +20,8 @@ from autobatch.device.cpu import SilentMeter
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
-from autobatch.probing.estimates.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.estimates.estimate import estimate_limits
+from autobatch.probing.estimates.settings import EstimateSettings
 from autobatch.probing.setup import SetupSettings, describe_setup, open_setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step

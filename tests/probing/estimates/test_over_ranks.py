@@ -12,14 +12,9 @@ from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import MiB
 from autobatch.device.profiles import load_profile
 from autobatch.footprint.tracing.apart import run_apart
-from autobatch.probing.estimates.estimate import EstimateSettings, estimate_limits
-from autobatch.probing.estimates.over_ranks import (
-    NCCL_BYTES,
-    RankSettings,
-    _built,
-    _Estimator,
-    estimate_over_ranks,
-)
+from autobatch.probing.estimates.estimate import estimate_limits
+from autobatch.probing.estimates.over_ranks import NCCL_BYTES, RankEstimator, estimate_over_ranks
+from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.step_workloads import Tokens, Transformer, make, token_loss
 
@@ -48,7 +43,7 @@ def limit(tmp_path, what=None, *, ranks=4, budget="40MiB", target_batch=None, **
     """Predict for the one GPU only."""
 
     def predicted():
-        made = _Estimator(
+        made = RankEstimator(
             what or workload(), settings_of(budget, target_batch), RankSettings(ranks=ranks, **more)
         )
         return made.limit(load_profile("a100-40gb", user_dir=tmp_path)), made.notes()
@@ -123,17 +118,6 @@ def test_nothing_fits(tmp_path):
     ) as caught:
         estimate(tmp_path, parallel="shard", budget="1MiB")
     assert "\n" not in str(caught.value)
-
-
-class NeedsValues(Transformer):
-    def __init__(self):
-        super().__init__(WIDTH)
-        self.rates = [float(rate) for rate in torch.linspace(0, 1, 3)]
-
-
-def test_a_model_that_needs_values_is_built_on_the_cpu_with_a_note():
-    _, notes = _built(make(NeedsValues, data=Tokens(), loss=token_loss))
-    assert any("cannot be built on the meta device" in note and "on the CPU" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
-from autobatch.probing.estimates.estimate import EstimateSettings, estimate_limits
+from autobatch.probing.estimates.estimate import estimate_limits
+from autobatch.probing.estimates.settings import EstimateSettings
 from tests.support.ragged import Sequences, joined_workload, ragged_workload, wide_model
 from tests.support.training import tokens
 

@@ -1,0 +1,217 @@
+"""Traces of a workload for an estimate, at the same time on all cores.
+
+Allocations differ between GPUs with and without flash attention and bf16, between ways to share a step among
+ranks, and with each change that may help. Everything else, for example the budget, is a replay of a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.records.base import GradientDtype
+from autobatch.core.units import format_bytes
+from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
+from autobatch.footprint.predict import Footprint
+from autobatch.footprint.remedies import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
+from autobatch.footprint.tracing.apart import run_in_copies
+from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.trace_step import Arrange, Setting
+from autobatch.probing.estimates.layouts import Layout, arranged
+from autobatch.probing.estimates.settings import EstimateSettings, precision_on
+from autobatch.probing.setup import whole_batch_notes, whole_batch_of
+from autobatch.probing.setup_model import build_model
+from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
+from autobatch.workload.contract import Workload
+from autobatch.workload.data import WorstCaseSampler
+
+T = TypeVar("T")
+Capability = tuple[int, int]
+
+
+class TraceKey(NamedTuple):
+    """Everything in which traces of a workload differ."""
+
+    layout: Layout
+    is_new: bool
+    """True for GPUs with bf16 and flash attention."""
+    change: str = ""
+    """Name of a change that may help; empty for none."""
+
+
+@dataclass
+class Traces:
+    """Traces of a workload, each made once.
+
+    Args:
+        workload: what to train.
+        settings: of the estimate.
+    """
+
+    workload: Workload
+    settings: EstimateSettings
+    _found: dict[TraceKey, DeepFootprint] = field(default_factory=dict)
+    _recorded: dict[TraceKey, Recording] = field(default_factory=dict)
+    _failed: dict[TraceKey, AutobatchError] = field(default_factory=dict)
+    _capabilities: dict[bool, Capability] = field(default_factory=dict)
+    """The GPU of each kind that was asked about first."""
+
+    def __post_init__(self) -> None:
+        self.whole_batch = whole_batch_of(self.workload, self.settings.target_batch)
+        self.model, self.build_notes = on_meta(self.workload)
+        self.gradient_dtype: GradientDtype = gradient_dtype_of(self.model, self.settings.gradient_dtype)
+        self.worst_case = WorstCaseSampler(self.workload)
+        self.worst_case.check_collate()
+
+    def prepare(
+        self,
+        capability: Capability,
+        layouts: Sequence[Layout],
+        *,
+        changed: Layout | None = None,
+        like: Sequence[Layout] = (),
+    ) -> None:
+        """Trace several steps at the same time; what cannot be traced fails when it is asked for.
+
+        Args:
+            capability: compute capability of the GPU.
+            layouts: trace these.
+            changed: trace this one with each change that may help; None for no such trace.
+            like: of a deep model, trace these as far as `step` needs it that finds another one like them.
+        """
+        keys = [self._key(layout, capability) for layout in layouts]
+        if changed is not None:
+            names = [name for name, _, _ in changes_of(self.setting(capability))]
+            # A replay shows whether an optimizer that needs less helps, before it is traced.
+            keys += [self._key(changed, capability, name) for name in names if name not in OF_THE_OPTIMIZER]
+        keys = [key for key in keys if key not in self._found]
+        few = [self._key(layout, capability) for layout in like] if is_deep(self.model) else []
+        jobs: list[Callable[[], DeepFootprint | Recording | None]] = []
+        jobs += [partial(self._attempt, self._trace, key) for key in keys]
+        jobs += [partial(self._attempt, self._record_few, key) for key in few]
+        for key, one in zip(keys + few, run_in_copies(jobs), strict=True):
+            if isinstance(one, DeepFootprint):
+                self._found[key] = one
+            elif one is not None:
+                self._recorded[key] = one
+
+    def step(self, layout: Layout, capability: Capability, *, like: Layout | None = None) -> Footprint:
+        """Return the footprint of a step.
+
+        Args:
+            layout: the ranks.
+            capability: compute capability of the GPU.
+            like: ranks whose step has been traced, and differs only in its sizes; None for no such ranks.
+
+        Raises:
+            AutobatchError: the step cannot be traced.
+        """
+        key = self._key(layout, capability)
+        if key not in self._found:
+            other = None if like is None else self._found.get(self._key(like, capability))
+            self._found[key] = self._trace(key, other)
+        return self._found[key].step
+
+    def tracer(self, layout: Layout, capability: Capability) -> Trace:
+        """Return a function that traces a change of a step, once for all GPUs that run it in the same way.
+
+        Raises:
+            AutobatchError: from the function, if the change cannot be traced.
+        """
+
+        def trace(name: str, changed: Setting) -> Footprint:
+            key = self._key(layout, capability, name)
+            if key in self._failed:
+                raise self._failed[key]
+            if key not in self._found:
+                try:
+                    self._found[key] = deep_footprint(changed)
+                except AutobatchError as error:
+                    self._failed[key] = error
+                    raise
+            return self._found[key].step
+
+        return trace
+
+    def setting(
+        self, capability: Capability, how: tuple[Arrange | None, int] = (None, 1), change: str = ""
+    ) -> Setting:
+        """Return what is traced.
+
+        Args:
+            capability: compute capability of the GPU.
+            how: the way in which ranks share the step, see `arranged`.
+            change: name of a change that may help.
+        """
+        made = Setting(
+            workload=self.workload,
+            model=self.model,
+            batch_of=self.worst_case.batch,
+            precision=precision_on(self.settings, capability),
+            gradient_dtype=self.gradient_dtype,
+            capability=capability,
+            samples=self.whole_batch,
+            arrange=how[0],
+            world=how[1],
+        )
+        return next((to(made) for name, _, to in changes_of(made) if name == change), made)
+
+    def notes(self) -> Iterator[str]:
+        """Yield remarks on the workload and its traces, one per line."""
+        yield from self.worst_case.notes
+        yield from self.build_notes
+        yield from whole_batch_notes(self.workload, self.whole_batch)
+        yield from gradient_sum_notes(self.model, self.gradient_dtype)
+        for key, found in self._found.items():
+            if not key.change:
+                yield from found.step.notes
+
+    def _key(self, layout: Layout, capability: Capability, change: str = "") -> TraceKey:
+        is_new = capability >= NATIVE_BF16
+        self._capabilities.setdefault(is_new, capability)
+        return TraceKey(layout, is_new, change)
+
+    def _trace(self, key: TraceKey, like: DeepFootprint | None = None) -> DeepFootprint:
+        with arranged(key.layout, self.model) as how:
+            setting = self.setting(self._capabilities[key.is_new], how, key.change)
+            if like is not None:
+                return like.on(setting, self._recorded.get(key))
+            return deep_footprint(setting, tested=bool(self._found) or bool(key.change))
+
+    def _record_few(self, key: TraceKey) -> Recording:
+        with arranged(key.layout, self.model) as how:
+            return record_few(self.setting(self._capabilities[key.is_new], how))
+
+    def _attempt(self, trace: Callable[[TraceKey], T], key: TraceKey) -> T | None:
+        """Trace a step; return None if that fails, maybe only because it shares a process with others."""
+        try:
+            return trace(key)
+        except AutobatchError:
+            return None
+
+
+def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:
+    """Build the workload's model without memory for its parameters, or on the CPU with a note.
+
+    Returns:
+        The model, and a remark if its constructor needs values.
+    """
+    try:
+        with torch.device("meta"):
+            return build_model(workload), []
+    except InputError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+    model = build_model(workload)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return model, [
+        f"the model cannot be built on the meta device ({reason}), so it was built on the CPU, where its "
+        f"parameters take {format_bytes(size)}"
+    ]

@@ -1,0 +1,87 @@
+"""Traces of an estimate: each made once, beside others, and equal to one that is made alone."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import CHECKPOINTING
+from autobatch.footprint.depth import deep_footprint
+from autobatch.footprint.tracing.apart import run_apart
+from autobatch.probing.estimates import traces as tracing
+from autobatch.probing.estimates.layouts import ALONE, Layout, arranged
+from autobatch.probing.estimates.settings import EstimateSettings
+from autobatch.probing.estimates.traces import Traces, on_meta
+from tests.support.probes import mlp, work
+from tests.support.step_workloads import Tokens, Transformer, make, token_loss
+
+NEW = (8, 0)
+
+
+def traces_of(depth: int = 2) -> Traces:
+    workload = make(lambda: Transformer(32, depth), data=Tokens(), loss=token_loss)
+    return Traces(workload, EstimateSettings(profiles=["a100-40gb"]))
+
+
+def test_a_step_and_its_changes_are_traced_once(monkeypatch):
+    made = []
+
+    def trace(setting, **more):
+        made.append(setting.knobs)
+        return deep_footprint(setting, **more)
+
+    monkeypatch.setattr(tracing, "deep_footprint", trace)
+    traces = traces_of()
+    traces.prepare(NEW, [ALONE], changed=ALONE)
+    assert made == [{}, {CHECKPOINTING: "full"}]
+    setting = traces.setting(NEW, change="checkpointing")
+    changed = traces.tracer(ALONE, NEW)("checkpointing", setting)
+    assert changed.program == deep_footprint(setting).step.program
+    assert traces.step(ALONE, (9, 0)).program == deep_footprint(traces.setting(NEW)).step.program
+    assert len(made) == 2
+    traces.step(ALONE, (7, 5))
+    assert len(made) == 3, "an older GPU runs other operators"
+
+
+def test_what_fails_fails_when_it_is_asked_for():
+    traces = traces_of()
+    layout = Layout(4, "shard", modules="no such module")
+    traces.prepare(NEW, [layout])
+    with pytest.raises(InputError, match="matches none"):
+        traces.step(layout, NEW)
+
+
+def on_more_ranks() -> bool:
+    traces = traces_of(depth=8)
+    few, more = Layout(4, "shard"), Layout(6, "shard")
+    traces.prepare(NEW, [few], like=[more])
+    found = traces.step(more, NEW, like=few)
+    with arranged(more, traces.model) as how:
+        return found.program == deep_footprint(traces.setting(NEW, how)).step.program
+
+
+@pytest.mark.slow
+def test_more_ranks_follow_from_fewer_as_if_they_were_traced():
+    assert run_apart(on_more_ranks)
+
+
+def test_a_model_takes_no_memory_if_its_constructor_allows_that():
+    assert {parameter.device.type for parameter in on_meta(work())[0].parameters()} == {"meta"}
+
+    def reads_a_value() -> nn.Module:
+        model = mlp()
+        assert model[0].weight.sum().item() != 0
+        return model
+
+    assert {parameter.device.type for parameter in on_meta(work(reads_a_value))[0].parameters()} == {"cpu"}
+
+
+def test_a_model_that_needs_values_is_built_on_the_cpu_with_a_note():
+    def needs_values() -> nn.Module:
+        model = mlp()
+        float(model[0].weight.sum())
+        return model
+
+    _, notes = on_meta(work(needs_values))
+    assert any("cannot be built on the meta device" in note and "on the CPU" in note for note in notes)
