@@ -17,8 +17,8 @@ from autobatch.report.charts.curves import smoothed
 from autobatch.report.charts.drawing import Mark, Picture, Table, downsample, draw, plain_axes, series
 from autobatch.report.html import Markup, element, figure, join, table
 from autobatch.report.page import page_of
-from autobatch.report.sentences import count, decimal, knobs_in_words, metric_in_words
 from autobatch.report.summary import describe_split
+from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words
 
 DRAWN_POINTS = 600
 

@@ -11,8 +11,8 @@ from autobatch.report.charts.sizes import lengths_figure, padding_figure
 from autobatch.report.html import Markup, element, figure, prose, table
 from autobatch.report.page import page_of
 from autobatch.report.result import Estimates
-from autobatch.report.sentences import count, plural
 from autobatch.report.summary import describe_split
+from autobatch.report.words import count, plural
 
 TOP_MODULES = 8
 """Modules that the memory of a GPU names, those with the most activations."""

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from autobatch.core.text import encodable, printable
 from autobatch.core.units import format_bytes
-from autobatch.report.sentences import metric_in_words, plural
+from autobatch.report.words import metric_in_words, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

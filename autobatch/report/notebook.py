@@ -26,12 +26,8 @@ from autobatch.report.charts.split import plan_figure
 from autobatch.report.charts.trials import comparison_figure, rates_figure, trials_figure
 from autobatch.report.html import Markup, element, join
 from autobatch.report.sentences import (
-    count,
     fits_in_words,
     headline,
-    knobs_in_words,
-    metric_in_words,
-    plural,
     rate_in_words,
     rates_in_words,
     split_in_words,
@@ -39,6 +35,7 @@ from autobatch.report.sentences import (
     tuning_in_words,
 )
 from autobatch.report.theme import EITHER
+from autobatch.report.words import count, knobs_in_words, metric_in_words, plural
 
 WIDEST = "max-width:720px"
 

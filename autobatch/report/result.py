@@ -19,8 +19,9 @@ from autobatch.core.records.training import StepRecord
 from autobatch.core.text import error_text
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.report.sentences import plural, rate_in_words
+from autobatch.report.sentences import rate_in_words
 from autobatch.report.summary import describe_estimate, describe_limit, describe_plan, text_of
+from autobatch.report.words import plural
 
 RESULT = "result.json"
 """File with the records of a run, in its folder."""

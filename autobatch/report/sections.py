@@ -38,13 +38,8 @@ from autobatch.report.html import (
 from autobatch.report.repeat import notes, repeat
 from autobatch.report.sentences import (
     budget_in_words,
-    count,
-    decimal,
     fits_in_words,
-    knobs_in_words,
-    metric_in_words,
     padding_in_words,
-    plural,
     rate_in_words,
     rates_in_words,
     real_batches_in_words,
@@ -53,6 +48,7 @@ from autobatch.report.sentences import (
     training_in_words,
     tuning_in_words,
 )
+from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, plural
 
 PHASES = {
     "forward": "series-1",

@@ -6,16 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from autobatch.core.units import format_bytes
-from autobatch.report.sentences import (
-    count,
-    is_probed_configuration,
-    knobs_in_words,
-    metric_in_words,
-    percent,
-    plural,
-    ratio_in_words,
-    steps_to_pay_back,
-)
+from autobatch.report.sentences import is_probed_configuration, steps_to_pay_back
+from autobatch.report.words import count, knobs_in_words, metric_in_words, percent, plural, ratio_in_words
 
 if TYPE_CHECKING:
     from pathlib import Path

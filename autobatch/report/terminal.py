@@ -27,7 +27,6 @@ from autobatch.report.estimate_table import (
     size_lines,
 )
 from autobatch.report.live import LiveLine
-from autobatch.report.sentences import knobs_in_words, ratio_in_words
 from autobatch.report.summary import (
     Line,
     describe_budget,
@@ -37,6 +36,7 @@ from autobatch.report.summary import (
     describe_tuning,
     summary_lines,
 )
+from autobatch.report.words import knobs_in_words, ratio_in_words
 
 if TYPE_CHECKING:
     from autobatch.core.records.device import DeviceRecord

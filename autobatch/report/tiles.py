@@ -10,7 +10,8 @@ from autobatch.core.records.run import RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.memory import held_bytes
 from autobatch.report.html import Markup, element
-from autobatch.report.sentences import count, decimal, is_probed_configuration, knobs_in_words, plural
+from autobatch.report.sentences import is_probed_configuration
+from autobatch.report.words import count, decimal, knobs_in_words, plural
 
 
 def tiles(data: RunRecord) -> Markup:

@@ -2,26 +2,22 @@
 
     ask ──► short run ──► tell ──► … ──► run the best beside the default on other data ──► answer
 
-The best of many noisy figures is too good to be true. So it runs again beside the default on batches that
-other seeds draw. It replaces the default only if it is better every time, and on average beyond the noise
-(Student's t, one-sided, 97.5 %). A gain is a share of the loss reduction, because a loss has no zero of its
-own. The learning rate that lowers the loss most in a short run need not do so in a long one (Wu et al. 2018,
-arXiv:1803.02021).
+`autobatch.tuning.compare_rates` decides whether the best replaces the default. The learning rate that lowers
+the loss most in a short run need not do so in a long one (Wu et al. 2018, arXiv:1803.02021).
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from autobatch.core.knobs import Value
 from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records.tuning import LrComparison, LrTrial, LrTuning
-from autobatch.tuning.compare import STUDENT
+from autobatch.tuning.compare_rates import compare, decide, explain
 from autobatch.tuning.configuration import LogRange, MedianStop, StoredResult, StudySpec
 from autobatch.tuning.find_fastest import Budget, StudyLocation
 from autobatch.tuning.lr_trial import PARTS, REACH, LrTrialResult, LrTrialSpec, Runs, Segment, parts_of
@@ -38,14 +34,10 @@ EARLY_STOP = MedianStop(startup_trials=4, warmup_steps=PARTS // 2)
 """Half of each run is safe, because a small learning rate is slow at first."""
 CONSTRAINT = "does_not_train"
 """Constraint: the run diverged, was stopped, or raised an error."""
-MINIMUM_GAIN = 0.02
-"""Share of the loss reduction that a learning rate must gain over the default to replace it."""
 OTHER_SEEDS = 2
 """Number of further data orders that decide."""
 DIVERGED = 2.0
 """A run has diverged if its last loss exceeds this multiple of its first."""
-EDGE_FACTOR = 1.5
-"""Within this factor of a bound of the range, the best may lie beyond."""
 
 
 def find_learning_rate(
@@ -98,31 +90,8 @@ def find_learning_rate(
         pairs=pairs,
         sampler=study.sampler,
         seconds=clock() - start,
-        notes=[*_explain(task.default, finished, best, pairs), *study.notes],
+        notes=[*explain(task.default, finished, best, pairs), *study.notes],
     )
-
-
-def decide(pairs: Sequence[LrComparison]) -> bool:
-    """Return whether the other learning rate is better in every pair, and on average beyond the noise."""
-    gains = [pair.gain for pair in pairs]
-    if len(gains) < 2 or not all(gain > 0 for gain in gains):
-        return False
-    mean = statistics.fmean(gains)
-    half = STUDENT[len(gains) - 1] * statistics.stdev(gains) / math.sqrt(len(gains))
-    return mean > MINIMUM_GAIN and mean - half > 0
-
-
-def gain_over(default: LrTrialResult, other: LrTrialResult) -> float:
-    """Return the share of the loss reduction that a learning rate gains over the default.
-
-    Returns:
-        1 if only the default does not train; -1 if the other does not, and never less.
-    """
-    if other.failure is not None or other.loss is None or other.first is None or other.loss >= other.first:
-        return -1.0
-    if default.failure is not None or default.loss is None:
-        return 1.0
-    return max(-1.0, (default.loss - other.loss) / (other.first - other.loss))
 
 
 def _open_study(
@@ -247,50 +216,12 @@ def _compare(
     runs: Runs, task: LrTrialSpec, known: LrTrialResult, best: LrTrialResult, seed: int
 ) -> Iterator[LrComparison]:
     """Compare the default with the best on the study's data and on other data; each goes first in turn."""
-    yield _pair(seed, known, best)
+    yield compare(seed, known, best)
     for number in range(1, OTHER_SEEDS + 1):
         other = (seed + number) % 2**31
         order = [known.rate, best.rate] if number % 2 else [best.rate, known.rate]
         found = {rate: _run(runs, task, rate, other) for rate in order}
-        yield _pair(other, found[known.rate], found[best.rate])
-
-
-def _pair(seed: int, default: LrTrialResult, other: LrTrialResult) -> LrComparison:
-    return LrComparison(
-        seed=seed, default_loss=default.loss, other_loss=other.loss, gain=gain_over(default, other)
-    )
-
-
-def _explain(
-    default: float,
-    finished: Sequence[LrTrialResult],
-    best: LrTrialResult | None,
-    pairs: Sequence[LrComparison],
-) -> list[str]:
-    """Return notes for the user on the answer, one per line."""
-    kept = f"kept learning rate {default:.3g}"
-    known = next((one for one in finished if one.rate == default), None)
-    if known is None:
-        return [f"{kept}: its own trial was not run"]
-    if best is None:
-        return [f"{kept}: none of {len(finished)} learning rates trained. The default one: {known.failure}"]
-    if best.rate == default:
-        return [f"{kept}: no other one reached a lower loss than this default"]
-    if not decide(pairs):
-        gains = [pair.gain for pair in pairs]
-        shown = ", ".join(f"{100 * gain:+.1f} %" for gain in gains)
-        is_small = statistics.fmean(gains) <= MINIMUM_GAIN
-        reason = f"below the required {100 * MINIMUM_GAIN:+g} %" if is_small else "within noise"
-        return [
-            f"{kept}: {best.rate:.3g} changed the loss reduction by {shown} on {len(gains)} data orders, "
-            f"{reason}"
-        ]
-    if max(best.rate / default, default / best.rate) > REACH / EDGE_FACTOR:
-        return [
-            f"learning rate {best.rate:.3g} is at the edge of the tried range, {default / REACH:.3g} to "
-            f"{default * REACH:.3g}. A better one may lie beyond it"
-        ]
-    return []
+        yield compare(other, found[known.rate], found[best.rate])
 
 
 def _row(number: int, one: LrTrialResult) -> LrTrial:

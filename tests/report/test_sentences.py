@@ -9,11 +9,8 @@ from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.planning import make_plan
 from autobatch.report.sentences import (
     budget_in_words,
-    count,
-    decimal,
     fits_in_words,
     headline,
-    plural,
     rate_in_words,
     rates_in_words,
     split_in_words,
@@ -162,26 +159,3 @@ def test_the_training_run():
     assert training_in_words(skipped) == (
         "Trained on 122,880 samples in 67.4 s with 1 recovery from out of memory. 2 steps were skipped."
     )
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (None, "unknown"),
-        (0, "0"),
-        (0.00012345, "0.0001234"),
-        (1234.5, "1,234"),
-        (123456.7, "123,457"),
-        (2, "2"),
-    ],
-)
-def test_decimals_have_four_significant_digits(number, text):
-    assert decimal(number) == text
-
-
-def test_whole_numbers_and_their_nouns():
-    assert count(1234567) == "1,234,567"
-    assert [plural(n, "recovery", "recoveries") for n in (0, 1, 2)] == [
-        "0 recoveries", "1 recovery", "2 recoveries"
-    ]  # fmt: skip
-    assert plural(1, "sample") == "1 sample"

@@ -11,9 +11,9 @@ import pytest
 
 from autobatch.core.knobs import Configuration, SearchAxis, defaults
 from autobatch.core.records.tuning import Tuning
+from autobatch.tuning.compare_rates import MINIMUM_GAIN
 from autobatch.tuning.configuration import MEMORY, Measurement, every, infeasible, key_of, size_of
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.find_learning_rate import MINIMUM_GAIN
 from tests.support.studies import AXES, SMALL_AXES, CountingMeasure, exact, search, speed_of
 
 

@@ -17,9 +17,7 @@ import torch
 from optuna.trial import TrialState
 
 from autobatch.core.errors import InputError
-from autobatch.core.records.tuning import LrComparison
-from autobatch.tuning.find_learning_rate import MINIMUM_GAIN, decide, gain_over
-from autobatch.tuning.lr_trial import REACH, LrTrialResult
+from autobatch.tuning.lr_trial import REACH
 from tests.support.commandline import environment
 from tests.support.short_runs import (
     STEPS,
@@ -121,34 +119,6 @@ def test_the_best_is_compared_with_the_default_on_other_data() -> None:
     assert [pair.seed for pair in found.pairs] == [0, 1, 2]
     others = [(rate == 0.01, seed) for rate, seed in curves.begun if seed]
     assert others == [(True, 1), (False, 1), (False, 2), (True, 2)]
-
-
-@pytest.mark.parametrize(
-    ("gains", "better"),
-    [
-        ((0.3, 0.31, 0.29), True),
-        ((1.0, 1.0, 1.0), True),
-        ((0.3, 0.31, -0.01), False),
-        ((0.5, 0.02, 0.01), False),
-        ((MINIMUM_GAIN / 2,) * 3, False),
-        ((0.3,), False),
-        ((), False),
-    ],
-)
-def test_only_a_gain_beyond_the_noise_replaces_the_default(gains: tuple[float, ...], better: bool) -> None:
-    pairs = [LrComparison(seed=0, default_loss=1.0, other_loss=1.0, gain=gain) for gain in gains]
-    assert decide(pairs) is better
-
-
-def test_a_gain_is_a_share_of_the_loss_reduction_at_any_scale() -> None:
-    for scale, shift in ((1.0, 0.0), (100.0, -500.0)):
-        default, other = (
-            LrTrialResult(0.1, scale * loss + shift, scale * 4 + shift, None) for loss in (2.0, 1.0)
-        )
-        assert gain_over(default, other) == pytest.approx(1 / 3)
-        assert gain_over(other, default) == pytest.approx(-0.5)
-    gone = LrTrialResult(0.1, None, None, "it diverged")
-    assert (gain_over(gone, other), gain_over(other, gone)) == (1.0, -1.0)
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_seed_other_trials() -> None:

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from autobatch.core.records.training import StepRecord
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, downsample, draw, evenly_spaced
-from autobatch.report.sentences import count, decimal, plural
+from autobatch.report.words import count, decimal, plural
 
 TABLE_ROWS = 50
 DRAWN_POINTS = 600

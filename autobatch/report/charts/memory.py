@@ -25,7 +25,7 @@ from autobatch.report.charts.drawing import (
     plain_axes,
     series,
 )
-from autobatch.report.sentences import count, decimal, plural
+from autobatch.report.words import count, decimal, plural
 
 
 class _Search(NamedTuple):

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from autobatch.core.records.plan import SizeCut
 from autobatch.core.records.probe import LengthLimit
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, plain_axes
-from autobatch.report.sentences import count, decimal
+from autobatch.report.words import count, decimal
 
 
 def padding_figure(cut: SizeCut) -> Picture | None:

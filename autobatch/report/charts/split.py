@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from autobatch.core.records.plan import Plan
 from autobatch.planning import micro_batches, rank_share
 from autobatch.report.charts.drawing import Mark, Picture, Table, color, draw, plain_axes
-from autobatch.report.sentences import count, plural
+from autobatch.report.words import count, plural
 
 SHOWN_RANKS = 8
 

@@ -19,7 +19,7 @@ from autobatch.report.charts.drawing import (
     plain_axes,
     series,
 )
-from autobatch.report.sentences import count, decimal, knobs_in_words, plural, ratio_in_words
+from autobatch.report.words import count, decimal, knobs_in_words, plural, ratio_in_words
 
 TABLE_ROWS = 200
 

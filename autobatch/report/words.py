@@ -1,0 +1,73 @@
+"""Numbers and choices in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+
+def count(number: int) -> str:
+    """Write a whole number with thousands separators."""
+    return f"{number:,}"
+
+
+def decimal(number: float | None, digits: int = 4) -> str:
+    """Write a number with a few significant digits; ``None`` becomes ``unknown``."""
+    if number is None:
+        return "unknown"
+    return f"{number:,.{digits}g}" if abs(number) < 10**digits else f"{number:,.0f}"
+
+
+def plural(number: int, one: str, more: str | None = None) -> str:
+    """Write a number with its noun: ``1 sample``, ``2 samples``."""
+    return f"{count(number)} {one if number == 1 else more or one + 's'}"
+
+
+def percent(share: float) -> str:
+    """Write a share as whole percent: ``31 %``, ``-2 %``."""
+    return f"{100 * share:.0f} %".replace("-0 %", "0 %")
+
+
+def ratio_in_words(ratio: float) -> str:
+    """Write a ratio of speeds: ``31 % faster``, ``2 % slower``, ``as fast``."""
+    change = percent(abs(ratio - 1))
+    if change == "0 %":
+        return "as fast"
+    return f"{change} {'faster' if ratio > 1 else 'slower'}"
+
+
+def metric_in_words(name: str, value: float | None) -> str:
+    """Write a held-out figure: ``accuracy 97.22 %``, ``loss 0.1017``."""
+    if value is None:
+        return f"{name} not finite"
+    is_share = "acc" in name and 0 <= value <= 1
+    return f"{name} {100 * value:.2f} %" if is_share else f"{name} {decimal(value)}"
+
+
+def knobs_in_words(values: Mapping[str, object]) -> str:
+    """Write the values of knobs: ``bf16, channels-last, micro-batch halved``."""
+    return ", ".join(_KNOBS.get(name, _any_knob)(name, value) for name, value in values.items())
+
+
+def _any_knob(name: str, value: object) -> str:
+    words = name.replace("_", "-" if isinstance(value, bool) else " ")
+    if isinstance(value, bool):
+        return words if value else f"no {words}"
+    return f"{words} {value}"
+
+
+def _halved(_: str, value: object) -> str:
+    if value == 0:
+        return "largest micro-batch"
+    return "micro-batch halved" if value == 1 else f"micro-batch halved {value} times"
+
+
+_KNOBS: Mapping[str, Callable[[str, object], str]] = {
+    "micro_batch_shift": _halved,
+    "precision": lambda _, value: str(value),
+    "checkpointing": lambda _, value: "no checkpointing" if value == "none" else "checkpointing",
+    "compile": lambda _, value: "not compiled" if value == "off" else "compiled",
+    "optimizer": lambda _, value: f"{value} optimizer",
+    "loader_workers": lambda _, value: (
+        plural(value, "loader worker") if isinstance(value, int) else str(value)
+    ),
+}
