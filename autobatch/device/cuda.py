@@ -250,6 +250,8 @@ class CudaDevice:
             stack.callback(setattr, self, "_held_bytes", self._held_bytes)
             self._held_bytes = torch.cuda.memory_allocated(self._index)
             total_bytes = self._properties.total_memory
+            # Code of the user and Triton's kernels run on the current GPU, and events record its stream.
+            stack.enter_context(torch.cuda.device(self._index))
             stack.enter_context(
                 cuda_settings.capped(self._index, limit_bytes=self._budget_bytes, total_bytes=total_bytes)
             )

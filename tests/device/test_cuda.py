@@ -50,6 +50,16 @@ def test_16_bits_only_on_gpus_that_are_built_for_them(
     assert (device.default_precision(), device.native_precisions()) == (default, native)
 
 
+def test_the_gpu_is_the_current_one_in_its_sessions(fake: FakeCuda) -> None:
+    """A tensor that a loss makes on ``cuda``, and an event, are then on the same GPU as the model."""
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    assert fake.current == 7
+    for session in (device.enforced, device.training):
+        with session():
+            assert fake.current == 0
+        assert fake.current == 7
+
+
 def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCuda) -> None:
     """After a device-side assert, also the restoring of the cap and the freeing of the cache fail."""
     device = CudaDevice(index=0, memory_budget="6GiB").expandable()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,7 @@ class FakeCuda:
         self.allowed = self.total
         self.integrated = 0
         self.held = 0
+        self.current = 7
         self.lost = ""
         """Error of every call that reaches the GPU, once its context is lost."""
         self.capability = (8, 9)
@@ -69,6 +71,12 @@ class FakeCuda:
             major=major,
             minor=minor,
         )
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
 
     def synchronize(self, index: int) -> None:
         self.initialized = True
