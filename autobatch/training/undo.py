@@ -22,6 +22,8 @@ def undo_batch(train_state: TrainState, device: Device, random_state: RandomStat
     train_state.gradients.clear()
     try:
         device.release()
+        # A lost device fails here for certain: freeing its cache may not show it.
+        device.synchronize()
         is_restored = train_state.buffers.restore()
         restore_random_state(random_state)
     except Exception:

@@ -14,9 +14,9 @@ from tests.support.training import make_workload
 
 
 class Lost(CpuDevice):
-    """A device that no longer answers."""
+    """A device that no longer answers. Freeing its cache does not show it."""
 
-    def release(self) -> None:
+    def synchronize(self) -> None:
         raise RuntimeError("lost")
 
 
