@@ -8,7 +8,9 @@ an error that quotes the child's output.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -256,11 +258,16 @@ def serve(connection: Connection, workload: Workload | str | None, settings: Set
     # Line buffers, because a crash loses buffered output.
     sys.stdout = sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace")
     faulthandler.enable(descriptor)
+    # The collections at the end of a process with torch take half a second.
+    atexit.register(gc.freeze)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Trials start loader workers, which a daemon must not. They end with this process.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
         here = open_here(workload, settings)
+        # What is open now lives as long as this process, so no collection needs to look at it again.
+        gc.collect()
+        gc.freeze()
         connection.send((0, "answer", here.info))
     except (Exception, SystemExit) as error:
         connection.send((0, "error", to_picklable(error)))

@@ -60,7 +60,8 @@ class StorageTable:
         self._on_new = on_new
         self._live: dict[int, Watch] = {}
         self._blocks = 0
-        self._sum: tuple[Watch, weakref.ref[torch.UntypedStorage]] | None = None
+        self.undecided: tuple[Watch, weakref.ref[torch.UntypedStorage]] | None = None
+        """A summand and a sum of gradients that may take over its block; None if there is none."""
 
     def count(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, unless it is counted already with its size.
@@ -169,7 +170,7 @@ class StorageTable:
     def forget(self) -> None:
         """Drop all entries, which also breaks the reference cycle through the callbacks."""
         self._live.clear()
-        self._sum = None
+        self.undecided = None
 
     # A sum of gradients (see the tracker) is counted once it is known whether it takes over a block.
 
@@ -179,13 +180,8 @@ class StorageTable:
         storage = out.untyped_storage()
         if watch is None or watch.size != storage.nbytes():
             return False
-        self._sum = (watch, weakref.ref(storage))
+        self.undecided = (watch, weakref.ref(storage))
         return True
-
-    @property
-    def is_undecided(self) -> bool:
-        """True if `settle` has something to decide."""
-        return self._sum is not None
 
     def settle(self) -> None:
         """Count a deferred output whose summand is still alive.
@@ -193,16 +189,16 @@ class StorageTable:
         Raises:
             torch.OutOfMemoryError: It does not fit.
         """
-        if self._sum is not None:
-            storage = self._sum[1]()
-            self._sum = None
+        if self.undecided is not None:
+            storage = self.undecided[1]()
+            self.undecided = None
             if storage is not None:
                 self.count_storage(storage)
 
     def _take_over(self) -> bool:
-        assert self._sum is not None
-        summand, reference = self._sum
-        self._sum = None
+        assert self.undecided is not None
+        summand, reference = self.undecided
+        self.undecided = None
         storage = reference()
         if storage is None:
             return False
@@ -238,7 +234,7 @@ class StorageTable:
         if self._live.get(watch.key) is not watch:
             return
         del self._live[watch.key]
-        if self._sum is not None and self._sum[0] is watch and self._take_over():
+        if self.undecided is not None and self.undecided[0] is watch and self._take_over():
             return
         self._give_back(watch)
 

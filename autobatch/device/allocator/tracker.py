@@ -36,6 +36,8 @@ class _Kind(Enum):
     """In place, and never of another size."""
 
 
+_VIEW, _NEW, _UPDATE = _Kind.VIEW, _Kind.NEW, _Kind.UPDATE
+_STRIDED = torch.strided
 _ADD = torch.ops.aten.add.Tensor
 _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
@@ -53,6 +55,11 @@ class StorageTracker(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch compiles nothing under a mode, and guarding that takes 1 µs an operator."""
+        return False
 
     def __init__(
         self,
@@ -173,17 +180,17 @@ class StorageTracker(TorchDispatchMode):
             return func(*args, **kwargs)
         if types and has_wrappers(types):
             return NotImplemented
-        if self._book.is_undecided:
+        if self._book.undecided is not None:
             self._book.settle()
         known = self._kinds.get(id(func))
         if known is None:
             known = self._kinds[id(func)] = (_kind_of(func), func)
         kind = known[0]
-        if kind is _Kind.VIEW or (kind is _Kind.UPDATE and args[0].layout is torch.strided):
+        if kind is _VIEW or (kind is _UPDATE and args[0].layout is _STRIDED):
             return func(*args, **kwargs)
         # The sum of two gradients takes over the memory of one of them, so it may fit where no tensor does.
         is_sum = func is _ADD and torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
-        if kind is _Kind.NEW and self._checks_first and not is_sum:
+        if kind is _NEW and self._checks_first and not is_sum:
             self._refuse_early(func, args, kwargs)
         out = func(*args, **kwargs)
         if is_sum and self._takes_over(args, out):
@@ -197,7 +204,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _note(self, out: Any, kind: _Kind) -> str | None:
         """Count the outputs. Return a refusal as text, so that no frame of its traceback keeps them alive."""
-        note = self._book.count if kind is _Kind.NEW else self._book.check
+        note = self._book.count if kind is _NEW else self._book.check
         try:
             if isinstance(out, Tensor):
                 note(out)
