@@ -132,6 +132,13 @@ def join_loop() -> Messages:
     return Messages(dist.get_rank(), dist.get_world_size(), side)
 
 
+def join_existing(world: int) -> Messages | None:
+    """Return the messages among the processes of a default group of this size; None if there is none."""
+    if not dist.is_initialized() or dist.get_world_size() != world:
+        return None
+    return join_loop()
+
+
 @contextmanager
 def as_rank_lost(act: str) -> Iterator[None]:
     """Turn a failure of torch.distributed within the block into a `RankLost`."""

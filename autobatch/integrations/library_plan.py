@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Unpack
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from autobatch.api import library
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.integrations.loop_error import gradient_error, last_step_note
+from autobatch.integrations.smallest_limit import plan_with_ranks
 from autobatch.planning import check_world_size, even_split, even_split_note
 from autobatch.report.result import PlanResult
 from autobatch.workload.contract import Collated, Workload, is_stream, kind_of
@@ -85,13 +87,15 @@ def plan_for(
     options["split"] = "count"
     # The error below is measured with the library's own losses, and its remark names what to change there.
     options.setdefault("split_check", "off")
-    found = library.plan(workload, **options)
+    found, limit, alone = plan_with_ranks(lambda: library.plan(workload, **options), loop.world_size)
     check_world_size(found, loop.world_size, loop.name)
+    found = msgspec.structs.replace(found, micro_batch=limit)
     size, steps = even_split(found)
     known = scanned(workload, options.get("scan"))
     error, measured = gradient_error(known, loop.losses, loop.device, size, steps, whole=loop.whole)
     remarks = (
-        even_split_note(found, found.probe.micro_batch),
+        alone,
+        even_split_note(found, min(limit, found.probe.micro_batch)),
         measured,
         last_step_note(
             _epoch(workload),
@@ -131,7 +135,7 @@ def device_option(device: torch.device) -> str:
     """
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"autobatch probes on cpu and cuda, and the library trains on {device.type}")
-    return str(device)
+    return "cpu" if device.type == "cpu" else str(device)  # a launcher makes cpu:0
 
 
 def precision_of(name: str, known: Mapping[str, str], library: str) -> Any:

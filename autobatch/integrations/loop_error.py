@@ -28,6 +28,10 @@ ROUNDING = {torch.float16: 0.02, torch.bfloat16: 0.05}
 ROUNDING_ELSE = 1e-4
 SUMMED = 0.7
 """Share of the number of micro-batches above which a gradient counts as a sum that nothing divides."""
+_ONE_SAMPLE = (
+    "the error of its accumulation was not measured, because only one sample fits at a time, and samples are "
+    "compared at once and one by one"
+)
 Losses = Callable[[nn.Module, list[Collated]], Iterator[Tensor]]
 
 
@@ -51,13 +55,14 @@ def gradient_error(
         whole: the loss of a whole batch in one micro-batch; None for that of ``losses``.
 
     Returns:
-        The distance relative to the gradient in one micro-batch, and a remark; None and None if a step has
-        one micro-batch.
+        The distance relative to the gradient in one micro-batch, None if it was not measured; and a remark,
+        None if a step has one micro-batch.
     """
-    parts = min(steps, MOST_PARTS)
-    each = min(size, len(workload.train_data)) // max(parts, 1)  # type: ignore[arg-type]
-    if parts < 2 or each < 1:
-        return None, None
+    known = min(size, len(workload.train_data))  # type: ignore[arg-type]
+    if steps < 2 or known < 2:
+        return None, _ONE_SAMPLE if steps > 1 else None
+    parts = min(steps, MOST_PARTS, known)
+    each = known // parts
     ids = permutation(len(workload.train_data), seed=0, epoch=0)[: parts * each]  # type: ignore[arg-type]
     try:
         split = [ids[n * each : (n + 1) * each] for n in range(parts)]

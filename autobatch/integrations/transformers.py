@@ -159,17 +159,27 @@ def _losses(trainer: Any, model: nn.Module, batches: list[Collated]) -> Iterator
 
 
 def _compute(trainer: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
-    # compute_loss may remove the labels from its inputs.
-    loss: Tensor = trainer.compute_loss(_as_prepared(trainer, model), dict(inputs), num_items_in_batch=count)
+    with _on_one_rank(trainer):
+        # compute_loss may remove the labels from its inputs.
+        loss: Tensor = trainer.compute_loss(
+            _as_prepared(trainer, model), dict(inputs), num_items_in_batch=count
+        )
     return loss
 
 
 def _count(trainer: Any, batches: list[Collated]) -> Any:
     """Return ``num_items_in_batch`` of these micro-batches on one rank; None if the trainer counts none."""
     device = next((p.device for p in trainer.model.parameters()), None)
+    with _on_one_rank(trainer):
+        return trainer.get_batch_samples(iter(batches), len(batches), device)[1]
+
+
+@contextmanager
+def _on_one_rank(trainer: Any) -> Iterator[None]:
+    """Count and scale within the block as if this rank were alone: others probe other samples, or none."""
     gathers, trainer.args.average_tokens_across_devices = trainer.args.average_tokens_across_devices, False
     try:
-        return trainer.get_batch_samples(iter(batches), len(batches), device)[1]
+        yield
     finally:
         trainer.args.average_tokens_across_devices = gathers
 

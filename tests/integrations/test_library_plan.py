@@ -99,6 +99,7 @@ def test_an_optimizer_is_rebuilt_over_a_copy_by_name() -> None:
 
 def test_devices_and_precisions_that_have_no_counterpart_are_refused() -> None:
     assert device_option(torch.device("cuda", 1)) == "cuda:1"
+    assert device_option(torch.device("cpu", 0)) == "cpu", "a launcher numbers it"
     with pytest.raises(InputError, match="probes on cpu and cuda, and the library trains on mps"):
         device_option(torch.device("mps"))
     assert precision_of("no", {"no": "fp32"}, "it") == "fp32"

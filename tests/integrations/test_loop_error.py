@@ -70,7 +70,17 @@ def test_a_sum_that_nothing_divides_is_named() -> None:
 
 def test_a_step_of_one_micro_batch_needs_no_measurement() -> None:
     assert gradient_error(MEAN, of_means, CPU, size=24, steps=1) == (None, None)
-    assert gradient_error(MEAN, of_means, CPU, size=1, steps=24) == (None, None)
+    error, note = gradient_error(MEAN, of_means, CPU, size=1, steps=24)
+    assert error is None
+    assert note is not None
+    assert "because only one sample fits at a time" in note
+
+
+def test_small_micro_batches_are_measured_in_fewer_parts() -> None:
+    error, note = gradient_error(TOKENS, of_means, CPU, size=2, steps=16)
+    assert error is not None
+    assert note is not None
+    assert "measured on 2 of your samples in 2 micro-batches of 1" in note
 
 
 def test_a_loss_that_raises_is_a_remark() -> None:

@@ -143,6 +143,16 @@ def test_a_loss_that_ignores_the_count_is_told(tmp_path: Path, caplog: pytest.Lo
     assert "because each micro-batch has the same weight" in " ".join(again.notes)
 
 
+def test_the_error_over_several_ranks_is_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library multiplies losses by the number of ranks, whose gradients it averages."""
+    trainer = a_trainer(tmp_path)
+    expected = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET).gradient_error
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: 2))
+    again = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
+    assert again.gradient_error == pytest.approx(expected, abs=1e-5)
+    assert trainer.args.average_tokens_across_devices
+
+
 def test_a_loss_that_logs_logs_no_probe(tmp_path: Path) -> None:
     class Logging(installed("transformers").Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Any:
