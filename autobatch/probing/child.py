@@ -8,18 +8,11 @@ an error that quotes the child's output.
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
-import gc
-import multiprocessing
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
@@ -29,7 +22,6 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.setup import SetupInfo, SetupSettings, describe_setup, find_workload, open_setup
 from autobatch.probing.spare import Spare, start_spare
 from autobatch.workload.contract import Workload
-from autobatch.workload.user_code import to_picklable
 
 ANSWER_SECONDS = 600.0
 """Time after which a call counts as hung."""
@@ -135,6 +127,7 @@ class ChildProcess:
         self._answer_seconds = answer_seconds
         self._oom_kills = oom_kills
         self._calls = 0
+        self._has_lost_gpu = False
 
     def __enter__(self) -> Self:
         try:
@@ -156,7 +149,7 @@ class ChildProcess:
     def call(
         self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
     ) -> T:
-        """Call a function of the session in the child.
+        """Call a function of the session in the child; another child if its GPU answers nothing any more.
 
         Args:
             act: the action of the function in messages, for example "a trial".
@@ -168,6 +161,8 @@ class ChildProcess:
             ChildCrashed: the child crashed, or gave no answer in time; `restart` starts another.
             AutobatchError: the function raised it, or another error that became a `UserCodeError`.
         """
+        if self._has_lost_gpu:
+            self.restart()
         kills = self._oom_kills()
         self._calls += 1
         try:
@@ -189,6 +184,7 @@ class ChildProcess:
         with suppress(BrokenPipeError, ConnectionResetError):  # the wait for its answer tells why
             self._connection.send((self._reference, self._settings))
         self._calls = 0
+        self._has_lost_gpu = False
         try:
             self.info = self._receive("opening the workload")
         except (EOFError, ConnectionResetError):
@@ -199,7 +195,7 @@ class ChildProcess:
         """Wait for the answer to the latest call. Ctrl-C ends the wait, and the child ignores it."""
         deadline = time.monotonic() + self._answer_seconds
         while self._connection.poll(max(0.0, deadline - time.monotonic())):
-            number, kind, content = self._connection.recv()
+            number, kind, content, self._has_lost_gpu = self._connection.recv()
             if number != self._calls:
                 continue  # the answer to an interrupted call
             if kind == "error":
@@ -248,43 +244,3 @@ SetupProcess = ThisProcess | ChildProcess
 def open_here(workload: Workload | str | None, settings: SetupSettings) -> ThisProcess:
     """Open the workload in this process."""
     return ThisProcess(open_setup(find_workload(workload), settings, is_demo=workload is None))
-
-
-def serve(connection: Connection, workload: Workload | str | None, settings: SetupSettings, log: str) -> None:
-    """Run the child: open the workload, then answer calls until the pipe closes."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    # Line buffers, because a crash loses buffered output.
-    sys.stdout = sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace")
-    faulthandler.enable(descriptor)
-    # The collections at the end of a process with torch take half a second.
-    atexit.register(gc.freeze)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Trials start loader workers, which a daemon must not. They end with this process.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    try:
-        here = open_here(workload, settings)
-        # What is open now lives as long as this process, so no collection needs to look at it again.
-        gc.collect()
-        gc.freeze()
-        connection.send((0, "answer", here.info))
-    except (Exception, SystemExit) as error:
-        connection.send((0, "error", to_picklable(error)))
-        return
-    with suppress(EOFError, BrokenPipeError):
-        while True:
-            number, function, args, more = connection.recv()
-            connection.send((number, *_answer(here, function, args, more)))
-
-
-def _answer(
-    here: ThisProcess, function: Callable[..., Any], args: tuple[Any, ...], more: dict[str, Any]
-) -> tuple[str, Any]:
-    try:
-        return "answer", here.call("", function, *args, **more)
-    except (Exception, SystemExit) as error:
-        carried = to_picklable(error)
-    # Outside the except block, nothing keeps the tensors of a failed call alive.
-    here.setup.device.release()
-    return "error", carried

@@ -21,7 +21,7 @@ import torch
 from autobatch.core.errors import AutobatchError
 from autobatch.core.signals import hold_back_signals
 from autobatch.footprint.tracing.apart import can_run_apart
-from autobatch.probing.child import serve
+from autobatch.probing.serve import serve
 from autobatch.probing.spare import Spare
 from autobatch.workload.contract import Workload
 
@@ -85,6 +85,6 @@ def _can_train(connection: Connection) -> bool:
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         reason = f"{NO_COPY} it has trained before: {str(error).splitlines()[0]}"
-        connection.send((0, "error", CannotCopyError(reason)))
+        connection.send((0, "error", CannotCopyError(reason), False))
         return False
     return True

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from autobatch.core.signals import hold_back_signals
 
-SERVE = "autobatch.probing.child:serve"
+SERVE = "autobatch.probing.serve:serve"
 """What the child runs, by its name: an import would bring torch into the parent."""
 
 
