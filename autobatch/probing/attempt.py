@@ -26,7 +26,7 @@ from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.step.apply_knobs import free_graphs
+from autobatch.step.apply_knobs import free_graphs, uses_graphs
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import StepResult, train_step
@@ -220,7 +220,8 @@ def on_copies(setup: TrainSetup, meter: Meter, *, learning_rate: float | None = 
             with temporary_weights(setup.model, setup.device.torch_device):
                 yield open_train_state(setup, meter, learning_rate=learning_rate)
         finally:
-            free_graphs(setup.knobs)
+            if uses_graphs(setup.knobs):
+                free_graphs()
         return
     # Importing FSDP takes a second, which a run without it saves.
     from autobatch.distributed.sharding.one_rank import sharded_copy

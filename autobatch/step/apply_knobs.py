@@ -85,10 +85,9 @@ def uses_graphs(knobs: Mapping[str, object]) -> bool:
     return knobs.get(COMPILE) == GRAPHS
 
 
-def free_graphs(knobs: Mapping[str, object]) -> None:
-    """Free the memory of CUDA graphs, if there are any; torch keeps it with the compiled code."""
-    if uses_graphs(knobs):
-        torch.compiler.reset()
+def free_graphs() -> None:
+    """Free the memory of CUDA graphs, which torch keeps with the compiled code."""
+    torch.compiler.reset()
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

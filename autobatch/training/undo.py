@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autobatch.device.base import Device
+from autobatch.step.apply_knobs import free_graphs
 from autobatch.step.train_state import TrainState
 from autobatch.workload.rng import RandomState, restore_random_state
 
@@ -21,6 +22,9 @@ def undo_batch(train_state: TrainState, device: Device, random_state: RandomStat
     """
     train_state.gradients.clear()
     try:
+        if train_state.gradients.are_overwritten:
+            # The graphs of the micro-batches that ran out of memory hold theirs.
+            free_graphs()
         device.release()
         # A lost device fails here for certain: freeing its cache may not show it.
         device.synchronize()

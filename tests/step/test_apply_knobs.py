@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.core.knobs import COMPILE_MODES
-from autobatch.step.apply_knobs import apply_forward, find_blocks, free_graphs
+from autobatch.step.apply_knobs import apply_forward, find_blocks
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
@@ -200,14 +199,6 @@ def test_the_compiler_gets_the_forward_pass_for_a_while(monkeypatch: pytest.Monk
     assert set(modes) == {"reduce-overhead"}
     assert "forward" not in model.__dict__
     assert marks == [0, 1, 2, 3, 4, 5], "before every forward pass"
-
-
-def test_the_memory_of_graphs_is_freed_with_the_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    resets: list[str] = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
-    for mode in COMPILE_MODES:
-        free_graphs({"compile": mode})
-    assert resets == ["reset"], "of CUDA graphs only: other code is used again"
 
 
 @pytest.mark.slow

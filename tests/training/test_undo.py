@@ -40,3 +40,13 @@ def test_a_lost_device_is_an_error_unless_it_was_fatal_already() -> None:
     assert not undo_batch(state, device, before, is_fatal=True)
     with pytest.raises(RuntimeError, match="lost"):
         undo_batch(state, device, before, is_fatal=False)
+
+
+def test_the_graphs_of_a_batch_that_ran_out_of_memory_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
+    state = train_state_of(make_workload())
+    for has_graphs in (False, True):
+        state.gradients.are_overwritten = has_graphs
+        assert undo_batch(state, CpuDevice(memory_budget="1GiB"), capture_random_state(), is_fatal=False)
+    assert resets == ["reset"]
