@@ -28,6 +28,10 @@ _UNMODELLED = (
 """Options that change where the allocator puts blocks (c10/core/AllocatorConfig.h, torch 2.13)."""
 
 
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables of these options. The first that is set counts, even if empty (c10/core/AllocatorConfig.cpp)."""
+
+
 @contextlib.contextmanager
 def capped(index: int, *, limit_bytes: int, total_bytes: int) -> Iterator[None]:
     """Cap the allocator of a GPU within the block, then restore the former cap."""
@@ -108,8 +112,8 @@ def keeps_workspaces(version: str, environ: Mapping[str, str]) -> bool:
 
 
 def allocator_options(environ: Mapping[str, str]) -> str:
-    """Return the options of the allocator in the environment, where the old variable takes precedence."""
-    text = environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF") or ""
+    """Return the options of the allocator in the environment: those of the first variable that is set."""
+    text = next((environ[name] for name in _VARIABLES if name in environ), "")
     return text.replace(" ", "").lower()
 
 
@@ -147,7 +151,7 @@ def reason_not_expandable(
         is_configurable: Whether this torch can change settings while it runs.
         settings: Settings made since the process began.
     """
-    named = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if environ.get(name)]
+    named = [name for name in _VARIABLES if environ.get(name)]
     if named:
         return f"{named[0]} is set, and its settings are kept"
     if platform != "linux" or backend != "native":

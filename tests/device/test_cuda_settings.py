@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -55,18 +59,36 @@ def test_a_torch_without_the_setting_changes_nothing(monkeypatch: pytest.MonkeyP
     assert not calls
 
 
-@pytest.mark.parametrize(
-    ("environ", "asks"),
-    [
-        ({}, False),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : true"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
-    ],
-)
-def test_the_old_variable_takes_precedence(environ: dict[str, str], asks: bool) -> None:
+FIRST_SET: list[tuple[dict[str, str], bool]] = [
+    ({}, False),
+    ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+    ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : True"}, True),
+    ({"PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True"}, True),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+    (
+        {
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+        },
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize(("environ", "asks"), FIRST_SET)
+def test_the_first_variable_that_is_set_counts(environ: dict[str, str], asks: bool) -> None:
     assert asks_for_expandable(environ) is asks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("environ", "asks"), FIRST_SET)
+def test_torch_reads_the_same_variable(environ: dict[str, str], asks: bool) -> None:
+    code = "import torch; print(torch._C._accelerator_getAllocatorSettings().lower().replace(' ', ''))"
+    clean = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, check=True
+    )
+    assert ("expandable_segments:true" in done.stdout) is asks
 
 
 @pytest.mark.parametrize(
