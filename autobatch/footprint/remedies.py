@@ -31,6 +31,10 @@ Change = Callable[[Setting], Setting]
 Trace = Callable[[str, Setting], Footprint]
 OF_THE_OPTIMIZER = frozenset({"fused"})
 """Changes that save memory only within the phase of the optimizer."""
+EXPANDABLE = "expandable_segments"
+EXPANDABLE_ADVICE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+DEAREST_FIRST = ("gradient_dtype", "bf16", "checkpointing", EXPANDABLE, "fused")
+"""Changes by what they cost in exactness and time, those first that a combination had better do without."""
 LEAST_CHANGE = 0.01
 """Share by which the peak must fall if the micro-batch does not grow."""
 
@@ -69,9 +73,9 @@ def find_remedies(
         trace: traces a step with a change, given its name and its setting.
 
     Returns:
-        The changes with which more fits. If nothing fits with any of them alone, the only remedy is all of
-        them together that lower the peak, whether that suffices or not. A change that cannot be traced is
-        left out.
+        The changes with which more fits. If nothing fits with any of them alone, the only remedy is several
+        together: those that lower the peak, else the fewest of all that suffice, else those that lower it
+        without sufficing. A change that cannot be traced is left out.
     """
     now = _outcome(step, spending, expandable=spending.expandable)
     if now is None:
@@ -79,16 +83,15 @@ def find_remedies(
     changes = list(changes_of(setting))
     found: list[tuple[str, Remedy]] = []
     if not spending.expandable:
-        advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"
         then = _outcome(step, spending, expandable=True)
-        found += _remedy(now, then, "expandable_segments", advice)
+        found += _remedy(now, then, EXPANDABLE, EXPANDABLE_ADVICE)
     for name, advice, change in changes:
         if name in OF_THE_OPTIMIZER and not _may_help(now, step, spending):
             continue
         then = _traced_outcome(name, change(setting), spending, trace, expandable=spending.expandable)
         found += _remedy(now, then, name, advice)
-    if now[0] == 0 and len(found) > 1 and not any(one.micro_batch for _, one in found):
-        return [_together(setting, spending, trace, found, changes)]
+    if now[0] == 0 and not any(one.micro_batch for _, one in found):
+        return _together(setting, spending, trace, found, changes)
     return sorted((one for _, one in found), key=lambda one: (-one.micro_batch, one.peak_bytes))
 
 
@@ -107,23 +110,52 @@ def _together(
     trace: Trace,
     found: list[tuple[str, Remedy]],
     changes: list[tuple[str, str, Change]],
-) -> Remedy:
-    """Return all changes that lower the peak as one remedy; the best of them if they cannot be traced."""
-    names = {name for name, _ in found}
-    changed = setting
-    for name, _, change in changes:
-        changed = change(changed) if name in names else changed
-    expandable = spending.expandable or "expandable_segments" in names
-    then = _traced_outcome("+".join(sorted(names)), changed, spending, trace, expandable=expandable)
-    best = min((one for _, one in found), key=lambda one: one.peak_bytes)
-    if then is None or (then[0] == 0 and then[1] >= best.peak_bytes):
-        return best
-    return Remedy(
-        name="+".join(name for name, _ in found),
-        advice=" and ".join(one.advice for _, one in found),
-        micro_batch=then[0],
-        peak_bytes=then[1],
-    )
+) -> list[Remedy]:
+    """Return the remedies of a step of which no change alone makes anything fit.
+
+    If the changes that lower the peak do not suffice together, all changes are tried, because of two peaks of
+    nearly the same height neither can be lowered alone. Of these, the fewest that suffice are returned.
+    """
+    advice = {name: text for name, text, _ in changes}
+    if not spending.expandable and spending.allocator(True) is not None:
+        advice = {EXPANDABLE: EXPANDABLE_ADVICE, **advice}
+
+    def outcome(names: Sequence[str]) -> tuple[int, int] | None:
+        changed = setting
+        for name, _, change in changes:
+            changed = change(changed) if name in names else changed
+        is_expandable = spending.expandable or EXPANDABLE in names
+        return _traced_outcome("+".join(sorted(names)), changed, spending, trace, expandable=is_expandable)
+
+    def remedy(names: Sequence[str], then: tuple[int, int]) -> Remedy:
+        words = " and ".join(advice[name] for name in names)
+        return Remedy(name="+".join(names), advice=words, micro_batch=then[0], peak_bytes=then[1])
+
+    several = [name for name, _ in found]
+    then = outcome(several) if len(several) > 1 else None
+    if (then is None or then[0] == 0) and set(several) < set(advice):
+        fewest = _fewest(list(advice), outcome)
+        if fewest is not None:
+            return [remedy(*fewest)]
+    best = min((one for _, one in found), key=lambda one: one.peak_bytes, default=None)
+    if then is None or best is None or (then[0] == 0 and then[1] >= best.peak_bytes):
+        return [] if best is None else [best]
+    return [remedy(several, then)]
+
+
+def _fewest(
+    names: list[str], outcome: Callable[[Sequence[str]], tuple[int, int] | None]
+) -> tuple[list[str], tuple[int, int]] | None:
+    """Return the changes without those that are not needed, and their outcome; None if all do not suffice."""
+    then = outcome(names)
+    if then is None or then[0] == 0:
+        return None
+    for name in [one for one in DEAREST_FIRST if one in names]:
+        rest = [one for one in names if one != name]
+        without = outcome(rest) if len(rest) > 1 else None  # one alone was tried
+        if without is not None and without[0]:
+            names, then = rest, without
+    return names, then
 
 
 def _traced_outcome(

@@ -33,9 +33,15 @@ def batch_norm_notes(model: nn.Module, sampler: GlobalBatchSampler, micro_batch:
         f"momentum to {equivalent_momentum(momentum, len(sizes)):.4g} instead of {momentum:g} "
         "(--bn-momentum auto does this)"
     )
+    who = (
+        "1 BatchNorm layer computes its"
+        if len(layers) == 1
+        else f"{len(layers)} BatchNorm layers compute their"
+    )
+    size = f"{sizes[-1]} to {sizes[0]}" if sizes[-1] < sizes[0] else f"{sizes[0]}"
     return [
-        f"{len(layers)} BatchNorm layers compute their statistics over micro-batches of {sizes[-1]} to "
-        f"{sizes[0]} samples, not over the batch of {sum(sizes)}: results depend on the micro-batch{rate}"
+        f"{who} statistics over micro-batches of {size} samples, not over the batch of {sum(sizes)}: results "
+        f"depend on the micro-batch{rate}"
     ]
 
 

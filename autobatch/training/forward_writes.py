@@ -33,8 +33,9 @@ def forward_write_notes(setup: TrainSetup, micro_batches: int) -> list[str]:
     except Exception:  # what fails here fails in training too, and is reported there
         return []
     parts = [
-        f"{what} {', '.join(names[:NAMED])}" + (f" and {len(names) - NAMED} more" * (len(names) > NAMED))
-        for what, names in (("the buffers", buffers), ("the frozen parameters", frozen))
+        f"the {what}{'s' * (len(names) > 1)} {', '.join(names[:NAMED])}"
+        + (f" and {len(names) - NAMED} more" * (len(names) > NAMED))
+        for what, names in (("buffer", buffers), ("frozen parameter", frozen))
         if names
     ]
     if not parts:

@@ -198,6 +198,33 @@ def test_changes_are_combined_if_none_suffices_alone():
     ]
 
 
+def two_peaks(step, names):
+    """Return a trace of two changes, each of which lowers one of two peaks, and of others that lower none."""
+
+    def trace(name, changed):
+        quarters = 1 if names <= set(name.split("+")) else 4
+        events = [
+            (block, rule and Polynomial(*(quarters * part for part in rule[:3]), 4 * rule.denominator))
+            for block, rule in step.program.events
+        ]
+        return replace(step, program=replace(step.program, events=tuple(events)))
+
+    return trace
+
+
+def test_two_peaks_of_one_height_are_lowered_together(traced):
+    """Neither change alone lowers the peak of a step; what the two do not need is left out."""
+    one, step = traced
+    peak = replay(step.program.at(1), CountingAllocator()).peak_allocated_bytes
+    trace = two_peaks(step, {"checkpointing", "fused"})
+    [found] = find_remedies(one, step, on_cpu(0.5 * peak), trace=trace)
+    assert (found.name, found.micro_batch > 0) == ("checkpointing+fused", True)
+    assert (
+        found.advice == "activation checkpointing of the repeated blocks and a fused optimizer (fused=True)"
+    )
+    assert find_remedies(one, step, on_cpu(0.1 * peak), trace=trace) == []
+
+
 def test_remedies_end_a_sentence():
     def remedy(**fields):
         return Remedy(name="x", advice="this", **fields)

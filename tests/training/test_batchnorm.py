@@ -105,7 +105,7 @@ def test_the_note_on_batch_norm_has_the_numbers() -> None:
     sampler = GlobalBatchSampler(samples=24, target_batch=24, seed=0, steps=3)
     model = nn.Sequential(nn.BatchNorm1d(5), network())
     (note,) = batch_norm_notes(model, sampler, 7)
-    assert "1 BatchNorm layers compute their statistics over micro-batches of 6 to 6 samples" in note
+    assert "1 BatchNorm layer computes its statistics over micro-batches of 6 samples" in note
     assert "not over the batch of 24" in note
     assert (
         "move 4 times per step: to match the whole batch, set their momentum to 0.026 instead of 0.1" in note

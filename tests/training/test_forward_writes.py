@@ -52,7 +52,7 @@ def test_what_is_written_is_named_once_without_batch_norm(replaces: bool) -> Non
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     (note,) = forward_write_notes(setup, 3)
     assert note.startswith(
-        "the forward pass writes the buffers queue and the frozen parameters teacher.weight, teacher.bias: "
+        "the forward pass writes the buffer queue and the frozen parameters teacher.weight, teacher.bias: "
         "each of the 3 micro-batches of a step"
     )
     assert forward_write_notes(setup, 1) == []
