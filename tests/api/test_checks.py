@@ -32,7 +32,7 @@ def test_a_plan_names_what_each_micro_batch_writes(target_batch: int, notes: int
     heard = Listener()
     options: dict[str, Any] = {"device": "cpu", "memory_budget": "1MiB", "max_micro_batch": 10}
     autobatch.plan(work(Queued), target_batch=target_batch, progress=heard, **options)
-    assert sum("writes the buffers queue: each of the 4 micro-batches" in one for one in heard.notes) == notes
+    assert sum("writes the buffer queue: each of the 4 micro-batches" in one for one in heard.notes) == notes
 
 
 def test_a_lazy_module_is_refused_by_name() -> None:
