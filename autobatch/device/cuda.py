@@ -78,6 +78,9 @@ class CudaDevice:
         if options:
             self._notes.append(f"{', '.join(options)} of the allocator: predictions come from peaks alone")
         held_bytes = torch.cuda.memory_reserved(index)
+        cap_bytes = cuda_settings.read_cap(index, self._properties.total_memory)
+        if cap_bytes - held_bytes < free_bytes and cap_bytes < self._properties.total_memory:
+            free_bytes, source = max(0, cap_bytes - held_bytes), "set_per_process_memory_fraction"
         self._available_bytes = min(free_bytes + held_bytes, self._properties.total_memory)
         self._budget_bytes, self._budget_source = resolve_budget(
             memory_budget,

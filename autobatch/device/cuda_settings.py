@@ -35,7 +35,7 @@ _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLO
 @contextlib.contextmanager
 def capped(index: int, *, limit_bytes: int, total_bytes: int) -> Iterator[None]:
     """Cap the allocator of a GPU within the block, then restore the former cap."""
-    before_bytes = _read_cap(index, total_bytes)
+    before_bytes = read_cap(index, total_bytes)
     _set_cap(index, limit_bytes, total_bytes)
     try:
         yield
@@ -59,7 +59,7 @@ def _set_cap(index: int, limit_bytes: int, total_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, total_bytes), index)
 
 
-def _read_cap(index: int, total_bytes: int) -> int:
+def read_cap(index: int, total_bytes: int) -> int:
     """Return the current cap in bytes; the total (no cap) on releases that do not report it."""
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return round((1.0 if read is None else read(index)) * total_bytes)

@@ -50,6 +50,16 @@ def test_16_bits_only_on_gpus_that_are_built_for_them(
     assert (device.default_precision(), device.native_precisions()) == (default, native)
 
 
+def test_a_limit_of_the_process_limits_the_default_budget(fake: FakeCuda) -> None:
+    fake.set_per_process_memory_fraction(0.5, 0)
+    device = CudaDevice(index=0, memory_budget=None)
+    assert device.budget_bytes == 12 * GIB - int(1.2 * GIB)
+    assert (
+        "10.0 GiB free (set_per_process_memory_fraction) + 2.00 GiB held" in device.describe().budget_source
+    )
+    assert CudaDevice(index=0, memory_budget="14GiB").budget_bytes == 14 * GIB
+
+
 def test_the_gpu_is_the_current_one_in_its_sessions(fake: FakeCuda) -> None:
     """A tensor that a loss makes on ``cuda``, and an event, are then on the same GPU as the model."""
     device = CudaDevice(index=0, memory_budget="6GiB")
