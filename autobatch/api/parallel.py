@@ -28,7 +28,7 @@ from autobatch.workload.contract import Workload
 WHOLE = "a whole model fits on each rank, so each has its own"
 _Options = TypeVar("_Options", bound=SearchOptions)
 Stage = Callable[[SetupProcess, _Options, RunContext, Together], Result]
-"""Probes in an open process, and may plan."""
+"""Function that probes in an open process, and may plan."""
 
 
 class Probed(NamedTuple):

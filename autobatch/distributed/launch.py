@@ -29,7 +29,7 @@ class Launch:
     """Ranks on this host."""
     address: str
     port: int
-    """Where the store of the run listens."""
+    """Port of ``address`` at which the store of the run listens."""
     has_agent_store: bool
     """True if torchrun keeps the store, which then outlives every rank."""
     run_id: str

@@ -151,7 +151,7 @@ def open_engine(
 
     Args:
         ranks: the ranks.
-        plan: of `plan_over_ranks`.
+        plan: of `spread`, if several ranks run.
         split: of `split_of_rank`.
         train_state: what trains.
         spare: returns a small micro-batch on the device, with its samples.

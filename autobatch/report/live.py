@@ -32,7 +32,7 @@ FIXED_COLUMNS = 30
 ACT_COLUMNS = 15
 """Columns of the line of an act besides its text: the spinner and the time."""
 REFRESHES = 6
-"""A second; each takes a millisecond from what is measured."""
+"""Refreshes per second; each takes a millisecond from what is measured."""
 WIDEST_BAR, NARROWEST_BAR = 30, 8
 
 

@@ -157,7 +157,7 @@ def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
 
 
 class _OomWatch(TorchFunctionMode):
-    """Keeps the first out-of-memory error of a tensor operation.
+    """A watch that keeps the first out-of-memory error of a tensor operation.
 
     ``nn.Module.load_state_dict`` turns every error of a copy into the text of a RuntimeError.
     """

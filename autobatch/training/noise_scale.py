@@ -29,7 +29,7 @@ MIN_BATCHES = 50
 EARLY_BATCHES = 256
 """Batches after which the scale is measured less often, because it changes slowly then."""
 LATE_FACTOR = 4
-"""How many times less often."""
+"""Factor by which it is then measured less often."""
 KEPT_BATCHES = 500
 """Most recent measured batches that an estimate uses; the noise scale grows during a run."""
 NEAR_FACTOR = 4.0

@@ -19,7 +19,7 @@ INTERVAL_S = 0.05
 OTHER = "other"
 """Drawing the batch, checks, the record and its files."""
 NAMES = {"loss": "forward", "optimizer": "step"}
-"""What a phase of a step is called, if not by its own name."""
+"""Names of the phases of a step that are not called by their own."""
 
 
 class PhaseTimes:

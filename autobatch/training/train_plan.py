@@ -43,7 +43,7 @@ class Resume:
 
     checkpoint: Loaded
     is_exact: bool
-    """Whether hardware, plan and versions are those of the checkpoint, so that the rest is bit-identical."""
+    """True if hardware, plan and versions are those of the checkpoint, so that the rest is bit-identical."""
 
 
 @dataclass(frozen=True, kw_only=True)

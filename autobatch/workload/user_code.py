@@ -13,7 +13,7 @@ _MARK = "raised by the workload: "
 
 
 class user_code:  # noqa: N801 - reads as a statement; a generator would cost more in each micro-batch
-    """Marks every error within the block as raised by ``part`` of the workload, and lets it pass."""
+    """Mark every error within the block as raised by ``part`` of the workload, and let it pass."""
 
     __slots__ = ("_part",)
 

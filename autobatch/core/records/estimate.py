@@ -65,7 +65,7 @@ class Estimate(Record, frozen=True, kw_only=True):
     parallel_reason: str | None = None
     """Reason for the choice, in words; None if it was asked for."""
     shard_sync: ShardSync | None = None
-    """When sharded gradients are reduced: after ``each`` micro-batch, or ``once`` per step."""
+    """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step."""
 
 
 class RankEstimate(Record, frozen=True, kw_only=True):

@@ -116,7 +116,7 @@ class Plan(Record, frozen=True, kw_only=True):
     parallel_reason: str | None = None
     """The reason for it; None if it was asked for."""
     shard_sync: ShardSync | None = None
-    """When sharded gradients are reduced; None if nothing is sharded."""
+    """Reduction of sharded gradients: after ``each`` micro-batch, or ``once`` per step; None if none are."""
     shard_sync_reason: str | None = None
     """The reason for it; None if it was asked for."""
     shard_modules: str | None = None

@@ -73,7 +73,7 @@ class Training(Record, frozen=True, kw_only=True):
     grad_sync: str | None = None
     """``overlap`` or ``after`` if several ranks summed gradients during or after the last backward pass."""
     notes: list[str] = []
-    """What the check of the loss found before the training and in its first batches."""
+    """Findings of the check of the loss, before the training and in its first batches."""
     phase_seconds: dict[str, float] = {}
     """Seconds since the last resume by phase, the largest first: ``data`` (waiting for it), ``forward``,
     ``backward``, ``step`` and ``other`` of the steps, from a sample of them, and ``validation`` and

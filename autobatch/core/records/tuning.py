@@ -108,7 +108,7 @@ class Tuning(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Duration of the search, including the comparison of the best with the default."""
     sampler_seconds: float = 0.0
-    """Share of ``seconds`` that the sampler and the storage took, in seconds."""
+    """Part of ``seconds`` that the sampler and the storage took."""
     notes: list[str] = []
     """Remarks on the choice, one per line."""
     learning_rate: LrTuning | None = None

@@ -42,7 +42,7 @@ class AllocatorConfig:
     segment_round_bytes: int = 2 * MiB
     """Granularity of such segments: ``kRoundLarge``."""
     held_bytes: int = 0
-    """What the process holds already, as one block that nothing frees."""
+    """Bytes that the process holds already, as one block that nothing frees."""
     retries: bool = True
     """Release cached segments and try again before an error, as CUDA does. False if a step that needed that
     does not count as fitting."""

@@ -25,7 +25,7 @@ class ShardLayout(Record, frozen=True, kw_only=True):
     world: int
     """Ranks that share it."""
     sync: ShardSync = "each"
-    """When gradients are reduced: after each micro-batch, or once per step."""
+    """Reduction of gradients: after each micro-batch, or once per step."""
     modules: str | None = None
     """Regular expression for the modules to gather at a time; None for the repeated blocks."""
 

@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
     path: Path
     state: dict[str, Any]
     facts: dict[str, Any]
-    """What was written beside the state: the plan, the versions, the data order."""
+    """Facts that were written beside the state: the plan, the versions, the data order."""
     passed_over: list[str]
     """Newer checkpoints that are damaged, and why; one per line."""
 

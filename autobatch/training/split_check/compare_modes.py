@@ -54,7 +54,7 @@ class Finding(NamedTuple):
     unchecked: str | None = None
     """Reason why the check could not be made."""
     is_memory: bool = False
-    """Whether the reason is that memory ran out."""
+    """True if the check could not be made because memory ran out."""
 
     def notes(self, *, is_split: bool) -> list[str]:
         """Return what to tell the user about a run whose batches are split, or are one micro-batch each."""
