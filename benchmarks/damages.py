@@ -14,8 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.manifest import MANIFEST, STATE, read_manifest, write_manifest
+from autobatch.training.checkpoints.manifest import (
+    MANIFEST,
+    OLD_STATE,
+    STATE,
+    read_manifest,
+    state_path,
+    write_manifest,
+)
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS
 from benchmarks.tiny_run import tiny_workload, trained_run
@@ -56,6 +65,7 @@ def damage_checkpoints(root: Path, seed: int, number: int) -> tuple[dict[str, Co
         if found != "caught":
             missed.append(f"{damage.kind}: {found}")
         sentinel.unlink(missing_ok=True)
+        (newest / OLD_STATE).unlink(missing_ok=True)
         for name, content in sound.items():
             (newest / name).write_bytes(content)
     assert load_run_state(root).path == newest
@@ -86,9 +96,9 @@ def _damages(
     yield Damage("swaps", {STATE: sound[MANIFEST]})
     yield Damage("swaps", {MANIFEST: sound[STATE]})
     for payload in _payloads(sentinel):
-        for planted in (payload, _in_zip(sound[STATE], payload)):
-            yield Damage("planted pickles", {STATE: planted})
-            yield Damage("planted pickles with right sums", {STATE: planted}, resealed=True)
+        for name, planted in ((STATE, payload), (OLD_STATE, payload), (OLD_STATE, _in_zip(payload))):
+            yield Damage("planted pickles", {STATE: None, name: planted})
+            yield Damage("planted pickles with right sums", {STATE: None, name: planted}, resealed=True)
 
 
 class _Calling:
@@ -116,10 +126,11 @@ def _payloads(sentinel: Path) -> Iterator[bytes]:
             yield pickle.dumps({"counters": {"batches_seen": 3}, "model": call}, protocol=protocol)
 
 
-def _in_zip(state: bytes, payload: bytes) -> bytes:
+def _in_zip(payload: bytes) -> bytes:
     """Return a file of torch with another pickle in it."""
-    changed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(state)) as before, zipfile.ZipFile(changed, "w") as after:
+    sound, changed = io.BytesIO(), io.BytesIO()
+    torch.save({"counters": {"batches_seen": 3}, "model": torch.ones(3)}, sound)
+    with zipfile.ZipFile(sound) as before, zipfile.ZipFile(changed, "w") as after:
         for name in before.namelist():
             after.writestr(name, payload if name.endswith("data.pkl") else before.read(name))
     return changed.getvalue()
@@ -133,10 +144,10 @@ def _apply(path: Path, damage: Damage) -> None:
             (path / name).write_bytes(content)
     if damage.resealed:
         manifest = read_manifest(path)
-        content = (path / STATE).read_bytes()
+        content = state_path(path).read_bytes()
         sums = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         entries = {name: manifest[name] for name in ("step", "facts")}
-        write_manifest(path / MANIFEST, {**entries, "files": {STATE: sums}})
+        write_manifest(path / MANIFEST, {**entries, "files": {state_path(path).name: sums}})
 
 
 def _outcome(root: Path, older: Path, newest: Path, sentinel: Path) -> str:

@@ -1,7 +1,6 @@
 """State of the training loop, captured as plain values and tensors and restored from them.
 
-A checkpoint is read by ``torch.load(weights_only=True)``, which refuses NumPy scalars and arrays. They become
-plain numbers and tensors here.
+A checkpoint holds neither NumPy scalars nor arrays. They become plain numbers and tensors here.
 
 Counters in a checkpoint:
 
@@ -15,6 +14,7 @@ Counters in a checkpoint:
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,9 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
+from autobatch.training.checkpoints import state_file
 from autobatch.training.checkpoints.sharded import sharded_bytes, with_shards
+from autobatch.training.checkpoints.state_file import pack, read_state_file, write_state_file
 from autobatch.training.loop import Loop
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.workload.nested import tensors_of
@@ -125,8 +127,8 @@ def _ranks_of(loop: Loop, own: dict[str, Any]) -> dict[str, Any] | None:
     if ranks.world == 1:
         return None
     file = io.BytesIO()
-    torch.save(own, file)
-    found = [torch.load(io.BytesIO(one), weights_only=True) for one in ranks.gather_bytes(file.getvalue())]
+    write_state_file(file, own)
+    found = [read_state_file(io.BytesIO(one)) for one in ranks.gather_bytes(file.getvalue())]
     return {"limits": [*loop.engine.limits], "random": found}
 
 
@@ -196,11 +198,8 @@ def check_checkpoint_state(state: Mapping[str, Any]) -> None:
         DoesNotFitError: the host memory does not suffice for the check.
     """
     for part, value in state.items():
-        file = io.BytesIO()
         try:
-            torch.save(_skeleton(value), file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
+            json.dumps(pack(_skeleton(value)).value)
         except Exception as error:
             if is_oom(error):
                 raise DoesNotFitError(
@@ -208,13 +207,10 @@ def check_checkpoint_state(state: Mapping[str, Any]) -> None:
                     f"found {available_host_memory()} available: {first_line(error).rstrip('.')}. "
                     "Free host memory"
                 ) from error
-            lines = [
-                line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line
-            ]
-            found = lines[0] if lines else f"{type(error).__name__}"
             raise InputError(
                 f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
-                f"executing code ({found}): keep only numbers, text, tensors and containers of them"
+                f"executing code, found {first_line(error)}: keep only numbers, text, tensors and lists, "
+                "tuples, sets and dicts of them"
             ) from None
 
 
@@ -234,8 +230,8 @@ def to_plain(value: Any) -> Any:
 
 
 def _skeleton(value: Any) -> Any:
-    """Return the same structure with every tensor empty."""
-    if isinstance(value, Tensor):
+    """Return the same structure with every tensor empty that a checkpoint can hold."""
+    if type(value) in state_file.CLASSES or hasattr(value, "device_mesh"):
         return torch.empty(0)
     if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):
         if isinstance(value, dict):

@@ -18,11 +18,12 @@ from autobatch.training.checkpoints import checkpoint
 from autobatch.training.checkpoints.checkpoint import save_checkpoint
 from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.checkpoints.manifest import read_manifest, write_manifest, write_state
+from autobatch.training.checkpoints.state_file import read_state_file
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop
 from autobatch.training.resume import data_order_facts
 
-MANIFEST, STATE = "manifest.json", "state.pt"
+MANIFEST, STATE = "manifest.json", "state.tensors"
 
 
 def save(folder: Path, step: int, size: int = 8, **options: Any) -> Path:
@@ -53,7 +54,8 @@ def save_run(folder: Path, loop: Loop, steps: int) -> list[Path]:
 def reseal(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
     """Change the state and the facts of a checkpoint, and give it valid sums."""
     manifest = read_manifest(path)
-    state = torch.load(path / STATE, weights_only=True)
+    with (path / STATE).open("rb") as file:
+        state = read_state_file(file)
     change(state, manifest["facts"])
     files = {STATE: write_state(path / STATE, state)}
     content = {"step": manifest["step"], "files": files, "facts": manifest["facts"]}

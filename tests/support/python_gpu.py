@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autobatch.core.units import MiB
 from autobatch.device import nvml
 from autobatch.device.nvml import NvmlAbsent
+from autobatch.training.checkpoints import state_file
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BLOCK = 512
@@ -59,10 +60,6 @@ class GpuTensor(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"{self.inner!r} on {CUDA}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values. A checkpoint is read onto the CPU anyway."""
-        return self.inner.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,6 +176,11 @@ class PythonGpu:
         )
 
 
+def _packed_values(module: Any) -> Operator:
+    pack = module._packed_tensor
+    return lambda x, into: pack(x.inner if isinstance(x, GpuTensor) else x, into)
+
+
 @contextmanager
 def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
     """Let torch have this GPU, and no other, within the block."""
@@ -196,6 +198,9 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
             stack.enter_context(patch.object(torch._C, name, lambda: None, create=True))
         stack.enter_context(patch.object(nvml, "read_holders", lambda _: []))
         stack.enter_context(patch.object(nvml, "read_gpu", lambda *_: NvmlAbsent(reason="not installed")))
+        # A checkpoint has the values on the CPU.
+        stack.enter_context(patch.object(state_file, "CLASSES", (*state_file.CLASSES, GpuTensor)))
+        stack.enter_context(patch.object(state_file, "_packed_tensor", _packed_values(state_file)))
         stack.enter_context(_Dispatch(gpu))
         stack.enter_context(_Functions())
         yield gpu

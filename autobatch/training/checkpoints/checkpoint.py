@@ -3,8 +3,8 @@
 A checkpoint is a folder ``step-N``. It is written as ``step-N.tmp-PID``: every file is flushed to the disk,
 and the manifest comes last, with their sizes and SHA-256 sums and a sum of its own. Then the folder is
 renamed and its parent flushed, so a folder called ``step-N`` is complete. Later damage is detected on
-reading: the checkpoint is named and passed over, never deleted. Tensors are loaded with ``weights_only``, so
-nothing in a file is executed.
+reading: the checkpoint is named and passed over, never deleted. A state is JSON and tensors, so nothing in a
+file is executed.
 
     step-N.tmp-PID ──► step-N ──► step-N.trash-PID ──► deleted       (more than ``keep_last``)
                           └─────► step-N.damaged-K                   (the run reaches the same step again)
@@ -49,7 +49,7 @@ def save_checkpoint(
     Args:
         folder: the folder of all checkpoints of the run.
         step: batches seen, which names the checkpoint.
-        state: tensors and plain values that ``torch.load(weights_only=True)`` can read.
+        state: tensors and plain values; see `autobatch.training.checkpoints.state_file`.
         facts: JSON that users and resumes read without loading tensors.
         keep_last: checkpoints to keep.
         protected: the checkpoint that the run was resumed from, which is never deleted.

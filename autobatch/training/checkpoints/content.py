@@ -18,7 +18,7 @@ from autobatch.core.errors import CheckpointError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.records.plan import Plan
 from autobatch.device.oom import is_oom
-from autobatch.training.checkpoints.manifest import MANIFEST, STATE
+from autobatch.training.checkpoints.manifest import MANIFEST, state_path
 from autobatch.training.checkpoints.sharded_content import ShardNote, check_shards
 from autobatch.workload.order import LastBatch
 
@@ -124,7 +124,7 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     name = MANIFEST
     try:
         _check_plan(msgspec.convert(facts, _Facts).plan)
-        name = STATE
+        name = state_path(path).name
         found = msgspec.convert(state, _State)
         if found.scaler:
             msgspec.convert(found.scaler, _Scaler)

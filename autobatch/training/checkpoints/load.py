@@ -15,7 +15,8 @@ from autobatch.core.errors import CheckpointError, InputError
 from autobatch.device.oom import is_oom
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.manifest import STATE, check_files, read_manifest
+from autobatch.training.checkpoints.manifest import OLD_STATE, STATE, check_files, read_manifest
+from autobatch.training.checkpoints.state_file import read_state_file
 
 
 class Loaded(NamedTuple):
@@ -83,13 +84,25 @@ def load_checkpoint(path: Path, check: Check = lambda *_: None, *, part: tuple[i
     """
     manifest = read_manifest(path)
     check_files(path, manifest, part=part)
+    file = path / (STATE if STATE in manifest["files"] else OLD_STATE)
     try:
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        state = _read_state(file)
         check(path, state, manifest["facts"])
     except CheckpointError:
         raise
     except Exception as error:  # a hostile or foreign file may make the reader raise anything
         if is_oom(error):
             raise
-        raise CheckpointError(f"{path}: {STATE} cannot be read ({type(error).__name__})") from None
+        raise CheckpointError(f"{path}: {file.name} cannot be read ({type(error).__name__})") from None
     return Loaded(path, state, manifest["facts"], [])
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    if path.name == OLD_STATE:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return found
+    with path.open("rb") as file:
+        found = read_state_file(file)
+    if not isinstance(found, dict):
+        raise TypeError(f"the state must be an object, found {type(found).__name__}")
+    return found

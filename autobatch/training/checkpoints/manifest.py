@@ -7,17 +7,19 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
-
-import torch
+from typing import IO, Any, cast
 
 from autobatch.core.errors import CheckpointError
 from autobatch.device.oom import is_oom
+from autobatch.training.checkpoints.state_file import write_state_file
 
 SCHEMA = 2
 """Format of checkpoints; 2 counts ``batches_seen``, ``steps_applied`` and ``skipped_steps_in_a_row``."""
 MANIFEST = "manifest.json"
-STATE = "state.pt"
+STATE = "state.tensors"
+"""In the format of safetensors. Its name does not end so, because a reader of shards takes all such files."""
+OLD_STATE = "state.pt"
+"""Name of the state in checkpoints of earlier versions, in torch's own format."""
 _PREFIX = b'{"sha256": "'
 _BODY_START = len(_PREFIX) + 64 + 2
 """Offset of the first byte that the manifest's own sum covers."""
@@ -30,17 +32,12 @@ def write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         Size in bytes and SHA-256, as the manifest lists them.
 
     Raises:
-        OSError: the system's own error, which ``torch.save`` hides.
+        OSError: the file cannot be written.
+        TypeError: the state holds something else; names its class.
     """
     with path.open("wb") as file:
         digest = _HashingFile(file)
-        try:
-            torch.save(dict(state), digest)  # type: ignore[arg-type]
-        except RuntimeError:
-            if digest.error is None:
-                raise
-        if digest.error is not None:
-            raise digest.error
+        write_state_file(cast("IO[bytes]", digest), state)
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": digest.size, "sha256": digest.sha256.hexdigest()}
@@ -80,13 +77,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if content != _PREFIX + _sum_of(body) + b'",' + body:
         raise CheckpointError(f"{path}: {MANIFEST} was changed after it was written (SHA-256 differs)")
     files = manifest.get("files")
-    if not (isinstance(files, dict) and STATE in files and isinstance(manifest.get("facts"), dict)):
+    has_state = isinstance(files, dict) and bool({STATE, OLD_STATE} & files.keys())
+    if not (has_state and isinstance(manifest.get("facts"), dict)):
         raise CheckpointError(f"{path}: {MANIFEST} does not list {STATE}")
     if not all(isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in files.values()):
         raise CheckpointError(f"{path}: {MANIFEST} lists files without size and sum")
     if not all(Path(name).name == name for name in files):
         raise CheckpointError(f"{path}: {MANIFEST} lists files outside of the checkpoint")
     return dict(manifest)
+
+
+def state_path(path: Path) -> Path:
+    """Return the file of the state in the checkpoint ``path``, also in one of an earlier version."""
+    return path / (STATE if (path / STATE).exists() else OLD_STATE)
 
 
 def check_files(
@@ -127,26 +130,18 @@ def check_files(
 
 
 class _HashingFile:
-    """A file that is hashed as it is written, and that keeps the system's own error."""
+    """A file that is hashed as it is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
         self.sha256 = hashlib.sha256()
         self.size = 0
-        self.error: OSError | None = None
 
-    def write(self, content: bytes) -> int:
-        try:
-            self.file.write(content)
-        except OSError as error:
-            self.error = error
-            raise
+    def write(self, content: bytes | memoryview) -> int:
+        self.file.write(content)
         self.sha256.update(content)
         self.size += len(content)
         return len(content)
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def _sum_of(body: bytes) -> bytes:

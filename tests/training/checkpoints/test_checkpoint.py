@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import shutil
 from pathlib import Path
@@ -14,9 +15,9 @@ from autobatch.training.checkpoints.checkpoint import (
     clean_leftovers,
     is_valid,
     list_checkpoints,
-    save_checkpoint,
 )
 from autobatch.training.checkpoints.load import load_newest
+from autobatch.training.checkpoints.manifest import OLD_STATE, write_manifest
 from tests.support.checkpoints import MANIFEST, STATE, newest, save
 
 
@@ -38,6 +39,26 @@ def test_damaged_checkpoints_are_all_named(tmp_path: Path) -> None:
     assert "start without --resume, or restore one of them" in str(caught.value)
 
 
+def seal(path: Path, name: str) -> None:
+    """Give a checkpoint with one file a valid manifest."""
+    content = (path / name).read_bytes()
+    sums = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_manifest(path / MANIFEST, {"step": 2, "files": {name: sums}, "facts": {"seed": 1, "step": 2}})
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    (path / STATE).unlink()
+    torch.save({"weights": torch.full((8,), 5.0), "step": 2}, path / OLD_STATE)
+    seal(path, OLD_STATE)
+    loaded = load_newest(tmp_path)
+    assert torch.equal(loaded.state["weights"], torch.full((8,), 5.0))
+    save(tmp_path / "other", 2)
+    (tmp_path / "other" / "step-00000002" / STATE).rename(path / STATE)
+    loaded = load_newest(tmp_path)
+    assert torch.equal(loaded.state["weights"], torch.full((8,), 5.0)), "only files of the manifest count"
+
+
 class Malicious:
     """Object that writes a file when it is unpickled."""
 
@@ -49,25 +70,24 @@ class Malicious:
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, raw: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("name", [STATE, OLD_STATE])
+def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, name: str, raw: bool) -> None:
     """The manifest is right in every byte."""
     folder = tmp_path / "checkpoints"
     sentinel = tmp_path / "sentinel"
     save(folder, 1)
-
-    def write(state, file) -> None:
+    path = save(folder, 2)
+    (path / STATE).unlink()
+    with (path / name).open("wb") as file:
         if raw:
             file.write(pickle.dumps(Malicious(sentinel)))
         else:
-            real(state, file)
-
-    real = torch.save
-    monkeypatch.setattr(torch, "save", write)
-    save_checkpoint(folder, step=2, state={"step": Malicious(sentinel)}, facts={})
-    assert is_valid(folder / "step-00000002")
+            torch.save({"step": Malicious(sentinel)}, file)
+    seal(path, name)
+    assert is_valid(path)
     loaded = load_newest(folder)
     assert loaded.state["step"] == 1
-    assert "state.pt cannot be read" in loaded.passed_over[0]
+    assert f"{name} cannot be read" in loaded.passed_over[0]
     assert not sentinel.exists()
     pickle.loads(pickle.dumps(Malicious(sentinel)))
     assert sentinel.exists(), "the pickle does what it says where it is executed"

@@ -15,7 +15,7 @@ from autobatch.training.checkpoints.content import check_content
 from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.loop_state import capture_loop
 from autobatch.training.resume import load_run_state
-from tests.support.checkpoints import facts_of, reseal, save_run
+from tests.support.checkpoints import MANIFEST, STATE, facts_of, reseal, save_run
 from tests.support.kinds import RUNS
 from tests.support.training import make_loop
 
@@ -113,9 +113,7 @@ def test_an_impossible_figure_is_named_and_the_checkpoint_passed_over(
     assert loaded.path == older
     with pytest.raises(CheckpointError, match=message):
         raise CheckpointError(*loaded.passed_over)
-    assert (
-        f"{newer}: {'manifest.json' if part else 'state.pt'} holds no run to resume" in loaded.passed_over[0]
-    )
+    assert f"{newer}: {MANIFEST if part else STATE} holds no run to resume" in loaded.passed_over[0]
     older.rename(tmp_path / "away")
     with pytest.raises(InputError, match=r"no checkpoint in .* is valid") as caught:
         load_run_state(tmp_path)

@@ -10,7 +10,7 @@ from autobatch.core.errors import InputError
 from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.checkpoints.sharded import save_sharded
 from autobatch.training.loop_state import capture_loop
-from tests.support.checkpoints import save
+from tests.support.checkpoints import STATE, save
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import block_workload, sharded_loop, step_together
@@ -67,7 +67,7 @@ def load_nothing(folder: Path) -> str:
 
 @pytest.mark.distributed
 def test_ranks_end_alike_if_nothing_is_valid(server: RankServer, tmp_path: Path) -> None:
-    (save(tmp_path, 1) / "state.pt").write_bytes(b"")
+    (save(tmp_path, 1) / STATE).write_bytes(b"")
     first, second = server.values(load_nothing, tmp_path)
     assert first == second
     assert first.startswith(f"no checkpoint in {tmp_path} is valid")
