@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +15,17 @@ from autobatch.core.units import GiB, MiB
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.device.hardware_profile import read_profile
 from autobatch.device.profiles import load_profile
-from benchmarks.gpu import claims, commands, keep
+from benchmarks.gpu import claims, commands, footprint, keep, loop, probe
 from benchmarks.gpu.__main__ import measure
+from benchmarks.gpu.cases import case, vectors
 from benchmarks.gpu.facts import FACTS, large_blocks
 from benchmarks.gpu.golden import Mismatch, lasting, mismatches, reduced
 from benchmarks.gpu.journal import BEGUN, CUT, DONE, FAILED, FILE, Journal, last_call, latest
 from benchmarks.gpu.machine import CudaMachine, StandIn
-from benchmarks.gpu.plan import units_of
+from benchmarks.gpu.plan import perceptron, units_of
 from benchmarks.gpu.work import LOST, Unit, work
+from benchmarks.workloads import mlp
+from tests.support.python_gpu import python_gpu
 
 
 def entries(*actions):
@@ -320,6 +324,46 @@ def test_a_command_that_fails_is_a_failure_with_its_last_words(tmp_path, monkeyp
 
 def test_the_tests_for_a_gpu_are_found():
     assert "tests/device/test_cuda.py" in commands.gpu_tests()
+
+
+class SmallerGpu(CudaMachine):
+    """The code for a real GPU, on one of CPU tensors, whose budgets are smaller."""
+
+    def budget(self, budget_bytes):
+        return budget_bytes // 512
+
+
+def read_facts(out):
+    with python_gpu(64 * GiB):
+        machine = SmallerGpu()
+        found = {name: FACTS[name](machine) for name in FACTS if name not in TOO_MUCH}
+        found["golden"] = footprint.golden(machine, small_case(), "fp32", 4, out)
+        found["limit"] = probe.limit(machine, perceptron, 4 * GiB)
+        found["loop"] = loop.ratio(machine, perceptron(), 32, 2)
+        machine.empty()
+    return found
+
+
+TOO_MUCH = {"context", "attention", "speeds"}
+"""Facts that need the kernels of a GPU: the attention of the CPU, and products that take long there."""
+
+
+def small_case():
+    return case("mlp", mlp(64, 2, 32), partial(vectors, width=32))
+
+
+@pytest.mark.program
+def test_the_code_for_a_real_gpu_runs_on_one_of_cpu_tensors(server, tmp_path):
+    home = {"AUTOBATCH_HOME": str(tmp_path)}
+    (found,) = server.values(read_facts, tmp_path, world=1, environ=home)
+    assert found["versions"]["gpu"] == "Python GPU"
+    assert found["refused"]["keys"] == ["action", "device_free", "pool_id", "size", "stream", "time_us"]
+    assert found["sessions"] == {"reserved_bytes": [0, 0, 0]}
+    assert found["cap"]["fixed"]["pieces"] == 50
+    assert found["norms"]["fp32"]["taken"]
+    assert found["golden"]["entries"] > 20
+    assert found["limit"]["exact"] is True
+    assert found["loop"]["waits_within_a_step"] is None
 
 
 @pytest.mark.slow

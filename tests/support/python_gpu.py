@@ -1,8 +1,9 @@
 """A GPU made of CPU tensors, for tests of everything that depends on the device of a tensor.
 
 A tensor of it computes on the CPU, says that it is on ``cuda:0``, and meets no tensor of the CPU, as on CUDA.
-Memory is counted per storage in blocks of 512 bytes, up to the cap of the process. It has no kernels of its
-own, no autocast, no streams (nothing is asynchronous), and no allocator that fragments.
+Memory is counted per storage in blocks of 512 bytes, up to the cap of the process. It can be recorded in the
+entries of ``torch.cuda.memory._snapshot`` (torch/csrc/cuda/Module.cpp). The GPU has no kernels of its own, no
+autocast, no streams (nothing is asynchronous), and no allocator that fragments.
 
 Use it in a process of its own: torch remembers for ever that CUDA was initialized.
 """
@@ -78,6 +79,8 @@ class PythonGpu:
         self.used_bytes = self.peak_bytes = self.ooms = 0
         self.is_initialized = False
         self._storages: set[int] = set()
+        self._entries: list[dict[str, Any]] | None = None
+        """Entries of the allocator; None unless they are recorded."""
 
     def run(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator on the CPU, and put its results where CUDA would have them.
@@ -116,6 +119,7 @@ class PythonGpu:
             size = -(-storage.nbytes() // BLOCK) * BLOCK
             if self.used_bytes + size > self.allowed_bytes:
                 self.ooms += 1
+                self._record("oom", storage.nbytes(), device_free=self.allowed_bytes - self.used_bytes)
                 free = max(0, self.allowed_bytes - self.used_bytes)
                 raise torch.OutOfMemoryError(
                     f"CUDA out of memory. Tried to allocate {size} bytes. GPU 0 has a total capacity of "
@@ -124,17 +128,35 @@ class PythonGpu:
             self.used_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             self._storages.add(storage._cdata)
+            self._record("alloc", storage.nbytes(), addr=storage._cdata)
             weakref.finalize(storage, self._free, storage._cdata, size)
         return GpuTensor(found)
 
     def _free(self, storage: int, size: int) -> None:
         self._storages.discard(storage)
         self.used_bytes -= size
+        self._record("free_requested", size, addr=storage)
+        self._record("free_completed", size, addr=storage)
+
+    def _record(self, action: str, size: int, **place: int) -> None:
+        if self._entries is not None:
+            more = {"size": size, "stream": 0, "time_us": 0, "pool_id": (0, 0)}
+            self._entries.append({"action": action, **place, **more})
+
+    def record_history(self, enabled: str | None = "all", **_: Any) -> None:
+        """Begin to record, or end it."""
+        self._entries = None if enabled is None else []
 
     def functions(self) -> dict[str, Operator]:
         """Return the functions of ``torch.cuda`` that this GPU answers."""
         properties = SimpleNamespace(
-            name="Python GPU", total_memory=self.total_bytes, is_integrated=0, uuid="p1", major=8, minor=0
+            name="Python GPU",
+            total_memory=self.total_bytes,
+            is_integrated=0,
+            uuid="p1",
+            major=8,
+            minor=0,
+            multi_processor_count=1,
         )
         return {
             "_lazy_init": self._initialize,
@@ -146,6 +168,7 @@ class PythonGpu:
             "get_device_properties": lambda *_: properties,
             "is_bf16_supported": lambda *_, **__: True,
             "memory_allocated": lambda *_: self.used_bytes,
+            "max_memory_allocated": lambda *_: self.peak_bytes,
             "memory_reserved": lambda *_: self.used_bytes,
             "memory_stats": lambda *_: self._stats(),
             "reset_peak_memory_stats": lambda *_: setattr(self, "peak_bytes", self.used_bytes),
@@ -154,12 +177,21 @@ class PythonGpu:
             "set_per_process_memory_fraction": lambda share, *_: self._allow(int(share * self.total_bytes)),
             "get_per_process_memory_fraction": lambda *_: self.allowed_bytes / self.total_bytes,
             "get_allocator_backend": lambda: "native",
+            "set_sync_debug_mode": lambda _: None,
+            "_sleep": lambda _: None,
             # Its random numbers are those of the CPU.
             "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
             "set_rng_state_all": lambda _: None,
             "manual_seed_all": lambda _: None,
             "manual_seed": lambda _: None,
             "device": lambda _: nullcontext(),
+        }
+
+    def recorder(self) -> dict[str, Operator]:
+        """Return the functions of ``torch.cuda.memory`` that this GPU answers."""
+        return {
+            "_record_memory_history": self.record_history,
+            "_snapshot": lambda *_: {"device_traces": [list(self._entries or ())]},
         }
 
     def _initialize(self) -> None:
@@ -188,7 +220,9 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
     with ExitStack() as stack:
         for name, function in gpu.functions().items():
             stack.enter_context(patch.object(torch.cuda, name, function))
-        # It records no allocations, so that predictions come from peaks.
+        for name, answer in gpu.recorder().items():
+            stack.enter_context(patch.object(torch.cuda.memory, name, answer))
+        # A device records nothing with this option, so that predictions come from peaks.
         stack.enter_context(patch.dict("os.environ", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512"))
         stack.enter_context(patch.object(torch, "Event", _Event))
         # A build for CUDA asks the driver whether a graph is recorded.
