@@ -54,6 +54,8 @@ RUNNING = ("fit", "plan", "probe", "tune", "estimate")
 OTHER = ("profiles", "doctor", "report", "compare")
 OVER_RANKS = ("fit", "plan", "probe", "tune")
 """Commands that several processes may run."""
+COMMON_CODES = (2, 3, 130, 143)
+"""Exit codes of failures that all ranks have alike before they have met: rank 0 alone tells of them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -177,7 +179,8 @@ def _complain(error: BaseException, log: RunLog, ranks: Ranks | None, *, verbose
 
     complaint = describe_failure(error, folder=log.folder)
     if ranks is None:
-        is_first, earlier = fail_before_meeting(os.environ, complaint.line), None
+        is_common = complaint.exit_code in COMMON_CODES
+        is_first, earlier = fail_before_meeting(os.environ, complaint.line, is_common=is_common), None
     else:
         earlier = ranks.fail(complaint.line, complaint.exit_code)
         is_first = earlier is None

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from autobatch.core.errors import CheckpointError, DoesNotFitError
+from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
 from autobatch.core.files import write_atomic
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
 from autobatch.distributed.arrivals import Arrivals
+from autobatch.distributed.assembly import ASSEMBLY_S, wait_for_ranks, wait_for_store
 from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
 from autobatch.distributed.bell import Store as BellStore
 from autobatch.distributed.deadline import STOP_S, SignalDeadline
@@ -35,8 +36,6 @@ VERDICT = "verdict.json"
 """File in the folder of a run that keeps the exit code, which torchrun replaces by 1."""
 OUT = "out"
 """Key of the store that keeps the folder of the run for a later start."""
-MEETING_S = 300.0
-"""Seconds in which all ranks must have started."""
 RECONNECT_S = 0.5
 """Longest try to reach the store again: meanwhile the interpreter's lock is held, and all threads wait."""
 
@@ -62,6 +61,8 @@ class Group(Messages):
         self._deadline = SignalDeadline()
         with as_rank_lost("meet the other ranks"):
             hosts_store = launch.rank == 0 and not launch.has_agent_store
+            if not hosts_store:
+                wait_for_store(launch.address, launch.port)
             store = self._prefixed(self._connect(is_master=hosts_store))
             check_earlier_starts(store, launch.restart)
             self._store = store
@@ -74,10 +75,12 @@ class Group(Messages):
             )
             self._owns_group = not dist.is_initialized()
             self._opening = self._count_openings(launch)
+            start = f"start/{launch.restart}/{self._opening}"
+            wait_for_ranks(store, f"{start}/there", launch.rank, launch.world)
             if self._owns_group:
                 dist.init_process_group(
                     "gloo",
-                    store=PrefixStore(f"start/{launch.restart}/{self._opening}", store),
+                    store=PrefixStore(start, store),
                     rank=launch.rank,
                     world_size=launch.world,
                     timeout=SIDE_TIMEOUT,
@@ -187,10 +190,19 @@ class Group(Messages):
         """Count how often this rank has joined: a process may train several times, with keys of their own."""
         return self._store.add(f"opened/{launch.restart}/{launch.rank}", 1)
 
-    def _connect(self, seconds: float = MEETING_S, *, is_master: bool = False) -> TCPStore:
+    def _connect(self, seconds: float = ASSEMBLY_S, *, is_master: bool = False) -> TCPStore:
         launch = self._launch
         timeout = datetime.timedelta(seconds=seconds)
-        return TCPStore(launch.address, launch.port, None, is_master, timeout=timeout, wait_for_workers=False)
+        try:
+            return TCPStore(
+                launch.address, launch.port, None, is_master, timeout=timeout, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            if is_master and "EADDRINUSE" in str(error):
+                raise InputError(
+                    f"MASTER_PORT is {launch.port}, which another process of {launch.host} uses: give another"
+                ) from error
+            raise
 
     def _prefixed(self, store: Store) -> Store:
         return PrefixStore(f"autobatch/{self._launch.run_id}", store)

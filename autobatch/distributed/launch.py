@@ -49,6 +49,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     world = _number(environ, "WORLD_SIZE", 1)
     if world == 1:
         return None
+    if world == 0:
+        raise InputError("WORLD_SIZE is 0: a run has at least one rank")
     rank = _number(environ, "RANK")
     if not 0 <= rank < world:
         raise InputError(f"RANK is {rank} and WORLD_SIZE is {world}: a rank is between 0 and {world - 1}")
@@ -57,7 +59,10 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
             f"WORLD_SIZE is {world}, but MASTER_ADDR is not set, so the ranks cannot meet: start them with "
             f"torchrun --nproc-per-node {world} -m autobatch …"
         )
-    local_world = _number(environ, "LOCAL_WORLD_SIZE", 1)
+    local_world = max(1, _number(environ, "LOCAL_WORLD_SIZE", 1))
+    port = _number(environ, "MASTER_PORT", 29500)
+    if not 0 < port < 2**16:
+        raise InputError(f"MASTER_PORT must be between 1 and {2**16 - 1}, found {port}")
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     return Launch(
         rank=rank,
@@ -65,7 +70,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         local_rank=_number(environ, "LOCAL_RANK", rank % local_world),
         local_world=local_world,
         address=environ["MASTER_ADDR"],
-        port=_number(environ, "MASTER_PORT", 29500),
+        port=port,
         has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),

@@ -152,11 +152,16 @@ def refuse_ranks(environ: Mapping[str, str], command: str) -> None:
         )
 
 
-def fail_before_meeting(environ: Mapping[str, str], line: str) -> bool:
-    """Tell the launcher of a failure before the ranks have met, which all of them have alike.
+def fail_before_meeting(environ: Mapping[str, str], line: str, *, is_common: bool) -> bool:
+    """Tell the launcher of a failure before the ranks have met.
+
+    Args:
+        environ: describes the launch.
+        line: the cause.
+        is_common: whether all ranks fail alike.
 
     Returns:
-        True on rank 0, which is to tell the user.
+        True if this rank is to tell the user, as rank 0 does if all of them fail alike.
     """
     try:
         launch = read_launch(environ)
@@ -165,7 +170,7 @@ def fail_before_meeting(environ: Mapping[str, str], line: str) -> bool:
     if launch is None:
         return True
     write_error_file(launch.error_file, line)
-    return launch.rank == 0
+    return launch.rank == 0 or not is_common
 
 
 def open_ranks(environ: Mapping[str, str]) -> Alone | Group:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from autobatch.core.errors import CheckpointError
+from autobatch.core.errors import CheckpointError, InputError
 from autobatch.distributed import bell
 from autobatch.distributed.bell import Verdict, read_verdict
 from autobatch.distributed.ranks import Ranks, open_ranks
@@ -89,6 +91,24 @@ def later_start() -> str:
 
 def test_a_restart_ends_at_once_after_invalid_input(server: RankServer) -> None:
     assert server.values(later_start) == ["EarlierVerdict a wrong option"] * 2
+
+
+def keep_the_store() -> str:
+    """Keep the store in rank 0, as without torchrun, at a port where something listens."""
+    if os.environ["RANK"] == "1":
+        return ""
+    with socket.create_server(("", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        try:
+            open_ranks({**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port})
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def test_a_port_that_is_taken_is_named(server: RankServer) -> None:
+    line, _ = server.values(keep_the_store)
+    assert re.fullmatch(r"MASTER_PORT is \d+, which another process of .* uses: give another", line)
 
 
 def one_dies() -> None:

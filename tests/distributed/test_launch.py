@@ -45,6 +45,8 @@ def test_one_process_trains_alone(environ: dict[str, str]) -> None:
     [
         ({"RANK": "8"}, "RANK is 8 and WORLD_SIZE is 8: a rank is between 0 and 7"),
         ({"RANK": ""}, "RANK must be a number of at least 0, it is not set: start the ranks with torchrun"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0: a run has at least one rank"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, found 99999"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE must be a number of at least 0, found 'many'"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from autobatch.distributed.ranks import Alone, open_ranks
+from autobatch.distributed.ranks import Alone, fail_before_meeting, open_ranks
 
 
 def test_one_process_answers_itself() -> None:
@@ -26,3 +26,9 @@ def test_one_process_imports_neither_torch_nor_torch_distributed() -> None:
         "assert 'torch' not in sys.modules, 'torch'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_rank_that_fails_alone_tells_so_itself() -> None:
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "host"}
+    for rank, is_common, tells in ((0, True, True), (1, True, False), (1, False, True)):
+        assert fail_before_meeting({**environ, "RANK": str(rank)}, "line", is_common=is_common) == tells
