@@ -18,10 +18,9 @@ from autobatch.core.records.base import Precision
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import TrainSetup, batches_of, open_train_state
+from autobatch.probing.attempt import TrainSetup, batches_of, on_copies
 from autobatch.probing.child import ChildCrashed, Session, SetupProcess
 from autobatch.probing.setup import with_knobs
-from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, train_step
 from autobatch.workload.contract import Collated, Workload
@@ -138,16 +137,15 @@ def parts_of(losses: Iterable[StepLoss], steps: int) -> Iterator[Segment]:
 
 
 def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Losses:
-    device = setup.device.torch_device
-    with preserved_random_state(), setup.device.training() as meter, temporary_weights(setup.model, device):
+    with preserved_random_state(), setup.device.training() as meter:
         seed_everything(seed)
-        train_state = open_train_state(setup, meter, learning_rate=rate)
-        for result in _train_batches(setup, task, train_state, meter, seed):
-            # Training would end here, unless a loss scale is still falling, which skips such a step.
-            if result.count and not result.applied and train_state.scaler is None and not task.skips:
-                yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
-                return
-            yield StepLoss(result.loss, result.count)
+        with on_copies(setup, meter, learning_rate=rate) as train_state:
+            for result in _train_batches(setup, task, train_state, meter, seed):
+                # Training would end here, unless a loss scale is still falling, which skips such a step.
+                if result.count and not result.applied and train_state.scaler is None and not task.skips:
+                    yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
+                    return
+                yield StepLoss(result.loss, result.count)
 
 
 def _train_batches(
