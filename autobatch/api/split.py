@@ -50,7 +50,10 @@ def add_split(
         return result
     if process.info.epoch_samples is None:
         if options.split == "size":
-            raise InputError("--split size needs the sizes of all samples, and the data are a stream")
+            raise InputError(
+                "--split size needs the sizes of all samples, and the data are a stream: use --split count, "
+                "or give data with an index"
+            )
         return result
     ranks = ranks or Alone()
     if plan.world_size > 1 and not _may_cut_jointly(plan, options, ranks):

@@ -104,7 +104,7 @@ def evaluate_part(
                 # Outside of the except block, so that nothing holds the tensors of the failed micro-batch.
                 device.release()
                 if len(ids) == 1:
-                    raise DoesNotFitError(f"out of memory in validation at a micro-batch of 1: {found}")
+                    raise _does_not_fit(found)
                 batch_size.record_failure(len(ids))
                 continue
             batch_size.record_fit(len(ids))
@@ -113,6 +113,13 @@ def evaluate_part(
     if batch_size.micro_batch > batch_size.start:
         device.release()
     return sums
+
+
+def _does_not_fit(reason: str) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"out of memory in validation at a micro-batch of 1: {reason.rstrip('.')}. Free memory, or give "
+        "a larger --memory-budget"
+    )
 
 
 def _bounds(workload: Workload, target_batch: int, part: tuple[int, int]) -> tuple[int, int]:

@@ -206,7 +206,10 @@ class Workload:
 
     def _check_stream(self, data: Any) -> None:
         if self.sampler is not None:
-            raise InputError(f"Workload(sampler=…) needs data with an index, found {kind_of(data)}, a stream")
+            raise InputError(
+                f"Workload(sampler=…) needs data with an index, found {kind_of(data)}, a stream: leave it "
+                "out, and let the stream yield its samples in that order"
+            )
         if hasattr(data, "__next__"):
             raise InputError(
                 f"Workload(train_data=…) is {kind_of(data)}, which can be read only once, and a probe reads "
