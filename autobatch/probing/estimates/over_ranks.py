@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.errors import DoesNotFitError
 from autobatch.core.records.base import Parallel
 from autobatch.core.records.estimate import Estimate, RankEstimate, Remedy
 from autobatch.core.records.plan import Plan
@@ -26,13 +26,14 @@ from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.simulated import context_bytes
 from autobatch.distributed.sharding.checks import sync_of
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import Footprint, Prediction, predict, with_workspaces
 from autobatch.footprint.remedies import find_remedies
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
 from autobatch.probing.estimates.answer import estimate_from, fewest_ranks, nothing_fits
-from autobatch.probing.estimates.layouts import Layout, arranged
+from autobatch.probing.estimates.layouts import Layout
 from autobatch.probing.estimates.settings import (
     EstimateSettings,
     RankSettings,
@@ -44,6 +45,7 @@ from autobatch.probing.estimates.settings import (
     spending_on,
 )
 from autobatch.probing.estimates.traces import Traces
+from autobatch.probing.setup import check_loss_of_ranks
 from autobatch.report.result import Estimates
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
@@ -72,11 +74,9 @@ def estimate_over_ranks(
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    if isinstance(workload.loss, WholeBatchLoss):
-        raise InputError(
-            f"a WholeBatchLoss sees all samples of a batch, and each of {ranks.ranks} ranks has a part of "
-            "them: estimate it for one GPU, without --ranks"
-        )
+    if ranks.parallel == "shard":
+        asked = ShardLayout(world=ranks.ranks, sync=ranks.shard_sync, modules=ranks.shard_modules)
+        check_loss_of_ranks(workload, asked)
 
     def predicted() -> Estimates:
         return RankEstimator(scanned(workload, settings.scan), settings, ranks).estimates(home)
@@ -99,6 +99,7 @@ class RankEstimator:
         self.settings = settings
         self.ranks = ranks
         self.traces = Traces(workload, settings)
+        self._sees_batch = isinstance(workload.loss, WholeBatchLoss)
 
     def estimates(self, home: Path) -> Estimates:
         """Predict for each GPU, and for one GPU also what would help."""
@@ -165,12 +166,13 @@ class RankEstimator:
 
     def _prepare(self, gpu: HardwareProfile) -> None:
         """Trace at the same time what the answer for one GPU needs, those that take longest first."""
-        capability, asked = gpu.compute_capability, self.ranks.parallel
-        shard, replicate = self.layout("shard"), self.layout("replicate")
-        if asked == "auto":
-            self.traces.prepare(capability, [shard, replicate])
+        capability = gpu.compute_capability
+        # A shared model takes longer.
+        both = [self.layout("shard")] * (not self._sees_batch) + [self.layout("replicate")]
+        if self.ranks.parallel == "auto":
+            self.traces.prepare(capability, both)
         layout, _ = self._choose(gpu)
-        first = [shard, replicate] if layout.parallel == "replicate" else [shard]
+        first = both if layout.parallel == "replicate" else [layout]
         others = [self.layout(layout.parallel, world) for world in self._worlds(layout.parallel)[:-1]]
         self.traces.prepare(capability, first, changed=layout, like=others)
 
@@ -179,6 +181,8 @@ class RankEstimator:
         if self.ranks.parallel != "auto":
             return self.layout(self.ranks.parallel), None
         replicas = self.layout("replicate")
+        if self._sees_batch:
+            return replicas, "the loss sees the whole batch, so each rank has a whole model"
         program = with_workspaces(self._step(gpu, replicas), gpu.workspaces)
         budget, _ = self._budget(gpu)
         if largest(program, lambda: CachingAllocator(budget), 1, neighbours=0):
@@ -187,16 +191,16 @@ class RankEstimator:
 
     def _remedies(self, gpu: HardwareProfile, one: Estimate) -> list[Remedy]:
         layout = self.layout(one.parallel or "shard")
-        capability, model = gpu.compute_capability, self.traces.model
+        capability = gpu.compute_capability
         spending = spending_on(gpu, one.budget_bytes, cap_of(self.traces.workload, self.settings))
         step = self._step(gpu, layout)
-        with arranged(layout, model) as how:
+        with self.traces.arranged(layout) as how:
             setting, trace = self.traces.setting(capability, how), self.traces.tracer(layout, capability)
             found = find_remedies(setting, step, spending, trace=trace)
         others = []
         if layout.parallel == "replicate":
-            others.append(("shard", "--parallel shard", self.layout("shard")))
-        elif sync_of(model, "each") != layout.sync:
+            others += [("shard", "--parallel shard", self.layout("shard"))] * (not self._sees_batch)
+        elif sync_of(self.traces.model, "each") != layout.sync:
             others.append(("shard_sync", "--shard-sync each", layout._replace(sync="each")))
         for name, advice, other in others:
             size, peak = self.peak(gpu, other)

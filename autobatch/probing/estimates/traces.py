@@ -7,6 +7,7 @@ ranks, and with each change that may help. Everything else, for example the budg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -17,6 +18,8 @@ from torch import nn
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.records.base import GradientDtype
 from autobatch.core.units import format_bytes
+from autobatch.device.host import host_memory
+from autobatch.device.oom import first_line, is_oom
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.remedies import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
@@ -28,7 +31,7 @@ from autobatch.probing.estimates.settings import EstimateSettings, precision_on
 from autobatch.probing.setup import whole_batch_notes, whole_batch_of
 from autobatch.probing.setup_model import build_model
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
-from autobatch.workload.contract import Workload
+from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 
 T = TypeVar("T")
@@ -139,6 +142,10 @@ class Traces:
 
         return trace
 
+    def arranged(self, layout: Layout) -> AbstractContextManager[tuple[Arrange | None, int]]:
+        """Return a context with the way in which ranks share the step."""
+        return arranged(layout, self.model, sees_batch=isinstance(self.workload.loss, WholeBatchLoss))
+
     def setting(
         self, capability: Capability, how: tuple[Arrange | None, int] = (None, 1), change: str = ""
     ) -> Setting:
@@ -178,14 +185,14 @@ class Traces:
         return TraceKey(layout, is_new, change)
 
     def _trace(self, key: TraceKey, like: DeepFootprint | None = None) -> DeepFootprint:
-        with arranged(key.layout, self.model) as how:
+        with self.arranged(key.layout) as how:
             setting = self.setting(self._capabilities[key.is_new], how, key.change)
             if like is not None:
                 return like.on(setting, self._recorded.get(key))
             return deep_footprint(setting, tested=bool(self._found) or bool(key.change))
 
     def _record_few(self, key: TraceKey) -> Recording:
-        with arranged(key.layout, self.model) as how:
+        with self.arranged(key.layout) as how:
             return record_few(self.setting(self._capabilities[key.is_new], how))
 
     def _attempt(self, trace: Callable[[TraceKey], T], key: TraceKey) -> T | None:
@@ -201,6 +208,9 @@ def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:
 
     Returns:
         The model, and a remark if its constructor needs values.
+
+    Raises:
+        InputError: its constructor needs values, and the memory of this machine does not suffice for them.
     """
     try:
         with torch.device("meta"):
@@ -209,9 +219,24 @@ def on_meta(workload: Workload) -> tuple[nn.Module, list[str]]:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-    model = build_model(workload)
+    try:
+        model = build_model(workload)
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        full = first_line(error).rstrip(".")
+    else:
+        return model, [_built_here(model, reason)]
+    raise InputError(
+        f"the model cannot be built on the meta device ({reason}), and not on the CPU either, where "
+        f"{format_bytes(host_memory().available_bytes)} are available ({full}): let its constructor read no "
+        "values of tensors, so that it is built without memory"
+    )
+
+
+def _built_here(model: nn.Module, reason: str) -> str:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return model, [
+    return (
         f"the model cannot be built on the meta device ({reason}), so it was built on the CPU, where its "
         f"parameters take {format_bytes(size)}"
-    ]
+    )

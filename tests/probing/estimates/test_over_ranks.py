@@ -7,6 +7,7 @@ import multiprocessing
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.units import MiB
@@ -120,6 +121,28 @@ def test_nothing_fits(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def contrastive():
+    def info_nce(_, rows):
+        return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+    loss = WholeBatchLoss(represent=lambda model, batch: model(batch).mean(1), loss=info_nce)
+    return make(lambda: Transformer(WIDTH, 1), data=Tokens(), loss=loss)
+
+
+def test_a_loss_over_the_whole_batch_needs_whole_models_and_the_rows_of_all_ranks(tmp_path):
+    found = estimate(tmp_path, contrastive(), target_batch=32)
+    (one,) = found.estimates
+    assert (one.parallel, one.plan.world_size, sum(one.plan.micro_batches)) == ("replicate", 4, 8)
+    assert "the loss sees the whole batch" in one.parallel_reason
+    assert {row.world_size for row in found.over_ranks} == {4}
+    assert "shard" not in [remedy.name for remedy in one.remedies]
+    (alone,) = estimate_limits(contrastive(), settings_of("40MiB", 32), home=tmp_path).estimates
+    assert one.micro_batch == alone.micro_batch, "rows and losses are those of one GPU"
+    exchanged = sum(p.numel() * 4 for p in contrastive().model().parameters())
+    more = one.peak_allocated_bytes - alone.peak_allocated_bytes
+    assert 0 <= more <= 1.1 * exchanged, "beside a buffer for the sum of the gradients"
+
+
 @pytest.mark.parametrize(
     ("what", "more", "message"),
     [
@@ -143,7 +166,7 @@ def test_nothing_fits(tmp_path):
                 ),
             ),
             {},
-            "a WholeBatchLoss sees all samples of a batch, and each of 4 ranks",
+            "a WholeBatchLoss runs two passes over a batch.*use --parallel replicate",
         ),
     ],
 )

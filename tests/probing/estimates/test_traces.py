@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from autobatch.core.errors import InputError
@@ -85,3 +86,15 @@ def test_a_model_that_needs_values_is_built_on_the_cpu_with_a_note():
 
     _, notes = on_meta(work(needs_values))
     assert any("cannot be built on the meta device" in note and "on the CPU" in note for note in notes)
+
+
+def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused_in_one_line():
+    def too_large() -> nn.Module:
+        model = mlp()
+        float(model[0].weight.sum())
+        model.register_parameter("large", nn.Parameter(torch.empty(10**15)))
+        return model
+
+    with pytest.raises(InputError, match=r"not on the CPU either, where .* are available") as caught:
+        on_meta(work(too_large))
+    assert "\n" not in str(caught.value)
