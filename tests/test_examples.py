@@ -90,7 +90,7 @@ def test_sinks_hand_known_numbers_to_a_tracker(monkeypatch: pytest.MonkeyPatch) 
     assert spec.loader is not None
     sinks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sinks)
-    for sink in (sinks.WandbSink("p"), sinks.MlflowSink("p"), sinks.AimSink("p")):
+    for sink in (sinks.wandb_sink("p"), sinks.mlflow_sink("p"), sinks.aim_sink("p")):
         sink.step(a_step(3, validation={"accuracy": 0.9, "x": None}))
         sink.end(a_run().training)
         sink.close()
@@ -134,9 +134,14 @@ def test_a_workload_that_is_not_plain_is_trained(name: str, tmp_path: Path) -> N
     assert re.search(OWN[name], run(tmp_path, str(EXAMPLES / f"{name}.py")), re.DOTALL)
 
 
-@pytest.mark.parametrize("name", [*LIBRARIES, *OWN, "own_loop", "train"])
-def test_an_example_is_short(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LONGEST
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+def test_every_example_runs_in_a_test() -> None:
+    run_here = {*LIBRARIES, *OWN, "train", "own_loop", "sinks"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == run_here
 
 
 @pytest.mark.parametrize("name", ["hf_trainer", "lightning_module"])

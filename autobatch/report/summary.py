@@ -156,7 +156,7 @@ def describe_training(training: Training) -> str:
     """Describe the work of the training."""
     steps = plural(training.optimizer_steps, "step")
     if training.resumed_from is not None and training.samples_per_s is None:
-        return f"nothing was left to train: {steps} were done before"
+        return f"nothing was left to train after {steps}"
     words = [f"{steps}, {plural(training.samples, 'sample')}"]
     if training.samples_per_s is not None:
         words.append(f"{training.samples_per_s:,.0f} samples/s")

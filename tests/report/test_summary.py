@@ -180,7 +180,7 @@ def test_the_training_says_what_it_reached_and_a_finished_run_says_that_nothing_
         describe_reached(msgspec.structs.replace(training, validation={})) == "training loss 2.4212 → 0.3618"
     )
     again = msgspec.structs.replace(training, resumed_from="checkpoints/step-120", samples_per_s=None)
-    assert describe_training(again) == "nothing was left to train: 120 steps were done before"
+    assert describe_training(again) == "nothing was left to train after 120 steps"
     assert describe_training(training) == (
         "120 steps, 122,880 samples, 1,824 samples/s, loss 2.4212 → 0.3618, 1 recovery from out of memory"
     )
