@@ -33,7 +33,7 @@ def wandb_sink(project: str, **settings: Any) -> Tracker:
     import wandb
 
     run = wandb.init(project=project, **settings)
-    return Tracker(lambda values, step: run.log(values, step=step), run.summary.update, run.finish)
+    return Tracker(run.log, run.summary.update, run.finish)
 
 
 def mlflow_sink(experiment: str, **settings: Any) -> Tracker:
@@ -42,11 +42,7 @@ def mlflow_sink(experiment: str, **settings: Any) -> Tracker:
 
     mlflow.set_experiment(experiment)
     mlflow.start_run(**settings)
-    return Tracker(
-        log=lambda values, step: mlflow.log_metrics(values, step=step),
-        keep=lambda summary: mlflow.log_dict(summary, "training.json"),
-        close=mlflow.end_run,
-    )
+    return Tracker(mlflow.log_metrics, lambda one: mlflow.log_dict(one, "training.json"), mlflow.end_run)
 
 
 def aim_sink(experiment: str, **settings: Any) -> Tracker:
