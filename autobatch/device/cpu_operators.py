@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from autobatch.device.compiler import missing_on_cpu
 
 if TYPE_CHECKING:
     from autobatch.core.records.base import Precision
@@ -62,14 +60,8 @@ class CpuOperators:
         return ("default", "foreach", "fused")
 
     def compiler_missing(self) -> str | None:
-        """Return what torch.compile lacks here: a C++ compiler or Python's headers. None if nothing."""
-        compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
-        if not any(name and shutil.which(name) for name in compilers):
-            return "torch.compile needs a C++ compiler on the CPU"
-        headers = Path(sysconfig.get_paths()["include"], "Python.h")
-        if headers.exists():
-            return None
-        return f"torch.compile needs Python's headers, and {headers} is not there"
+        """See `autobatch.device.compiler.missing_on_cpu`."""
+        return missing_on_cpu()
 
     def synchronize(self) -> None:
         """Do nothing: operators on the CPU are done when they return."""

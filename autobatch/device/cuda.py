@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import importlib.util
 import os
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from autobatch.core.records.device import DeviceRecord, MemoryHolder
 from autobatch.device import cuda_settings, nvml
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
+from autobatch.device.compiler import missing_on_gpu
 from autobatch.device.cuda_gpus import (
     bytes_of_process,
     context_growth,
@@ -157,8 +157,8 @@ class CudaDevice:
         return ("default", "fused")
 
     def compiler_missing(self) -> str | None:
-        """Return that triton is missing; None if it is installed."""
-        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on a GPU"
+        """See `autobatch.device.compiler.missing_on_gpu`."""
+        return missing_on_gpu(self.compute_capability)
 
     def describe(self) -> DeviceRecord:
         """Read the driver anew and return name, total, budget and the other processes that hold memory."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sysconfig
 
 import pytest
 import torch
 
-from autobatch.device import cpu_operators
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.select import open_device
@@ -62,17 +60,3 @@ def test_the_default_optimizer_steps_one_parameter_at_a_time(device: Device) -> 
     _, foreach = rules._default_to_fused_or_foreach([parameter], False, False)
     assert not foreach
     assert device.optimizer_implementations() == ("default", "foreach", "fused")
-
-
-def test_the_compiler_needs_a_cpp_compiler_and_headers(
-    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(cpu_operators.shutil, "which", lambda name: None)
-    assert device.compiler_missing() == "torch.compile needs a C++ compiler on the CPU"
-    monkeypatch.setattr(cpu_operators.shutil, "which", lambda name: "/bin/x" if name == "c++" else None)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert str(tmp_path / "Python.h") in str(device.compiler_missing())
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # triton is not needed here
-    assert device.compiler_missing() is None
