@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import re
 from collections.abc import Callable, Iterator
@@ -122,14 +123,22 @@ class Messages:
 def join_loop() -> Messages:
     """Return the messages among the processes of a training loop that a launcher has started.
 
-    A default process group that exists is used, and made from the environment if there is none.
+    A default process group that exists is used. If there is none, it is made from the environment, and left
+    when the interpreter ends.
     """
     with as_rank_lost("meet the other ranks"):
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=SIDE_TIMEOUT)
+            # The threads of a group that outlives the interpreter abort the process now and then.
+            atexit.register(_leave)
         is_gloo = dist.get_backend() == "gloo"
         side = None if is_gloo else dist.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
     return Messages(dist.get_rank(), dist.get_world_size(), side)
+
+
+def _leave() -> None:
+    if dist.is_initialized():  # a user may have left before
+        dist.destroy_process_group()
 
 
 def join_existing(world: int) -> Messages | None:
