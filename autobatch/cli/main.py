@@ -174,9 +174,12 @@ def _complain(error: BaseException, log: RunLog, ranks: Ranks | None, *, verbose
     """Print one line, unless another rank has done so, and return the exit code."""
     import traceback
 
-    from autobatch.cli.failures import describe_failure
+    from autobatch.cli.failures import describe_failure, interruption
     from autobatch.distributed.ranks import fail_before_meeting
 
+    number = None if ranks is None else ranks.signal_behind(error)
+    if number is not None:
+        error = interruption(number)
     complaint = describe_failure(error, folder=log.folder)
     if ranks is None:
         is_common = complaint.exit_code in COMMON_CODES

@@ -30,6 +30,7 @@ class SignalDeadline:
         self._clock = clock
         self._reader: int | None = None
         self._first: tuple[int, float, int] | None = None
+        self._lock = threading.Lock()
         if threading.current_thread() is not threading.main_thread():
             return
         reader, writer = os.pipe()
@@ -49,23 +50,34 @@ class SignalDeadline:
         Args:
             progress: a number that grows with every message among the ranks.
         """
-        if self._reader is None:
-            return None
-        numbers = b""
-        with suppress(BlockingIOError):
-            numbers = os.read(self._reader, 64)
-        asked = next((number for number in numbers if number in STOPPING), None)
-        if asked is not None and self._first is None:
-            self._first = (asked, self._clock(), progress)
+        self._read(progress)
         if self._first is None:
             return None
         number, since, then = self._first
         return number if progress == then and self._clock() - since > STOP_S else None
 
+    def asked(self) -> int | None:
+        """Return the first signal; None if there was none."""
+        self._read(0)
+        return None if self._first is None else self._first[0]
+
+    def _read(self, progress: int) -> None:
+        """Read the signals since the last look, from any thread."""
+        with self._lock:
+            if self._reader is None:
+                return
+            numbers = b""
+            with suppress(BlockingIOError):
+                numbers = os.read(self._reader, 64)
+            asked = next((number for number in numbers if number in STOPPING), None)
+            if asked is not None and self._first is None:
+                self._first = (asked, self._clock(), progress)
+
     def close(self) -> None:
         """Stop listening; the thread that calls `passed` has ended."""
-        if self._reader is not None:
-            signal.set_wakeup_fd(-1)
-            os.close(self._reader)
-            os.close(self._writer)
-            self._reader = None
+        with self._lock:
+            if self._reader is not None:
+                signal.set_wakeup_fd(-1)
+                os.close(self._reader)
+                os.close(self._writer)
+                self._reader = None

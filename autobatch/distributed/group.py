@@ -30,7 +30,7 @@ from autobatch.distributed.bell import Store as BellStore
 from autobatch.distributed.deadline import STOP_S, SignalDeadline
 from autobatch.distributed.launch import Launch, check_gpus, write_error_file
 from autobatch.distributed.meeting import MeetingPlace
-from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, as_rank_lost
+from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, RankLost, as_rank_lost
 
 VERDICT = "verdict.json"
 """File in the folder of a run that keeps the exit code, which torchrun replaces by 1."""
@@ -147,6 +147,10 @@ class Group(Messages):
         self._out = out
         if self.rank == 0:
             self._store.set(OUT, str(out.absolute()))
+
+    def signal_behind(self, error: BaseException) -> int | None:
+        """See `Ranks.signal_behind`."""
+        return self._deadline.asked() if isinstance(error, RankLost) else None
 
     def fail(self, line: str, code: int) -> int | None:
         """See `Ranks.fail`."""

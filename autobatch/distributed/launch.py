@@ -121,8 +121,12 @@ def write_error_file(path: Path | None, line: str) -> None:
     if path is None:
         return
     content = json.dumps({"message": line, "timestamp": str(int(time.time()))})
-    with suppress(OSError):
+    try:
         path.write_text(content, encoding="utf-8")
+    except OSError:
+        # torchrun fails on a part of a file, which a full disk leaves.
+        with suppress(OSError):
+            path.unlink()
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import signal
 import socket
 import time
 from pathlib import Path
@@ -12,8 +14,10 @@ import msgspec
 import pytest
 
 from autobatch.core.errors import CheckpointError, InputError
+from autobatch.core.signals import stop_on_signals
 from autobatch.distributed import bell
 from autobatch.distributed.bell import Verdict, read_verdict
+from autobatch.distributed.messages import RankLost
 from autobatch.distributed.ranks import Ranks, open_ranks
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -126,6 +130,28 @@ def test_a_rank_that_is_killed_is_noticed(server: RankServer) -> None:
         "RankLost: a rank ended or cannot be reached, so this one could not exchange messages"
         in ended[0].error
     )
+
+
+def one_ends_at_once() -> int | None:
+    """Lose a rank that a second signal ended, as a launcher sends both to all."""
+    group = open_group()
+    with stop_on_signals(itertools.count().__next__):
+        group.gather(None)
+        os.kill(os.getpid(), signal.SIGINT)
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        try:
+            group.gather(None)
+        except RankLost as error:
+            assert group.signal_behind(ValueError()) is None
+            return group.signal_behind(error)
+    return None
+
+
+def test_a_rank_that_a_second_signal_ended_is_no_failure(server: RankServer) -> None:
+    first, other = server.run(one_ends_at_once)
+    assert (first.code, first.value) == (0, signal.SIGINT), first.error
+    assert other.code == -signal.SIGINT
 
 
 def one_hangs(out: str) -> None:

@@ -79,3 +79,15 @@ def test_torchrun_reads_the_line_of_a_failure(tmp_path: Path) -> None:
     assert found["message"] == "one line"
     assert found["timestamp"].isdecimal()
     write_error_file(None, "without torchrun nothing is written")
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+
+    def full(*_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    write_error_file(path, "one line")
+    assert not path.exists()

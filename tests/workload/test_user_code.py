@@ -48,6 +48,8 @@ def test_an_error_is_described_in_one_line() -> None:
     assert failed_part(error) == "loss"
     assert remarks_on(error) == ["a remark"]
     assert describe(ValueError("two\nlines")) == "the workload raised ValueError: two"
+    alone = describe(ValueError("Default process group has not been initialized, please make sure …"))
+    assert alone.endswith("Attempts run on one rank alone, so a loss must not call torch.distributed")
     assert describe(ValueError()) == "the workload raised ValueError"
     assert describe(SystemExit()) == "the workload called sys.exit()"
 
