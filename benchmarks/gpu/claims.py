@@ -8,6 +8,7 @@ from typing import Any
 
 from autobatch.core.units import MiB, format_bytes
 from benchmarks.footprint.table import gpu_summary
+from benchmarks.gpu.graphs import largest_difference
 from benchmarks.gpu.journal import DONE, latest
 
 Found = dict[str, dict[str, Any]]
@@ -125,13 +126,26 @@ def copies(found: Found) -> str:
 
 def loop(found: Found) -> str:
     """Return the ratios of the loop, and where the host waits."""
-    rows = part(found, "loop/")
+    rows = part(found, "loop/", "ratio")
     ratios = ", ".join(
         f"{row['workload']} {row['ratio']:.3f} ({row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f})"
         for row in rows
     )
     waits = [row["waits_within_a_step"] for row in rows if row["waits_within_a_step"]]
     return f"{ratios}; waits within a step: {waits[0] if waits else 'none'}"
+
+
+def graphs(found: Found) -> str:
+    """Return the speed of compiled steps over plain ones, and by how much their losses differ."""
+    row = found["loop/graphs"]
+    said = []
+    for mode in row.keys() - {"off"}:
+        if isinstance(row[mode], str):
+            said.append(f"{mode}: {row[mode].splitlines()[0]}")
+            continue
+        speed = row["off"]["seconds"] / row[mode]["seconds"]
+        said.append(f"{mode}: {speed:.2f} times as fast, losses within {largest_difference(row, mode):.1e}")
+    return "; ".join(sorted(said)) or UNKNOWN
 
 
 def commands(found: Found) -> str:
@@ -204,6 +218,7 @@ CLAIMS: dict[str, Callable[[Found], str]] = {
     "what grows outside the allocator stays within the headroom": growth,
     "copies do not wait for the GPU": copies,
     "the loop costs at most 2 % over one written by hand, and the host waits for nothing within a step": loop,
+    "compiled steps and CUDA graphs train batches of several micro-batches alike": graphs,
     "the demo runs, and the saved limit answers the second time": commands,
     "other processes are only told of where there are some": other_processes,
     "a resumed run has the same weights, bit for bit": resume,

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from autobatch import Workload
 from autobatch.core.units import GiB
-from benchmarks.gpu import commands, facts, footprint, loop, models, probe, tune
+from benchmarks.gpu import commands, facts, footprint, graphs, loop, models, probe, tune
 from benchmarks.gpu.cases import CASES, SAMPLES, Case, case, vectors
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.work import Unit
@@ -103,6 +103,7 @@ def _on_a_gpu(machine: Machine, out: Path) -> list[Unit]:
         peaks("gpt", "bf16", (8, 24), 80),
         Unit("fit/resume", 60, lambda: commands.resume(machine, 60)),
         limit("resnet-50", 8, 50),
+        Unit("loop/graphs", 60, lambda: graphs.steps_of_modes(machine, perceptron(), 32)),
         Unit("fit/doctor", 8, commands.doctor),
         Unit("fit/plan", 15, lambda: commands.plan(machine)),
         Unit("loop/decoder", 60, lambda: loop.ratio(machine, decoder(1024), 16, 30)),
@@ -141,6 +142,7 @@ def _rehearsal(machine: Machine, out: Path) -> list[Unit]:
         Unit("fit/plan", 1, lambda: commands.plan(machine)),
         Unit("fit/resume", 1, lambda: commands.resume(machine, 60)),
         Unit("loop/small", 1, lambda: loop.ratio(machine, perceptron(), 32, 4)),
+        Unit("loop/graphs", 1, lambda: graphs.steps_of_modes(machine, perceptron(), 32)),
         Unit("tune/perceptron", 1, lambda: tune.gain(machine, perceptron, 64, 3, 10.0)),
     ]
 

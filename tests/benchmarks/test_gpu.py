@@ -256,7 +256,12 @@ def test_a_table_by_hand():
         {"unit": "facts/context", "status": DONE, "found": {"first": GiB, "last": GiB + 65 * MiB}},
         {"unit": "loop/a", "status": FAILED, "error": "RuntimeError: no"},
     ]
+    plain = {"losses": [2.0, 1.0], "seconds": 0.2, "reserved_bytes": 1}
+    compiled = plain | {"losses": [2.0, 1.001], "seconds": 0.1}
+    modes = {"off": plain, "default": compiled, "reduce-overhead": "RuntimeError: overwritten"}
+    rows.append({"unit": "loop/graphs", "status": DONE, "found": modes})
     text = claims.table(rows)
+    assert "default: 2.00 times as fast, losses within 1.0e-03; reduce-overhead: RuntimeError: over" in text
     assert text.startswith("A, torch 2, CUDA 13\n")
     assert "1 of 2 exact; 4 runs and 1 out-of-memory errors in the median, 5 and 1 at most" in text
     assert "65.0 MiB more (more than the notable 64 MiB)" in text
