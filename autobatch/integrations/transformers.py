@@ -38,6 +38,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records.base import Precision
 from autobatch.core.records.plan import Plan
+from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
@@ -111,7 +112,8 @@ def plan(trainer: Any, **options: Unpack[PlanKeywords]) -> LibraryPlan:
         averages_means=not _is_scaled(trainer, 1),
         drop_last=args.dataloader_drop_last,
     )
-    with on_host(trainer.model), _checkpointing(trainer), _without_log(trainer):
+    with on_host(trainer.model), _checkpointing(trainer), kept_state(trainer):
+        trainer.log = lambda *_, **__: None  # of a compute_loss that logs: its probe is no training
         found = plan_for(workload(trainer), loop, **options)
     args.per_device_train_batch_size = found.micro_batch
     args.gradient_accumulation_steps = found.accumulation_steps
@@ -232,19 +234,6 @@ def _checkpointing(trainer: Any) -> Iterator[None]:
         yield
     finally:
         getattr(model, f"{word}_checkpointing_disable")()
-
-
-@contextmanager
-def _without_log(trainer: Any) -> Iterator[None]:
-    """Log nothing within the block, because a ``compute_loss`` may log, and its probe is no training."""
-    own = vars(trainer).get("log")
-    trainer.log = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del trainer.log
-        if own is not None:
-            trainer.log = own
 
 
 def _precision(args: Any) -> Precision:

@@ -158,11 +158,15 @@ def test_a_loss_that_logs_logs_no_probe(tmp_path: Path) -> None:
         def compute_loss(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Any:
             found = super().compute_loss(model, inputs, *more, **others)
             self.log({"own": float(found)})
+            self.figures["train"].append(1.0)
+            self.calls += 1
             return found
 
     trainer = a_trainer(tmp_path, kind=Logging)
+    trainer.figures, trainer.calls = {"train": []}, 0
     transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
     assert trainer.state.log_history == []
+    assert (trainer.figures, trainer.calls) == ({"train": []}, 0)
     trainer.log({"own": 1.0})
     assert [one["own"] for one in trainer.state.log_history] == [1.0]
 
