@@ -65,16 +65,17 @@ def _trained(training: Training, plan: Plan, place: str) -> str:
 def split_in_words(plan: Plan) -> str:
     """Describe the split of one rank: ``4 micro-batches of 86 and 8 of 85``."""
     cut = plan.size_cut
+    ranks = f" on each of {count(plan.world_size)} ranks" if plan.world_size > 1 else ""
     if cut is not None and cut.steps is not None:
-        return f"about {cut.steps:.1f} micro-batches, cut at the sizes of their samples"
+        return f"about {cut.steps:.1f} micro-batches, cut at the sizes of their samples,{ranks}".removesuffix(
+            ","
+        )
     sizes = {size: plan.micro_batches.count(size) for size in sorted(set(plan.micro_batches), reverse=True)}
     (first, times), *rest = sizes.items() or [(plan.micro_batch, plan.accumulation_steps)]
     words = f"{plural(times, 'micro-batch', 'micro-batches')} of {count(first)}"
     words += "".join(f" and {count(times)} of {count(size)}" for size, times in rest)
-    if plan.world_size == 1:
-        return words
-    less = ", or one sample less" if plan.target_batch % plan.world_size else ""
-    return f"{words} on each of {count(plan.world_size)} ranks{less}"
+    less = ", or one sample less" if ranks and plan.target_batch % plan.world_size else ""
+    return f"{words}{ranks}{less}"
 
 
 def padding_in_words(cut: SizeCut) -> str:

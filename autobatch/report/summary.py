@@ -85,12 +85,13 @@ def describe_plan(plan: Plan) -> str:
 
 def describe_split(plan: Plan) -> str:
     """Describe the micro-batches of one rank: ``12 micro-batches (4 × 86, 8 × 85)``."""
-    if plan.size_cut is not None and plan.size_cut.steps is not None:
-        return f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
-    sizes = plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps
-    kinds = sorted(set(sizes), reverse=True)
     ranks = f" on each of {count(plan.world_size)} ranks" if plan.world_size > 1 else ""
     ranks += ", which share the model" if plan.parallel == "shard" else ""
+    if plan.size_cut is not None and plan.size_cut.steps is not None:
+        words = f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
+        return f"{words},{ranks}" if ranks else words
+    sizes = plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps
+    kinds = sorted(set(sizes), reverse=True)
     if len(kinds) == 1:
         return f"{plural(len(sizes), 'micro-batch', 'micro-batches')} of {count(kinds[0])}{ranks}"
     parts = ", ".join(f"{count(sizes.count(size))} × {count(size)}" for size in kinds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from autobatch.core.records.plan import SizeCut
 from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.planning import make_plan
 from autobatch.report.sentences import (
@@ -17,6 +18,7 @@ from autobatch.report.sentences import (
     training_in_words,
     tuning_in_words,
 )
+from autobatch.report.summary import describe_split
 from tests.support.sample_run import a_device, a_probe, a_run, some_rates
 
 
@@ -54,6 +56,12 @@ def test_the_split_of_one_rank():
     assert split_in_words(plan) == "1 micro-batch of 4 on each of 2 ranks"
     uneven = make_plan(target_batch=7, micro_batch_limit=2, learning_rate=0.1, world_size=2)
     assert split_in_words(uneven) == "2 micro-batches of 2 on each of 2 ranks, or one sample less"
+    cut = SizeCut(sizes=[9.0], micro_batches=[2], limits_by="longest", steps=1.5)
+    by_size = msgspec.structs.replace(uneven, size_cut=cut)
+    words = "about 1.5 micro-batches, cut at the sizes of their samples"
+    assert split_in_words(by_size) == f"{words}, on each of 2 ranks"
+    assert split_in_words(msgspec.structs.replace(by_size, world_size=1)) == words
+    assert describe_split(by_size) == "about 1.5 micro-batches, cut by size, on each of 2 ranks"
 
 
 @pytest.mark.parametrize(
