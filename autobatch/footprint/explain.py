@@ -11,7 +11,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Polynomial, Untraceable
+from autobatch.footprint.program import Rule, Untraceable
 
 MODULES = 3
 """Modules that an explanation names."""
@@ -72,7 +72,7 @@ def explain(step: Footprint, micro_batch: int, *, depth: int = 2) -> Explanation
     """
     trace = step.program.at(micro_batch)
     outcome = replay(trace, CountingAllocator())
-    live: dict[int, Polynomial] = {}
+    live: dict[int, Rule] = {}
     for (block, size), (_, rule) in zip(
         trace.events[: outcome.peak_at + 1], step.program.events[: outcome.peak_at + 1], strict=True
     ):

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.tracing.apart import run_each_apart, run_in_copies
 from autobatch.footprint.tracing.trace_mode import Recording
@@ -37,19 +36,19 @@ def fit(
         The trace at the first size, the program, and the traces of the other settings.
     """
     try:
-        one, points, check, more = _first_traces(setting, others, partial(_record, run_in_copies))
-        program = Program.fit(points)
+        one, two, check, more = _first_traces(setting, others, partial(_record, run_in_copies))
+        program = _fitted(one, two)
         if program.begins_with(SIZES[2], check.trace):
             return one, program, more
     except (Untraceable, Unpredictable):
         pass
     # A trace may also have missed what an earlier one left in a cache of the user's code.
-    one, points, check, more = _first_traces(setting, others, record_apart)
-    program = Program.fit(points)
+    one, two, check, more = _first_traces(setting, others, record_apart)
+    program = _fitted(one, two)
     if program.begins_with(SIZES[2], check.trace):
         return one, program, more
     three, check = record_apart((setting, SIZES[2]), (_shortened(setting), SIZES[3]))
-    program = Program.fit([*points, (SIZES[2], three.trace)])
+    program = _fitted(one, two, three)
     if program.begins_with(SIZES[3], check.trace):
         return one, program, more
     raise Untraceable("the sizes of its allocations are no polynomial in the micro-batch")
@@ -57,13 +56,19 @@ def fit(
 
 def _first_traces(
     setting: Setting, others: Sequence[tuple[Setting, int]], recorded: Callable[..., list[Recording]]
-) -> tuple[Recording, list[tuple[int, Trace]], Recording, list[Recording]]:
-    """Return the trace at the first size, those of two sizes, one to check them, and those of the others."""
+) -> tuple[Recording, Recording, Recording, list[Recording]]:
+    """Return the traces at the first two sizes, one to check them, and those of the others."""
     small, large, third, _ = SIZES
     one, two, check, *more = recorded(
         (setting, small), (setting, large), (_shortened(setting), third), *others
     )
-    return one, [(small, one.trace), (large, two.trace)], check, more
+    return one, two, check, more
+
+
+def _fitted(*recordings: Recording) -> Program:
+    """Fit a program to recordings at the first sizes."""
+    points = [(size, one.trace) for size, one in zip(SIZES, recordings, strict=False)]
+    return Program.fit(points, [one.pages for one in recordings])
 
 
 def _shortened(setting: Setting) -> Setting:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autobatch.footprint.fit_sizes import SIZES
 from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Polynomial, Program, Untraceable
+from autobatch.footprint.program import Program, Rule, Untraceable
 from autobatch.footprint.tracing.trace_mode import Label
 
 
@@ -30,7 +30,7 @@ class Event(NamedTuple):
     """The block, and the numbers in the name of the module."""
     origin: int = 0
     """Number of allocations and frees before it in its trace."""
-    rule: Polynomial | None = None
+    rule: Rule | None = None
     """Bytes at any micro-batch."""
 
 
@@ -110,7 +110,7 @@ class _Unrolled:
 
     blocks: list[NDArray[np.int64]] = field(default_factory=list)
     is_taken: list[NDArray[np.bool_]] = field(default_factory=list)
-    rules: list[Polynomial | None] = field(default_factory=list)
+    rules: list[Rule | None] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)

@@ -10,12 +10,15 @@ fragmentation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
+
+import msgspec
 
 from autobatch.core.errors import AutobatchError
+from autobatch.device.allocator.onednn_workspace import whole_pages
 from autobatch.device.allocator.trace import FREE, Trace
 
 
@@ -47,21 +50,58 @@ class Polynomial(NamedTuple):
         return self._replace(constant=self.constant + size * self.denominator)
 
 
+class Pages(msgspec.Struct, frozen=True):
+    """Bytes at micro-batch m of parts that are rounded up to pages each."""
+
+    parts: tuple[Polynomial, ...]
+
+    @property
+    def constant(self) -> int:
+        """The least constant of a part."""
+        return min(part.constant for part in self.parts)
+
+    @property
+    def square(self) -> int:
+        """The largest square of a part."""
+        return max(part.square for part in self.parts)
+
+    def at(self, m: int) -> int:
+        """Return the size in bytes; see `Polynomial.at`."""
+        return whole_pages(tuple(part.at(m) for part in self.parts))
+
+    def plus(self, size: int) -> Self:
+        """Return the rule of so many bytes more.
+
+        Raises:
+            Untraceable: there is no such rule.
+        """
+        if size:
+            raise Untraceable("memory of whole pages grows by another part")
+        return self
+
+
+Rule: TypeAlias = Polynomial | Pages
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A trace whose sizes are polynomials in the micro-batch, made by `fit`."""
 
-    events: tuple[tuple[int, Polynomial | None], ...]
+    events: tuple[tuple[int, Rule | None], ...]
     """``(block, size)`` for an allocation, ``(block, None)`` for a free."""
     marks: tuple[tuple[int, str], ...]
 
     @classmethod
-    def fit(cls, points: Sequence[tuple[int, Trace]]) -> Self:
+    def fit(
+        cls, points: Sequence[tuple[int, Trace]], pages: Sequence[Mapping[int, tuple[int, ...]]] = ()
+    ) -> Self:
         """Fit a program to traces at different micro-batches.
 
         Args:
             points: ``(micro-batch, trace)``. Two give affine sizes, three or more quadratic ones. Any more
                 points check the polynomial.
+            pages: for each point the blocks of several parts, by the bytes of these parts before each is
+                rounded up to pages; empty if there are none.
 
         Raises:
             Untraceable: the traces differ in more than sizes, or the sizes follow no such polynomial.
@@ -72,12 +112,16 @@ class Program:
             raise ValueError(f"a fit needs two or more different micro-batches, not {sizes_of}")
         traces = [trace.canonical() for _, trace in points]
         _same_structure(sizes_of, traces)
-        events: list[tuple[int, Polynomial | None]] = []
+        events: list[tuple[int, Rule | None]] = []
         known: dict[tuple[int, ...], Polynomial] = {}
+        paged = {block: _fit_pages(sizes_of, [one[block] for one in pages]) for block in (pages or [{}])[0]}
         for column in zip(*(trace.events for trace in traces), strict=True):
             block, size = column[0]
             if size == FREE:
                 events.append((block, None))
+                continue
+            if block in paged:
+                events.append((block, paged[block]))
                 continue
             sizes = tuple(event[1] for event in column)
             if sizes not in known:
@@ -111,7 +155,7 @@ class Program:
             size: of a block, in bytes.
         """
         number = 1 + max((block for block, _ in self.events), default=-1)
-        parts: list[tuple[int, Polynomial | None]] = []
+        parts: list[tuple[int, Rule | None]] = []
         before = 0
         for place in sorted(places):
             parts += [*self.events[before:place], (number, Polynomial(size)), (number, None)]
@@ -128,7 +172,7 @@ class Program:
             Untraceable: a size would be negative there.
         """
         # Most allocations share their rule with others, so each rule is evaluated once.
-        sizes: dict[Polynomial | None, int] = {None: FREE}
+        sizes: dict[Rule | None, int] = {None: FREE}
         for rule in {size for _, size in self.events}:
             if rule is not None:
                 sizes[rule] = rule.at(m)
@@ -148,6 +192,10 @@ class Program:
             return self.at(m) == trace.canonical()
         except Untraceable:
             return False
+
+
+def _fit_pages(points: Sequence[int], parts: Sequence[tuple[int, ...]]) -> Pages:
+    return Pages(tuple(interpolate(points, sizes) for sizes in zip(*parts, strict=True)))
 
 
 def _same_structure(micro_batches: Sequence[int], traces: Sequence[Trace]) -> None:

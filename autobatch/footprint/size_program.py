@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autobatch.device.allocator.onednn_workspace import PAGE
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.tracing.trace_mode import Recording
@@ -160,7 +161,7 @@ def _fit(
         Untraceable: the shapes determine no polynomial, or a size is far from any.
     """
     terms = np.array([_terms(shape, unit) for shape in shapes])
-    sizes = np.array([[size for _, size in one.trace.events if size != FREE] for one in recordings], float)
+    sizes = np.array([_sizes_of(one) for one in recordings], float)
     if np.linalg.matrix_rank(terms[:TERMS]) < TERMS:
         raise Untraceable("the traced shapes determine no polynomial")
     rows = np.linalg.solve(terms[:TERMS], sizes[:TERMS]).T
@@ -208,3 +209,9 @@ def _start_with_batch(recording: Recording, position: int) -> int:
             start = at
         at -= 1
     return start
+
+
+def _sizes_of(recording: Recording) -> list[int]:
+    """Return the sizes of all blocks; of those that are rounded up to pages, a bound that is a polynomial."""
+    bounds = {block: sum(parts) + len(parts) * (PAGE - 1) for block, parts in recording.pages.items()}
+    return [bounds.get(block, size) for block, size in recording.trace.events if size != FREE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from autobatch.core.units import MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
+from autobatch.device.allocator.onednn_workspace import whole_pages
 from autobatch.device.allocator.trace import FREE, Trace, replay
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.program import Pages, Polynomial, Program, Untraceable
 from tests.support.recipes import recipes, trace, trace_of
 
 
@@ -96,3 +98,15 @@ def test_blocks_that_stay_are_inserted_at_their_events():
     assert len({block for block, _ in more.events}) == 4
     assert more.marks == ((0, "forward"), (2, "backward"))
     assert replay(more.at(3), CountingAllocator()).peak_allocated_bytes == 161
+
+
+def test_parts_of_whole_pages_are_fitted_before_they_are_rounded():
+    """Rounded sizes follow no polynomial; those of the parts do, and each is rounded on its own."""
+    parts = {m: (1000 * m, 4096 * m, 10) for m in (2, 3, 7)}
+    traces = [(m, Trace(((0, 8), (1, whole_pages(parts[m])), (0, FREE)))) for m in (2, 3)]
+    program = Program.fit(traces, [{1: parts[m]} for m in (2, 3)])
+    assert program.at(7).events[1] == (1, 2 * 4096 + 7 * 4096 + 4096)
+    assert not program.bends()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(program), type=Program) == program
+    with pytest.raises(Untraceable, match="grows by another part"):
+        Pages((Polynomial(1),)).plus(1)

@@ -6,8 +6,8 @@ smaller than any real one: nothing overflows, and a selection by values keeps ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autobatch.device.allocator.ledger import CountingAllocator
-from autobatch.device.allocator.onednn_workspace import Workspaces
+from autobatch.device.allocator.onednn_workspace import Workspaces, whole_pages
 from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
 from autobatch.device.allocator.updates import UPDATES
@@ -73,6 +73,8 @@ class Recording:
     has_convolutions: bool
     has_selections: bool
     """True if a selection by values was recorded as if it kept everything."""
+    pages: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Blocks of several parts, by the bytes of the parts before each is rounded up to pages."""
 
 
 class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
@@ -95,6 +97,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._has_selections = False
         self._found_inf: set[int] = set()
         self._workspaces = Workspaces()
+        self._pages: dict[int, tuple[int, ...]] = {}
         self._repeated: Trace | None = None
         self._resizes = False
 
@@ -113,7 +116,9 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if trace is None or again is None:
             return False
         self._repeated = trace.followed_by(again)
-        self._labels += self._labels[len(self._labels) - again.blocks :]
+        first = len(self._labels) - again.blocks
+        self._pages |= {block + again.blocks: p for block, p in self._pages.items() if block >= first}
+        self._labels += self._labels[first:]
         shift = len(trace.events) - since[0]
         self._products += [place + shift for place in self._products if place > since[0]]
         return True
@@ -130,6 +135,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             products=tuple(self._products),
             has_convolutions=self._has_convolutions,
             has_selections=self._has_selections,
+            pages=dict(self._pages),
         )
 
     def mark(self, phase: str) -> None:
@@ -174,7 +180,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if func in _PRODUCTS:
             self._products.append(self.position)
         if func is _RECURRENT:
-            out = (*out[:3], self._empty([self._workspaces.bytes_of(args)], torch.uint8))
+            out = (*out[:3], self._workspace(args))
         scratch = backward_scratch_bytes(func, args)
         if self._on_gpu and scratch:
             self.transient(scratch)
@@ -221,6 +227,13 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Count a tensor that an operator allocates unseen."""
         made: Tensor = super().__torch_dispatch__(aten.empty.memory_format, (), (shape,), _on_cpu(dtype))
+        return made
+
+    def _workspace(self, args: tuple[Any, ...]) -> Tensor:
+        """Count the workspace of a recurrent layer."""
+        parts = self._workspaces.parts_of(args)
+        made = self._empty([whole_pages(parts)], torch.uint8)
+        self._pages |= dict.fromkeys(self.blocks_of(made), parts)
         return made
 
     def _select_all(
