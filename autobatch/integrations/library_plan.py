@@ -48,6 +48,8 @@ class LibraryLoop:
     """True if the losses of micro-batches are means, and weigh the same."""
     drop_last: bool = False
     """True if the loader drops a last micro-batch that is short."""
+    sets_rate: bool = False
+    """True if the library takes the learning rate of the plan, False if the user's optimizer keeps its own."""
 
 
 class LibraryPlan(PlanResult, frozen=True, kw_only=True):
@@ -95,6 +97,7 @@ def plan_for(
     error, measured = gradient_error(known, loop.losses, loop.device, size, steps, whole=loop.whole)
     remarks = (
         alone,
+        _rate_note(found.learning_rate, workload.learning_rate, loop),
         even_split_note(found, min(limit, found.probe.micro_batch)),
         measured,
         last_step_note(
@@ -112,6 +115,13 @@ def plan_for(
     fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks if one is not None)]
     made = None if loader is None else loader(size)
     return LibraryPlan(**fields, library=loop.name, gradient_error=error, loader=made)
+
+
+def _rate_note(planned: float, declared: float, loop: LibraryLoop) -> str | None:
+    """Return a remark if the optimizer keeps another learning rate than that of the plan."""
+    if loop.sets_rate or planned == declared:
+        return None
+    return f"the optimizer keeps its learning rate of {declared:g}: build it with plan.learning_rate, {planned:g}"
 
 
 def tell_plan(plan: LibraryPlan, *, is_first: bool) -> None:

@@ -88,6 +88,8 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
 def plan(trainer: Any, **options: Unpack[PlanKeywords]) -> LibraryPlan:
     """Plan for a ``Trainer``, and set its batch size, accumulation steps and learning rate.
 
+    An optimizer that the trainer was given keeps its own learning rate.
+
     Args:
         trainer: before ``train()``.
         options: those of `autobatch.plan`, such as ``target_batch`` and ``memory_budget``. Precision,
@@ -111,13 +113,15 @@ def plan(trainer: Any, **options: Unpack[PlanKeywords]) -> LibraryPlan:
         divides_by_plan=False,
         averages_means=not _is_scaled(trainer, 1),
         drop_last=args.dataloader_drop_last,
+        sets_rate=trainer.optimizer is None,
     )
     with on_host(trainer.model), _checkpointing(trainer), kept_state(trainer):
         trainer.log = lambda *_, **__: None  # of a compute_loss that logs: its probe is no training
         found = plan_for(workload(trainer), loop, **options)
     args.per_device_train_batch_size = found.micro_batch
     args.gradient_accumulation_steps = found.accumulation_steps
-    args.learning_rate = found.learning_rate
+    if trainer.optimizer is None:
+        args.learning_rate = found.learning_rate
     trainer._train_batch_size = args.train_batch_size
     return found
 
@@ -139,7 +143,7 @@ def workload(trainer: Any) -> Workload:
         collate=parts.collate,
         loss=partial(_loss, trainer),
         optimizer=lambda model, _: _optimizer(trainer, model),
-        learning_rate=trainer.args.learning_rate,
+        learning_rate=_learning_rate(trainer),
         name=type(trainer.model).__name__,
     )
 
@@ -214,6 +218,14 @@ def _optimizer(trainer: Any, model: nn.Module) -> Any:
         return trainer.create_optimizer()
     finally:
         trainer.model, trainer.optimizer = own, None
+
+
+def _learning_rate(trainer: Any) -> float:
+    """Return the learning rate of the optimizer that the trainer was given, else that of the arguments."""
+    if trainer.optimizer is None:
+        return float(trainer.args.learning_rate)
+    group = trainer.optimizer.param_groups[0]
+    return float(group.get("initial_lr", group["lr"]))  # a schedule may have changed it
 
 
 @contextmanager

@@ -230,3 +230,20 @@ def test_the_rule_for_the_learning_rate_sets_it(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path)
     transformers.plan(trainer, target_batch=16, base_batch=4, lr_rule="sqrt", max_micro_batch=4)
     assert trainer.args.learning_rate == pytest.approx(0.2)
+
+
+def test_an_optimizer_that_was_given_keeps_its_rate(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.3)
+    before = trainer.args.learning_rate
+    options: dict[str, Any] = {"target_batch": 16, "max_micro_batch": 4}
+    kept = transformers.plan(trainer, **options)
+    assert kept.learning_rate == pytest.approx(0.3)
+    assert "keeps its learning rate" not in " ".join(kept.notes)
+    plan = transformers.plan(trainer, base_batch=4, lr_rule="sqrt", **options)
+    assert (
+        "Trainer: the optimizer keeps its learning rate of 0.3: build it with plan.learning_rate, 0.6"
+        in plan.notes
+    )
+    assert trainer.args.learning_rate == before
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.3
