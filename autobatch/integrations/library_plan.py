@@ -49,7 +49,7 @@ class LibraryLoop:
     drop_last: bool = False
     """True if the loader drops a last micro-batch that is short."""
     sets_rate: bool = False
-    """True if the library takes the learning rate of the plan, False if the user's optimizer keeps its own."""
+    """True if the library takes the planned learning rate, False if the user's optimizer keeps its own."""
 
 
 class LibraryPlan(PlanResult, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ def _rate_note(planned: float, declared: float, loop: LibraryLoop) -> str | None
     """Return a remark if the optimizer keeps another learning rate than that of the plan."""
     if loop.sets_rate or planned == declared:
         return None
-    return f"the optimizer keeps its learning rate of {declared:g}: build it with plan.learning_rate, {planned:g}"
+    return f"the optimizer keeps its rate of {declared:g}: build it with plan.learning_rate, {planned:g}"
 
 
 def tell_plan(plan: LibraryPlan, *, is_first: bool) -> None:
