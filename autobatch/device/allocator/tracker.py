@@ -43,6 +43,17 @@ _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
 
 
+def _skip_frames(function: Callable[..., Any]) -> bool:
+    """Keep ``torch.compile`` from compiling a function and what it calls; False if torch has no such rule."""
+    frames = torch._C._dynamo.eval_frame
+    try:
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:
+        return False
+    return True
+
+
 class StorageTracker(TorchDispatchMode):
     """A dispatch mode that counts storages, and enforces the allocator's limit on them.
 
@@ -58,8 +69,11 @@ class StorageTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch compiles nothing under a mode, and guarding that takes 1 µs an operator."""
-        return False
+        """Return whether torch must wrap the mode to leave it uncompiled, which takes 1 µs an operator.
+
+        If a compiled model runs under a mode, torch does not compile the model, and would compile the mode.
+        """
+        return not _skip_frames(cls.__torch_dispatch__)
 
     def __init__(
         self,

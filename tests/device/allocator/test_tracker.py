@@ -425,3 +425,14 @@ def test_after_the_session_nothing_is_watched():
     del x
     assert meter.trace().events == ((0, 400),)
     assert StorageMeter(CountingAllocator(), record=False).trace() is None
+
+
+def test_a_compiled_model_under_the_tracker_compiles_nothing() -> None:
+    """torch leaves the model alone under a mode. It compiled the tracker instead, for seconds."""
+    model = torch.compile(nn.Linear(4, 4), backend="eager")
+    torch._dynamo.utils.counters.clear()
+    with StorageMeter(CountingAllocator(None)) as meter:
+        for size in (2, 3):
+            model(torch.ones(size, 4)).sum().backward()
+        assert meter.stats().peak_allocated_bytes > 0
+    assert torch._dynamo.utils.counters["frames"]["total"] == 0
