@@ -117,6 +117,10 @@ class SimulatedDevice(CpuOperators):
         with self._tracked(record=False) as tracker:
             yield tracker
 
+    def compiler_missing(self) -> str | None:
+        """Return that nothing is compiled here: torch compiles no model under a dispatch mode."""
+        return "torch compiles nothing while the memory of a simulated GPU is counted"
+
     def why_not_expandable(self) -> str | None:
         """Return that segments are expandable already, if they are."""
         return "segments are expandable already" if self._config.expandable_segments else None

@@ -96,3 +96,9 @@ def test_the_record_of_the_device():
     assert (record.kind, record.name) == ("sim", "Made-up 9000 (simulated)")
     assert (record.total_bytes, record.budget_bytes) == (24 * GiB, GiB)
     assert (device.kind, device.torch_device) == ("sim", torch.device("cpu"))
+
+
+def test_a_simulated_gpu_offers_no_compiler():
+    assert SimulatedDevice(gpu()).compiler_missing() == (
+        "torch compiles nothing while the memory of a simulated GPU is counted"
+    )
