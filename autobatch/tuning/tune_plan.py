@@ -23,11 +23,11 @@ from autobatch.core.knobs import (
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.tuning import LrTuning, Tuning
-from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import layout_of, limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.child import SetupProcess
 from autobatch.tuning.chosen import with_choice, with_learning_rate
+from autobatch.tuning.common_axes import common_axes
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
 from autobatch.tuning.find_learning_rate import find_learning_rate
@@ -136,6 +136,7 @@ class PlanTuner:
         context = self.process.call("looking at the workload", look_at_workload, task)
         axes, notes = applicable(context, None if settings.knobs is None else parse_knobs(settings.knobs))
         self._note(notes)
+        axes = common_axes(axes, ranks)
         task = replace(task, defaults=defaults(axes))
         own: Trials = OwnTrials(self.process, task)
         if layout_of(plan) is not None:
@@ -172,7 +173,6 @@ class PlanTuner:
     ) -> tuple[TuningResult, Plan]:
         """Search on rank 0, with trials on all ranks; every rank plans what fits on it."""
         ranks = self.ranks
-        check_equal(ranks.gather({f"the knob {axis.name}": list(axis.choices) for axis in axes}))
         if ranks.rank == 0:
             found = self._find_fastest(trials, axes)
             trials.end([msgspec.to_builtins(found.tuning), found.winner])
