@@ -96,7 +96,14 @@ def probe_only(
     if asked is None:
         limits, order = unpack.probe_limits(options), Order(None, options.seed)
         found = _limit(process, limits, order, context, together)
-        probe = find_limits_by_size(process, limits, found.probe, home=context.home, progress=progress)
+        probe = find_limits_by_size(
+            process,
+            limits,
+            found.probe,
+            home=context.home,
+            progress=progress,
+            is_rough=found.is_rough,
+        )
     else:
         # Of a larger size, that it does not fit is no reason to share the model.
         found = agree_on_fit(check, ranks) if together.may_share and asked == 1 else check()

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from autobatch.footprint.fit_sizes import SIZES, Unpredictable, record_apart
+from autobatch.footprint.fit_sizes import SIZES, record_apart
 from autobatch.footprint.layer_events import events_of, footprint_of
 from autobatch.footprint.predict import Footprint, footprint, footprint_beside
-from autobatch.footprint.program import Polynomial, Program
+from autobatch.footprint.program import Polynomial, Program, TooLong
 from autobatch.footprint.repeat_layers import deepen
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting
@@ -117,8 +117,8 @@ def deep_footprint(
         clock: returns seconds.
 
     Raises:
-        Unpredictable: the step cannot be traced, takes too long to trace, or follows no rule in the
-            micro-batch.
+        TooLong: what is traced has more parameter tensors, or more operators than the setting allows.
+        Unpredictable: the step cannot be traced, or follows no rule in the micro-batch.
     """
     start = clock()
     stack = like_layers(setting.model)
@@ -137,7 +137,7 @@ def deep_footprint(
 def _check_size(model: nn.Module, most_tensors: int | None) -> None:
     tensors = sum(1 for _ in model.parameters())
     if most_tensors is not None and tensors > most_tensors:
-        raise Unpredictable(f"cannot predict: a trace of {tensors:,} parameter tensors takes too long")
+        raise TooLong(f"the model has {tensors:,} parameter tensors, more than {most_tensors:,}")
 
 
 def like_layers(model: nn.Module) -> Stack | None:

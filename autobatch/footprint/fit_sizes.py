@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.tracing.apart import run_each_apart, run_in_copies
 from autobatch.footprint.tracing.trace_mode import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
@@ -40,6 +40,8 @@ def fit(
         program = _fitted(one, two)
         if program.begins_with(SIZES[2], check.trace):
             return one, program, more
+    except TooLong:
+        raise
     except (Untraceable, Unpredictable):
         pass
     # A trace may also have missed what an earlier one left in a cache of the user's code.
@@ -85,7 +87,7 @@ def _record(
     run: Callable[[Sequence[Callable[[], Recording]]], list[Recording]], *traced: tuple[Setting, int]
 ) -> list[Recording]:
     try:
-        return run([partial(_recorded, *one, _batch_of(*one)) for one in traced])
+        return run([partial(recorded, *one, _batch_of(*one)) for one in traced])
     except AutobatchError:
         raise
     except Exception as error:
@@ -98,10 +100,16 @@ def _batch_of(setting: Setting, size: int) -> Collated:
         return setting.batch_of(size)
 
 
-def _recorded(setting: Setting, size: int, batch: Collated) -> Recording:
+def recorded(setting: Setting, size: int, batch: Collated) -> Recording:
+    """Trace a setting at a size, on a batch that was read before.
+
+    Raises:
+        TooLong: the step has more operators than it may have.
+        Unpredictable: the step cannot be traced.
+    """
     try:
         return record(replace(setting, batch_of=lambda _: batch), size)
-    except InputError:
+    except (InputError, TooLong):
         raise
     except Exception as error:
         raise Unpredictable(f"cannot predict: {_reason(error)}") from error

@@ -28,7 +28,7 @@ from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
 from autobatch.footprint.fit_sizes import Unpredictable, fit
 from autobatch.footprint.largest import largest
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.selftest import self_test
 from autobatch.footprint.tracing.cuda_policy import missing_parts
 from autobatch.footprint.tracing.trace_mode import Label, Recording
@@ -118,6 +118,8 @@ def footprint_beside(
         raise Unpredictable(f"cannot predict: {reason}")
     try:
         first, program, recordings = fit(setting, others)
+    except TooLong:
+        raise
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
     step = Footprint(

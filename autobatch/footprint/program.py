@@ -26,6 +26,10 @@ class Untraceable(AutobatchError, ValueError):  # noqa: N818 - describes the ste
     """A step whose traces give no footprint, with the reason."""
 
 
+class TooLong(Untraceable):
+    """A step with more operators than a trace may have."""
+
+
 class Polynomial(NamedTuple):
     """``(square · m² + slope · m + constant) / denominator`` bytes at micro-batch m."""
 

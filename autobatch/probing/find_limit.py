@@ -24,9 +24,10 @@ from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup,
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.failed_sizes import FailedSizes
 from autobatch.probing.kept_trace import find_trace, keep_trace
-from autobatch.probing.limits import ReplayPredictor, first_size, has_ample_room
+from autobatch.probing.known_sizes import KnownSizes
+from autobatch.probing.predictors import is_too_small, predictor_of
 from autobatch.probing.search import search
-from autobatch.probing.setup import SetupInfo, new_allocator
+from autobatch.probing.setup import SetupInfo
 from autobatch.probing.spill import SpillGuard
 from autobatch.workload.user_code import describe
 
@@ -54,6 +55,8 @@ class Limit(NamedTuple):
     """File that keeps the answer; None if it was not saved."""
     footprint: Footprint | None = None
     """The traced step; None if nothing was traced."""
+    is_rough: bool = False
+    """True if the memory of a step follows no rule in the micro-batch."""
 
 
 class _Probing(NamedTuple):
@@ -112,15 +115,15 @@ def find_limit(
     probing = _open(process, limits, progress)
     cached = _look_up(probing, home)
     confirmed = _confirm(probing, cached, entry_path(cached.key, home)) if cached else None
-    found, footprint = confirmed or _search(probing, clock)
-    found = _with_others(found, process, progress)
-    progress.probed(found)
-    if cached and confirmed:
-        return Limit(found, entry_path(cached.key, home), footprint)
-    file = _store(probing, found, home)
-    if footprint is not None and file is not None:
-        keep_trace(footprint, file)
-    return Limit(found, file, footprint)
+    limit = confirmed or _search(probing, clock)
+    limit = limit._replace(probe=_with_others(limit.probe, process, progress))
+    progress.probed(limit.probe)
+    if confirmed:
+        return limit
+    file = _store(probing, limit.probe, home)
+    if limit.footprint is not None and file is not None:
+        keep_trace(limit.footprint, file)
+    return limit._replace(file=file)
 
 
 def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -> Probe:
@@ -169,17 +172,15 @@ def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> _Pr
     return _Probing(process, limits, caps_of(info, limits), SpillGuard(active=info.may_spill), progress)
 
 
-def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footprint | None]:
+def _search(probing: _Probing, clock: Callable[[], float]) -> Limit:
     """Search from the trace of the step, which is None if it cannot be traced."""
     process, start = probing.process, clock()
     probing.progress.doing("predicting what fits")
-    step = questions.trace(process)
-    predictor = ReplayPredictor(
-        lambda: new_allocator(process.info),
-        None if step is None else step.program,
-        lambda: questions.trace_other_order(process),
-        first_size=first_size(process.info.compute_capability),
-    )
+    too_long: list[str] = []
+    step = questions.trace(process, too_long.append)
+    for line in too_long:
+        probing.progress.note(line)
+    predictor = predictor_of(process, step, None if too_long else probing.cap)
     tried: list[Attempt] = []
 
     sizes = FailedSizes(probing.attempt, process)
@@ -219,7 +220,7 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> tuple[Probe, Footp
         stopped_by=found.stopped_by,
         precision=process.info.precision,
     )
-    return probe, step
+    return Limit(probe, None, step, isinstance(predictor, KnownSizes))
 
 
 def _look_up(probing: _Probing, home: Path) -> CachedLimit | None:
@@ -234,11 +235,11 @@ def _look_up(probing: _Probing, home: Path) -> CachedLimit | None:
     return None
 
 
-def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> tuple[Probe, Footprint | None] | None:
+def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> Limit | None:
     """Run the cached limit of a file once, and trace the step unless its kept trace is what ran.
 
     Returns:
-        The probe, and the step if it can be traced; None if the cached limit answers another question, no
+        The limit, with the step if it can be traced; None if the cached limit answers another question, no
         longer fits, or is too small. Too small means that more fits, which a run of it alone does not show.
     """
     size = min(cached.micro_batch, probing.cap)
@@ -255,7 +256,7 @@ def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> tuple[Probe,
         step = questions.trace(probing.process)
         if step is not None:
             keep_trace(step, file)
-    if size < probing.cap and _is_too_small(probing.process, cached, outcome, step):
+    if size < probing.cap and is_too_small(probing.process, cached, outcome, step):
         probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
         return None
     probe = Probe(
@@ -268,26 +269,7 @@ def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> tuple[Probe,
         source=f"saved {cached.date}",
         precision=probing.process.info.precision,
     )
-    return probe, step
-
-
-def _is_too_small(
-    process: SetupProcess, cached: CachedLimit, outcome: Outcome, step: Footprint | None
-) -> bool:
-    """Return whether more than a cached limit fits, according to the replay or else to the peak of its run.
-
-    The budget is the smaller of now and then, because close budgets count as the same.
-    """
-    then, device = cached.key.get("budget_bytes"), process.info.device
-    budget = min(then, device.budget_bytes) if isinstance(then, int) else device.budget_bytes
-    info = msgspec.structs.replace(process.info, device=msgspec.structs.replace(device, budget_bytes=budget))
-    predictor = ReplayPredictor(
-        lambda: new_allocator(info),
-        None if step is None else step.program,
-        lambda: questions.trace_other_order(process),
-    )
-    next_fits = predictor.says_next_fits(outcome)
-    return has_ample_room(outcome.attempt, budget) if next_fits is None else next_fits
+    return Limit(probe, file, step)
 
 
 def _store(probing: _Probing, found: Probe, home: Path) -> Path | None:

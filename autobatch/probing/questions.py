@@ -11,9 +11,10 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records.estimate import Remedy
 from autobatch.core.records.probe import Attempt
 from autobatch.core.units import format_bytes
+from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.remedies import in_words
 from autobatch.probing import traced_setup
 from autobatch.probing.attempt import Outcome, attempt_at
@@ -56,9 +57,27 @@ def run_attempt(process: SetupProcess, micro_batch: int, max_size: float | None 
     return Outcome(killed, None)
 
 
-def trace(process: SetupProcess) -> Footprint | None:
-    """Trace the step. Return None if it cannot be traced."""
-    return ask_or_none(process, "tracing the step", _trace)
+def trace(process: SetupProcess, note: Callable[[str], None] = lambda _: None) -> Footprint | None:
+    """Trace the step. Return None if it cannot be traced.
+
+    Args:
+        process: holds the setup.
+        note: receives the reason if that would take too long.
+    """
+    try:
+        return process.call("tracing the step", _trace)
+    except ChildCrashed:
+        process.restart()
+    except TooLong as error:
+        note(f"the step was not traced, so runs alone tell what fits: {error}")
+    except AutobatchError:
+        pass
+    return None
+
+
+def trace_single(process: SetupProcess, cap: int) -> dict[int, Trace]:
+    """Trace the step at a few sizes, up to the largest that fits; empty if it cannot be traced."""
+    return ask_or_none(process, "tracing the step", _trace_single, cap) or {}
 
 
 def trace_other_order(process: SetupProcess) -> Program | None:
@@ -140,8 +159,12 @@ def _run_attempt(session: Session, micro_batch: int, max_size: float | None) -> 
 
 
 def _trace(session: Session) -> Footprint | None:
-    step = traced_setup.trace_footprint(session.setup)
+    step = traced_setup.trace_footprint(session.setup, says_why=True)
     return None if step is None else session.keep(step)
+
+
+def _trace_single(session: Session, cap: int) -> dict[int, Trace]:
+    return traced_setup.trace_single(session.setup, cap)
 
 
 def _trace_other_order(session: Session) -> Program | None:

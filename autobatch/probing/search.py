@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from autobatch.core.records.probe import Attempt, UpperBoundBy
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.blind import next_size
-from autobatch.probing.limits import ReplayPredictor
 
 PREDICTIONS = 6
 """Number of sizes that predictions may choose before the search bisects."""
@@ -26,6 +25,22 @@ NEAR_SHARE = 0.1
 just below: predictions are right by a few sizes there."""
 NARROW_SHARE = 0.25
 """Distance of two bounds, as a share of the lower, up to which the upper was a prediction that missed."""
+
+
+class Predictor(Protocol):
+    """Predictions of the largest micro-batch."""
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take an attempt into account."""
+
+    def next_calibration_size(self, cap: int) -> int | None:
+        """Return a size up to ``cap`` that improves the prediction; None if enough ran."""
+
+    def largest(self, cap: int) -> int | None:
+        """Predict the largest micro-batch that fits, at most ``cap`` and possibly 0; None if unknown."""
+
+    def proves_next_fails(self, micro_batch: int) -> bool:
+        """Return whether ``micro_batch + 1`` does not fit for certain."""
 
 
 class Found(NamedTuple):
@@ -100,7 +115,7 @@ def search(
     run: Callable[[int], Outcome],
     *,
     cap: int,
-    predictor: ReplayPredictor,
+    predictor: Predictor,
     stopped: Callable[[], str | None] = lambda: None,
 ) -> Found:
     """Find the largest micro-batch that fits.
@@ -141,7 +156,7 @@ def search(
     return Found(bracket.low, bound, bracket.predicted, attempts, stopped_by)
 
 
-def _guess(bracket: _Bracket, predictor: ReplayPredictor) -> int | None:
+def _guess(bracket: _Bracket, predictor: Predictor) -> int | None:
     """Predict the largest size; None if it is unknown, or if failures have refuted the prediction."""
     if bracket.failures >= REFUTED:
         return None
@@ -152,7 +167,7 @@ def _guess(bracket: _Bracket, predictor: ReplayPredictor) -> int | None:
     return guess if (predictor.largest(bracket.cap) or 0) < 2 * bracket.high else None
 
 
-def _upper_bound(bracket: _Bracket, predictor: ReplayPredictor) -> UpperBoundBy | None:
+def _upper_bound(bracket: _Bracket, predictor: Predictor) -> UpperBoundBy | None:
     """Return the proof that the size after ``low`` does not fit; None if there is none yet."""
     if bracket.low == 0:
         return None

@@ -11,13 +11,14 @@ from autobatch.core.knobs import COMPILE
 from autobatch.core.records.estimate import Remedy
 from autobatch.core.records.run import MemoryCurve, PredictedPoint
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.trace import replay
+from autobatch.device.allocator.trace import Trace, replay
 from autobatch.device.profiles import data_home, match_profile
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.predict import Footprint, with_workspaces
-from autobatch.footprint.program import Program, Untraceable
+from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.remedies import Spending, find_remedies
+from autobatch.footprint.single_sizes import trace_single_sizes
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.probing.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, TrainSetup
 from autobatch.probing.setup import SetupInfo, describe_setup, new_allocator
@@ -28,7 +29,15 @@ MOST_TRACED = 1000
 like layers only those count that are traced."""
 
 
-def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> Footprint | None:
+MOST_OPERATORS = 60_000
+"""Operators above which no step is traced, about 6 seconds; an unrolled recurrent layer has so many."""
+MOST_SINGLE = 20_000
+"""The same for each of a few traces at single sizes."""
+
+
+def trace_footprint(
+    setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS, *, says_why: bool = False
+) -> Footprint | None:
     """Trace an attempt on tensors without memory. Return None on a GPU, or if it cannot be traced.
 
     On a GPU the first runs show more, because its libraries take workspaces that no trace sees.
@@ -36,6 +45,10 @@ def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> 
     Args:
         setup: the model and the data.
         steps: micro-batches of each step.
+        says_why: raise an error if the trace takes too long.
+
+    Raises:
+        TooLong: the step has too many operators, if ``says_why``.
     """
     if not setup.device.is_traceable:
         return None
@@ -43,8 +56,27 @@ def trace_footprint(setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS) -> 
         # Augmented data draw random numbers while they are read.
         with preserved_random_state():
             return _trace(replace(setting_of(setup), steps=steps))
+    except TooLong:
+        if says_why:
+            raise
     except AutobatchError:
-        return None
+        pass
+    return None
+
+
+def trace_single(setup: TrainSetup, cap: int) -> dict[int, Trace]:
+    """Trace an attempt at a few sizes, with the values of its batches; see `trace_single_sizes`.
+
+    Returns:
+        The traces by their size; empty on a GPU.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
+    """
+    if not setup.device.is_traceable:
+        return {}
+    setting = replace(setting_of(setup), most_operators=min(MOST_SINGLE, MOST_OPERATORS))
+    return trace_single_sizes(setting, setup.device.new_allocator, cap)
 
 
 def other_order(setup: TrainSetup) -> Program | None:
@@ -143,6 +175,7 @@ def setting_of(setup: TrainSetup) -> Setting:
         world=1 if setup.sharding else setup.world,
         arrange=setup.sharding,
         keeps_batches=setup.keeps_batches,
+        most_operators=MOST_OPERATORS,
         # A compiled model is traced as its module.
         knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
     )

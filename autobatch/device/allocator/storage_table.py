@@ -38,7 +38,7 @@ class StorageTable:
     Args:
         allocator: Allocator that the storages are counted in.
         text: Returns the error message for a refusal.
-        storage_device: Type of the device whose storages count; ``meta`` for fake tensors.
+        storage_device: Type of the device whose storages count; ``meta`` for fake tensors, None for all.
         record: Whether to keep the events.
         on_new: Called with the number of each block that is taken.
     """
@@ -48,7 +48,7 @@ class StorageTable:
         allocator: Allocator,
         *,
         text: Callable[[BudgetExceeded], str],
-        storage_device: str,
+        storage_device: str | None,
         record: bool,
         on_new: Callable[[int], None] | None,
     ) -> None:
@@ -87,7 +87,7 @@ class StorageTable:
         if known is not None:
             if known.size != size:
                 self._resize(known, size)
-        elif storage.device.type == self._storage_device:
+        elif self._storage_device in (None, storage.device.type):
             handle = self.allocate(size)
             self._watch(storage, key, size, handle, self._new_block(size))
 

@@ -61,7 +61,7 @@ class StorageTracker(TorchDispatchMode):
         allocator: Allocator that the storages are counted in.
         text: Returns the error message for a refusal.
         record: Whether to keep the events for `trace`.
-        storage_device: Type of the device whose storages count; ``meta`` for fake tensors.
+        storage_device: Type of the device whose storages count; ``meta`` for fake tensors, None for all.
         on_new: Called with the number of each block that is taken.
     """
 
@@ -81,7 +81,7 @@ class StorageTracker(TorchDispatchMode):
         *,
         text: Callable[[BudgetExceeded], str] = str,
         record: bool = True,
-        storage_device: str = "cpu",
+        storage_device: str | None = "cpu",
         on_new: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from autobatch.device.allocator.ledger import CountingAllocator
@@ -22,8 +23,10 @@ from autobatch.device.allocator.onednn_workspace import Workspaces, whole_pages
 from autobatch.device.allocator.trace import Trace, repetition
 from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
 from autobatch.device.allocator.updates import UPDATES
+from autobatch.footprint.program import TooLong
 from autobatch.footprint.tracing.attention import backward_scratch_bytes
 from autobatch.footprint.tracing.fake_kernels import kernel_of, quick_kernel
+from autobatch.footprint.tracing.known_values import KnownValues, kernel_of_known, value_of
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
@@ -82,11 +85,20 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
 
     Args:
         on_gpu: record the operators of a GPU, with the scratch memory of its attention.
+        known: values of whole numbers; None if they have none.
+        most_operators: operators after which the trace ends; None for no limit.
     """
 
-    def __init__(self, *, on_gpu: bool) -> None:
-        super().__init__(CountingAllocator(), storage_device="meta", on_new=self._label_new)
+    def __init__(
+        self, *, on_gpu: bool, known: KnownValues | None = None, most_operators: int | None = None
+    ) -> None:
+        # Sizes of packed sequences are real.
+        device = "meta" if known is None else None
+        super().__init__(CountingAllocator(), storage_device=device, on_new=self._label_new)
         self._on_gpu = on_gpu
+        self._known = known
+        self._most_operators = most_operators
+        self._operators = 0
         self.modules: list[str] = []
         """Names of the modules whose forward runs, the innermost last."""
         self._labels: list[Label] = []
@@ -161,11 +173,14 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         """Run an operator on fakes; see the class."""
         if has_wrappers(types):
             return self._on_wrapper(func, args, kwargs)
+        if self._known is not None:
+            args = self._known.arguments(args)
         if func in _QUERIES:
             return args[0].fake_device if func is _DEVICE else self._value_of(args[0])
         if _is_in_place_foreach(func):
             return None
-        if (func in UPDATES and _is_plain(args[0])) or func.name() == _WAIT:
+        is_update = func in UPDATES and _is_plain(args[0]) and self._known_of(args[0]) is None
+        if is_update or func.name() == _WAIT:
             # Running an update on fakes takes half of an optimizer step.
             self.settle()
             return args[0]
@@ -173,9 +188,10 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             # ``torch.tensor(1.0)`` without a device is on the host, with a GPU too.
             return func(*args, **(kwargs or {}))
         self._observe(func, args, kwargs)
-        if func in _SELECTIONS:
+        if func in _SELECTIONS and not self._is_known(args):
             func, args, kwargs = self._select_all(func, args, kwargs)
-        kernel = quick_kernel(func, args) or kernel_of(func, args, on_gpu=self._on_gpu)
+        known = None if self._known is None else kernel_of_known(func, args)
+        kernel = known or quick_kernel(func, args) or kernel_of(func, args, on_gpu=self._on_gpu)
         out = super().__torch_dispatch__(kernel, types, args, kwargs)
         if func in _PRODUCTS:
             self._products.append(self.position)
@@ -188,6 +204,9 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Note what an operator tells about the step, before it runs."""
+        self._operators += 1
+        if self._most_operators is not None and self._operators > self._most_operators:
+            raise TooLong(f"the step has more than {self._most_operators:,} operators")
         if func in _PRODUCTS:
             self._first.setdefault(torch._C._current_graph_task_id() >= 0, self.position)
         elif func is aten.convolution.default:
@@ -219,10 +238,22 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         """Return a value for ``.item()`` with which a step succeeds: no overflow, counts of 1."""
         if tensor.untyped_storage()._cdata in self._found_inf:
             return 0.0
+        value = self._known_of(tensor)
+        if value is not None:
+            with no_dispatch():
+                return value.item()
         if tensor.dtype is torch.bool:
             return False
         # Neither 0 nor 1, because optimizers divide by a value and by its difference from 1.
         return 0.5 if tensor.is_floating_point() else 1
+
+    def _is_known(self, args: tuple[Any, ...]) -> bool:
+        """Return whether the values on which a selection depends are known."""
+        chosen = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else args[-1:]
+        return all(one is None or self._known_of(one) is not None for one in chosen)
+
+    def _known_of(self, tensor: Tensor) -> Tensor | None:
+        return None if self._known is None else value_of(tensor)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Count a tensor that an operator allocates unseen."""

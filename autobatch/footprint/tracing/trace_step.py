@@ -16,11 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from autobatch.core.knobs import Configuration
 from autobatch.core.records.base import GradientDtype, Precision
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, prefer_foreach
+from autobatch.footprint.tracing.known_values import KnownValues, has_values, own_copy
 from autobatch.footprint.tracing.trace_mode import Recorder, Recording
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
@@ -72,6 +74,10 @@ class Setting:
     """Decay of the weight average; None for no average."""
     knobs: Configuration = field(default_factory=dict)
     """The tuner's choices; see `autobatch.core.knobs`."""
+    has_values: bool = False
+    """True to keep the values of whole numbers of a batch, such as lengths; the trace is of it alone."""
+    most_operators: int | None = None
+    """Operators after which a trace ends; None for no limit."""
     keeps_batches: bool = False
     """True for a loop that keeps each micro-batch until the next one is there."""
     world: int = 1
@@ -89,17 +95,21 @@ def record(setting: Setting, micro_batch: int, *, recorder: Callable[..., Record
         recorder: makes the recorder.
 
     Raises:
+        TooLong: the step has more operators than the setting allows.
         Exception: the user's code or torch cannot run the step without the values of its tensors.
     """
     mode = new_mode()
+    known = KnownValues(mode) if setting.has_values else None
     batch = setting.batch_of(micro_batch)
     policy = nullcontext() if setting.capability is None else cuda_policy(setting.capability)
     with preserved_random_state():
         model = fake_model(setting.model, mode)
-        recording = recorder(on_gpu=setting.capability is not None)
-        with mode, policy, recording, recording.noticing_resizes(), _tracked_modules(model, recording):
+        on_gpu, most = setting.capability is not None, setting.most_operators
+        recording = recorder(on_gpu=on_gpu, known=known, most_operators=most)
+        kept = nullcontext() if known is None else known.kept()
+        with mode, policy, kept, recording, recording.noticing_resizes(), _tracked_modules(model, recording):
             train_state, arranged = _build(setting, model, recording)
-            feed = _Feed(setting, batch, micro_batch, mode, recording, arranged)
+            feed = _Feed(setting, batch, micro_batch, mode, recording, arranged, known)
             _run_steps(setting, train_state, feed)
         return recording.recording()
 
@@ -134,26 +144,31 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects."""
+def fake_batch(batch: Any, mode: FakeTensorMode, known: KnownValues | None = None) -> Any:
+    """Return a batch with fake tensors in its tuples, lists, mappings, and attributes of objects.
+
+    Whole numbers keep their values in ``known``, if that is given.
+    """
     if isinstance(batch, Tensor):
-        return fake_copy(batch, mode)
+        return known.fake(batch) if known is not None and has_values(batch) else fake_copy(batch, mode)
     if isinstance(batch, MutableMapping):
         made = copy.copy(batch)
         for key, value in batch.items():
-            made[key] = fake_batch(value, mode)
+            made[key] = fake_batch(value, mode, known)
         return made
     if isinstance(batch, Mapping):
-        return {key: fake_batch(value, mode) for key, value in batch.items()}
+        return {key: fake_batch(value, mode, known) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        fakes = [fake_batch(value, mode) for value in batch]
+        fakes = [fake_batch(value, mode, known) for value in batch]
+        if known is not None and isinstance(batch, PackedSequence):
+            fakes[1] = own_copy(batch.batch_sizes)  # read without any operator
         return type(batch)(*fakes) if hasattr(batch, "_fields") else type(batch)(fakes)
     if hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
         made = copy.copy(batch)
         # Past a ``__setattr__`` of its own, which may put attributes elsewhere, as that of a graph does.
         for name, value in list(vars(made).items()):
             if isinstance(value, Tensor | Mapping | list | tuple):
-                vars(made)[name] = fake_batch(value, mode)
+                vars(made)[name] = fake_batch(value, mode, known)
         return made
     return batch
 
@@ -231,6 +246,7 @@ class _Feed:
     mode: FakeTensorMode
     recorder: Recorder
     arranged: Arranged | None = None
+    known: KnownValues | None = None
 
     def micro_batches(self, count: int) -> Iterable[tuple[Collated, int]]:
         """Return the micro-batches of a step, each with its number of samples."""
@@ -249,7 +265,7 @@ class _Feed:
 
     def _fake(self, batch: Collated) -> Collated:
         with self.recorder.uncounted():
-            return fake_batch(batch, self.mode)
+            return fake_batch(batch, self.mode, self.known)
 
 
 def _run_steps(setting: Setting, train_state: TrainState, feed: _Feed) -> None:

@@ -77,7 +77,10 @@ class Packed(nn.Module):
         return self.body(packed)[0].data.square().mean()
 
 
-def test_where_only_runs_tell_how_memory_grows_a_search_ends_near_the_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_rough", [False, True])
+def test_where_only_runs_tell_how_memory_grows_a_search_ends_near_the_limit(
+    tmp_path: Path, is_rough: bool
+) -> None:
     workload = work(
         Packed,
         train_data=Sequences([4 + n % 23 for n in range(120)], width=4),
@@ -88,7 +91,7 @@ def test_where_only_runs_tell_how_memory_grows_a_search_ends_near_the_limit(tmp_
     process, limits = ThisProcess(setup), ProbeLimits()
     found = find_limit(process, limits, home=tmp_path, progress=Progress()).probe
     *shorter, longest = find_limits_by_size(
-        process, limits, found, home=tmp_path, progress=Progress()
+        process, limits, found, home=tmp_path, progress=Progress(), is_rough=is_rough
     ).lengths
     assert longest.micro_batch == found.micro_batch
     assert any(one.upper_bound_by is None for one in shorter)

@@ -1,0 +1,70 @@
+"""Traces that know whole numbers, against real attempts on the same batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+
+from autobatch.footprint.tracing.known_values import MOST_ELEMENTS, KnownValues, has_values, value_of
+from autobatch.footprint.tracing.trace_step import new_mode, record
+from autobatch.probing.attempt import attempt
+from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.probing.traced_setup import setting_of
+from tests.support.packed import WORKLOADS
+from tests.support.probes import work
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_trace_of_packed_sequences_is_that_of_an_attempt(name: str) -> None:
+    made = open_setup(WORKLOADS[name](), SetupSettings(device="cpu", memory_budget="1GiB"))
+    known = replace(setting_of(made), has_values=True)
+    found = [record(known, size).trace for size in (9, 14)]
+    assert found == [attempt(made, size).trace.canonical() for size in (9, 14)]
+    assert found[0].events != found[1].events
+
+
+class Selecting(nn.Module):
+    """A model whose memory depends on how many words are even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids)[ids % 2 == 0].square().mean() * int(ids.max())
+
+
+def test_selections_by_known_values_keep_what_a_run_keeps() -> None:
+    rows = list(torch.randint(50, (20, 6), generator=torch.Generator().manual_seed(3)))
+    workload = work(Selecting, train_data=rows, loss=lambda model, ids: model(ids))
+    made = open_setup(workload, SetupSettings(device="cpu", memory_budget="1GiB"))
+    known = record(replace(setting_of(made), has_values=True), 7)
+    assert known.trace == attempt(made, 7).trace.canonical()
+    assert not known.has_selections
+
+
+def test_a_fake_keeps_its_values_while_the_real_tensor_changes() -> None:
+    known = KnownValues(new_mode())
+    real = torch.tensor([3, 1, 2])
+    fake = known.fake(real)
+    real.zero_()
+    assert value_of(fake).tolist() == [3, 1, 2]
+    (given,) = known.arguments((real,))
+    assert value_of(given).tolist() == [0, 0, 0]
+
+
+def test_only_few_whole_numbers_have_values() -> None:
+    assert has_values(torch.tensor([True]))
+    assert not has_values(torch.ones(2))
+    assert not has_values(torch.zeros(MOST_ELEMENTS + 1, dtype=torch.int8))
+
+
+def test_torch_computes_with_single_numbers_only_after_the_block() -> None:
+    before = fake_tensor.CONSTANT_NUMEL_LIMIT
+    with KnownValues(new_mode()).kept():
+        assert fake_tensor.CONSTANT_NUMEL_LIMIT == MOST_ELEMENTS
+    assert before == fake_tensor.CONSTANT_NUMEL_LIMIT
