@@ -64,15 +64,11 @@ def trace(process: SetupProcess, note: Callable[[str], None] = lambda _: None) -
         process: holds the setup.
         note: receives the reason if that would take too long.
     """
-    try:
-        return process.call("tracing the step", _trace)
-    except ChildCrashed:
-        process.restart()
-    except TooLong as error:
-        note(f"the step was not traced, so runs alone tell what fits: {error}")
-    except AutobatchError:
-        pass
-    return None
+    found = ask_or_none(process, "tracing the step", _trace)
+    if isinstance(found, str):
+        note(f"the step was not traced, so runs alone tell what fits: {found}")
+        return None
+    return found
 
 
 def trace_single(process: SetupProcess, cap: int) -> dict[int, Trace]:
@@ -158,8 +154,12 @@ def _run_attempt(session: Session, micro_batch: int, max_size: float | None) -> 
     return attempt_at(session.setup, micro_batch, max_size)
 
 
-def _trace(session: Session) -> Footprint | None:
-    step = traced_setup.trace_footprint(session.setup, says_why=True)
+def _trace(session: Session) -> Footprint | str | None:
+    """Return the step, or the reason if its trace would take too long."""
+    try:
+        step = traced_setup.trace_footprint(session.setup, says_why=True)
+    except TooLong as error:
+        return str(error)
     return None if step is None else session.keep(step)
 
 

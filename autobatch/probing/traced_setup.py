@@ -29,9 +29,9 @@ MOST_TRACED = 1000
 like layers only those count that are traced."""
 
 
-MOST_OPERATORS = 60_000
-"""Operators above which no step is traced, about 6 seconds; an unrolled recurrent layer has so many."""
-MOST_SINGLE = 20_000
+MOST_OPERATORS = 30_000
+"""Operators above which no step is traced, about 5 seconds; an unrolled recurrent layer has so many."""
+MOST_SINGLE = 15_000
 """The same for each of a few traces at single sizes."""
 
 

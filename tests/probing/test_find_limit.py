@@ -140,7 +140,7 @@ def test_a_budget_that_follows_free_memory_may_vary_by_a_few_percent(
 
 def test_the_limit_on_a_gpu_is_saved_with_its_traced_and_its_measured_peak(tmp_path: Path) -> None:
     here = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
-    found, path, _ = limit_of(here, tmp_path, max_micro_batch=3)
+    found, path, *_ = limit_of(here, tmp_path, max_micro_batch=3)
     saved = msgspec.json.decode(path.read_bytes(), type=CachedLimit)
     assert saved.traced_bytes == traced_peak(here, found.micro_batch)
     assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes

@@ -27,7 +27,7 @@ LIKELY = 0.8
 """Share of the limit in proportion to the size of the samples that a search for smaller ones runs first."""
 LIKELY_NEAR = 0.95
 """The same if being near the limit is enough."""
-ENOUGH = 0.9
+ENOUGH = 0.85
 """Share of a rough prediction at which such a search ends."""
 AIM = 0.97
 """Share of a rough prediction that runs next."""
