@@ -27,8 +27,10 @@ LIKELY = 0.8
 """Share of the limit in proportion to the size of the samples that a search for smaller ones runs first."""
 LIKELY_NEAR = 0.95
 """The same if being near the limit is enough."""
-ENOUGH = 0.85
+ENOUGH = 0.9
 """Share of a rough prediction at which such a search ends."""
+ENOUGH_NEAR = 0.85
+"""The same if being near the limit is enough."""
 AIM = 0.97
 """Share of a rough prediction that runs next."""
 NEAR_RUNS = 4
@@ -147,7 +149,7 @@ def _run_near(process: SetupProcess, size: float, likely: int, cap: int) -> Foun
         elif ran.trace is not None:
             grown = in_proportion(guess, ran.trace)
             rough = min(largest(grown, lambda: new_allocator(process.info), cap) or guess, high - 1)
-        if sizes.stopped_by or sizes.largest >= ENOUGH * min(rough, high - 1):
+        if sizes.stopped_by or sizes.largest >= ENOUGH_NEAR * min(rough, high - 1):
             break
         aim = int(AIM * rough) if sizes.largest else int(LIKELY * high)
         guess = max(sizes.largest + 1, min(aim, int(AIM * high)))
