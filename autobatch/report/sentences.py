@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 from autobatch.core.records.device import DeviceRecord
 from autobatch.core.records.plan import Plan, SizeCut
@@ -70,12 +72,28 @@ def split_in_words(plan: Plan) -> str:
         return f"about {cut.steps:.1f} micro-batches, cut at the sizes of their samples,{ranks}".removesuffix(
             ","
         )
-    sizes = {size: plan.micro_batches.count(size) for size in sorted(set(plan.micro_batches), reverse=True)}
-    (first, times), *rest = sizes.items() or [(plan.micro_batch, plan.accumulation_steps)]
-    words = f"{plural(times, 'micro-batch', 'micro-batches')} of {count(first)}"
-    words += "".join(f" and {count(times)} of {count(size)}" for size, times in rest)
+    unlike = by_kind(plan)
+    if len(unlike) > 1:
+        return ", ".join(f"{_sizes_in_words(own)} on {plural(times, 'rank')}" for own, times in unlike)
     less = ", or one sample less" if ranks and plan.target_batch % plan.world_size else ""
-    return f"{words}{ranks}{less}"
+    return (
+        f"{_sizes_in_words(plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps)}{ranks}{less}"
+    )
+
+
+def by_kind(plan: Plan) -> list[tuple[list[int], int]]:
+    """Return the micro-batches of the first rank of each kind of device, and the number of its ranks."""
+    counts = Counter(one.kind for one in plan.ranks)
+    first = {one.kind: one.micro_batches for one in reversed(plan.ranks)}
+    return [(first[kind], counts[kind]) for kind in sorted(first)]
+
+
+def _sizes_in_words(sizes: Sequence[int]) -> str:
+    if not sizes:
+        return "no micro-batch"
+    (first, times), *rest = sorted(Counter(sizes).items(), reverse=True)
+    words = f"{plural(times, 'micro-batch', 'micro-batches')} of {count(first)}"
+    return words + "".join(f" and {count(times)} of {count(size)}" for size, times in rest)
 
 
 def padding_in_words(cut: SizeCut) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from autobatch.core.units import format_bytes
-from autobatch.report.sentences import is_probed_configuration, steps_to_pay_back
+from autobatch.report.sentences import by_kind, is_probed_configuration, steps_to_pay_back
 from autobatch.report.words import count, knobs_in_words, metric_in_words, percent, plural, ratio_in_words
 
 if TYPE_CHECKING:
@@ -85,17 +85,25 @@ def describe_plan(plan: Plan) -> str:
 
 def describe_split(plan: Plan) -> str:
     """Describe the micro-batches of one rank: ``12 micro-batches (4 × 86, 8 × 85)``."""
-    ranks = f" on each of {count(plan.world_size)} ranks" if plan.world_size > 1 else ""
-    ranks += ", which share the model" if plan.parallel == "shard" else ""
+    together = ", which share the model" if plan.parallel == "shard" else ""
+    ranks = f" on each of {count(plan.world_size)} ranks{together}" if plan.world_size > 1 else ""
     if plan.size_cut is not None and plan.size_cut.steps is not None:
         words = f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
         return f"{words},{ranks}" if ranks else words
     sizes = plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps
+    unlike = by_kind(plan)
+    if len(unlike) < 2:
+        return f"{_sizes_in_words(sizes)}{ranks}"
+    return ", ".join(f"{_sizes_in_words(own)} on {plural(times, 'rank')}" for own, times in unlike) + together
+
+
+def _sizes_in_words(sizes: Sequence[int]) -> str:
     kinds = sorted(set(sizes), reverse=True)
+    words = plural(len(sizes), "micro-batch", "micro-batches")
     if len(kinds) == 1:
-        return f"{plural(len(sizes), 'micro-batch', 'micro-batches')} of {count(kinds[0])}{ranks}"
+        return f"{words} of {count(kinds[0])}"
     parts = ", ".join(f"{count(sizes.count(size))} × {count(size)}" for size in kinds)
-    return f"{plural(len(sizes), 'micro-batch', 'micro-batches')} ({parts}){ranks}"
+    return f"{words} ({parts})" if kinds else words
 
 
 def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from autobatch.core.records.plan import SizeCut
+from autobatch.core.records.plan import RankPlan, SizeCut
 from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.planning import make_plan
 from autobatch.report.sentences import (
@@ -62,6 +62,24 @@ def test_the_split_of_one_rank():
     assert split_in_words(by_size) == f"{words}, on each of 2 ranks"
     assert split_in_words(msgspec.structs.replace(by_size, world_size=1)) == words
     assert describe_split(by_size) == "about 1.5 micro-batches, cut by size, on each of 2 ranks"
+
+
+def test_the_split_of_unlike_ranks():
+    plan = make_plan(target_batch=501, micro_batch_limit=323, learning_rate=0.1, world_size=4)
+    of_ranks = [(0, 323, [139]), (0, 323, [139]), (1, 102, [102, 101]), (2, 20, [])]
+    ranks = [
+        RankPlan(rank=rank, host="a", device="b", kind=kind, limit=limit, samples=sum(own), micro_batches=own)
+        for rank, (kind, limit, own) in enumerate(of_ranks)
+    ]
+    plan = msgspec.structs.replace(plan, ranks=ranks, micro_batches=[139])
+    assert split_in_words(plan) == (
+        "1 micro-batch of 139 on 2 ranks, 1 micro-batch of 102 and 1 of 101 on 1 rank, "
+        "no micro-batch on 1 rank"
+    )
+    assert describe_split(plan) == (
+        "1 micro-batch of 139 on 2 ranks, 2 micro-batches (1 × 102, 1 × 101) on 1 rank, "
+        "0 micro-batches on 1 rank"
+    )
 
 
 @pytest.mark.parametrize(
