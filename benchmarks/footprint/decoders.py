@@ -125,3 +125,13 @@ def decoder(shape: Shape, name: str) -> Workload:
         optimizer=lambda params, learning_rate: torch.optim.AdamW(params, lr=learning_rate),
         learning_rate=3e-4,
     )
+
+
+def gpt2_small() -> Workload:
+    """Return GPT-2 small, for the command line."""
+    return decoder(GPT2_SMALL, "gpt2")
+
+
+def llama2_7b() -> Workload:
+    """Return Llama 2 7B, for the command line."""
+    return decoder(LLAMA2_7B, "7b")

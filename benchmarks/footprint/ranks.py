@@ -23,6 +23,7 @@ from autobatch.device.profiles import load_profile
 from autobatch.probing.estimates.over_ranks import RankEstimator
 from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
 from benchmarks.footprint.large import MODELS, large
+from benchmarks.footprint.seconds import cpu_seconds
 
 RESULT = Path(__file__).parents[1] / "results" / "footprint-ranks_amd-epyc_2026-11-22.json"
 GPUS = ("a100-40gb", "h100-80gb", "h200")
@@ -31,32 +32,27 @@ WORLDS = (1, 8, 64)
 
 def estimate(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    wall, before = time.perf_counter(), _cpu_seconds()
+    wall, before = time.perf_counter(), cpu_seconds()
     settings = EstimateSettings(profiles=GPUS, precision="bf16")
     gpus = [load_profile(gpu, user_dir=Path("nowhere")) for gpu in GPUS]
     cells: dict[str, dict[str, int]] = {}
     seconds: dict[str, float] = {}
     shared = RankEstimator(large(name), settings, RankSettings(ranks=8, parallel="shard"))
     for world in WORLDS:
-        start = _cpu_seconds()
+        start = cpu_seconds()
         one = RankEstimator(shared.traces.workload, settings, RankSettings(ranks=1)) if world == 1 else shared
         layout = one.layout("replicate" if world == 1 else "shard", world)
         cells[str(world)] = {gpu.name: one.peak(gpu, layout)[0] for gpu in gpus}
-        seconds[str(world)] = round(_cpu_seconds() - start, 1)
+        seconds[str(world)] = round(cpu_seconds() - start, 1)
     return {
         "model": name,
         "parameters": sum(p.numel() for p in shared.traces.model.parameters()),
         "micro_batch": cells,
         "cpu_seconds": seconds,
-        "all_cpu_seconds": round(_cpu_seconds() - before, 1),
+        "all_cpu_seconds": round(cpu_seconds() - before, 1),
         "wall_seconds": round(time.perf_counter() - wall, 1),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-
-
-def _cpu_seconds() -> float:
-    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(use.ru_utime + use.ru_stime for use in uses)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
