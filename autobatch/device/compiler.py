@@ -1,4 +1,4 @@
-"""What torch.compile needs on a machine, and whether it is there."""
+"""Requirements of torch.compile on a machine, and the one that is missing there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile needs: each part is named if it is missing."""
+"""Requirements of torch.compile: each is named if it is missing."""
 
 from __future__ import annotations
 
