@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.tracing.apart import run_each_apart, run_in_copies
@@ -87,7 +90,10 @@ def _record(
     run: Callable[[Sequence[Callable[[], Recording]]], list[Recording]], *traced: tuple[Setting, int]
 ) -> list[Recording]:
     try:
-        return run([partial(recorded, *one, _batch_of(*one)) for one in traced])
+        batches = [_batch_of(*one) for one in traced]
+        if not traced[0][0].has_values:
+            _check_unpacked(batches)
+        return run([partial(recorded, *one, batch) for one, batch in zip(traced, batches, strict=True)])
     except AutobatchError:
         raise
     except Exception as error:
@@ -98,6 +104,12 @@ def _batch_of(setting: Setting, size: int) -> Collated:
     """Read a batch. Augmented data draw the same random numbers for each size."""
     with preserved_random_state():
         return setting.batch_of(size)
+
+
+def _check_unpacked(batches: list[Collated]) -> None:
+    leaves = tree_leaves(batches, is_leaf=lambda value: isinstance(value, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        raise Unpredictable("cannot predict: recurrent layers read the lengths of packed sequences")
 
 
 def recorded(setting: Setting, size: int, batch: Collated) -> Recording:

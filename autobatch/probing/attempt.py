@@ -158,11 +158,16 @@ def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Out
     )
 
 
-def attempt_at(setup: TrainSetup, micro_batch: int, max_size: float | None) -> Outcome:
-    """Make an attempt on the costliest samples of at most ``max_size``; None for no limit."""
-    if max_size is None:
-        return attempt(setup, micro_batch)
-    return attempt(replace(setup, worst_case=setup.worst_case.limited_to(max_size)), micro_batch)
+def attempt_at(
+    setup: TrainSetup, micro_batch: int, max_size: float | None, *, in_one_order: bool = False
+) -> Outcome:
+    """Make an attempt on the costliest samples of at most ``max_size``; None for no limit.
+
+    It runs in one order if being near the limit is enough.
+    """
+    if max_size is not None:
+        setup = replace(setup, worst_case=setup.worst_case.limited_to(max_size))
+    return _run_steps(setup, micro_batch, ATTEMPT_STEPS) if in_one_order else attempt(setup, micro_batch)
 
 
 def _train_on_copies(

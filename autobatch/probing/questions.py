@@ -24,8 +24,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def run_attempt(process: SetupProcess, micro_batch: int, max_size: float | None = None) -> Outcome:
-    """Make one attempt, on samples of at most ``max_size`` if that is given.
+def run_attempt(
+    process: SetupProcess, micro_batch: int, max_size: float | None = None, *, in_one_order: bool = False
+) -> Outcome:
+    """Make one attempt, on samples of at most ``max_size`` if that is given, as `attempt_at` does.
 
     A child that the host killed for want of memory is an answer: the size does not fit.
 
@@ -36,7 +38,11 @@ def run_attempt(process: SetupProcess, micro_batch: int, max_size: float | None 
     start = time.perf_counter()
     try:
         outcome = process.call(
-            f"an attempt at a micro-batch of {micro_batch}", _run_attempt, micro_batch, max_size
+            f"an attempt at a micro-batch of {micro_batch}",
+            _run_attempt,
+            micro_batch,
+            max_size,
+            in_one_order=in_one_order,
         )
     except ChildCrashed as crash:
         if not crash.out_of_memory:
@@ -150,8 +156,10 @@ def ask_or_none(
     return None
 
 
-def _run_attempt(session: Session, micro_batch: int, max_size: float | None) -> Outcome:
-    return attempt_at(session.setup, micro_batch, max_size)
+def _run_attempt(
+    session: Session, micro_batch: int, max_size: float | None, *, in_one_order: bool
+) -> Outcome:
+    return attempt_at(session.setup, micro_batch, max_size, in_one_order=in_one_order)
 
 
 def _trace(session: Session) -> Footprint | str | None:

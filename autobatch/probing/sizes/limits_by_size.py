@@ -131,7 +131,8 @@ def _search_size(process: SetupProcess, size: float, likely: int, cap: int) -> F
 
 def _run_near(process: SetupProcess, size: float, likely: int, cap: int) -> Found:
     """Run samples up to a size, until a micro-batch fits that is near the limit by its memory."""
-    sizes = FailedSizes(partial(questions.run_attempt, process, max_size=size), process)
+    run = partial(questions.run_attempt, process, max_size=size, in_one_order=True)
+    sizes = FailedSizes(run, process)
     attempts: list[Attempt] = []
     high, guess, rough = cap + 1, likely, cap
 
