@@ -106,10 +106,12 @@ def test_a_search_continues_below_a_size_that_killed_its_child() -> None:
     """The oracle: every size above 20 kills the child."""
 
     class Killed(Failing):
-        def call(self, act: str, function: Callable[..., Any], micro_batch: int, *args: Any) -> Any:
+        def call(
+            self, act: str, function: Callable[..., Any], micro_batch: int, *args: Any, **more: Any
+        ) -> Any:
             if micro_batch > 20:
                 raise self.error
-            return ThisProcess.call(self, act, function, micro_batch, *args)
+            return ThisProcess.call(self, act, function, micro_batch, *args, **more)
 
     process = Killed(KILLED, is_gpu=False)
     predictor = ReplayPredictor(lambda: new_allocator(process.info))
