@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.rank_server import RankServer, rank_server
 from tests.support.warm_children import fork_children
+
+# An example may take longer on a busy machine.
+settings.register_profile("without-clock", deadline=None)
+settings.load_profile("without-clock")
 
 
 @pytest.fixture(autouse=True)

@@ -92,7 +92,8 @@ def test_every_rank_gets_its_place_and_the_words(ranks) -> None:
 
 @pytest.mark.parametrize("code", [1, 2, 3])
 def test_the_exit_code_is_that_of_a_rank_and_no_restart_follows(ranks, code: int) -> None:
-    ended, lines = ranks(f"echo $RANK >> log; [ $RANK = 0 ] || exit {code}; sleep 0.1")
+    waits = "until grep -q 0 log; do sleep 0.02; done"  # else rank 0 may be ended before it has begun
+    ended, lines = ranks(f"echo $RANK >> log; [ $RANK = 0 ] && exec sleep 20; {waits}; exit {code}")
     assert ended == RanksEnded(code)
     assert lines == ["0", "1"]
 
