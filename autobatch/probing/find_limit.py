@@ -176,11 +176,11 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> Limit:
     """Search from the trace of the step, which is None if it cannot be traced."""
     process, start = probing.process, clock()
     probing.progress.doing("predicting what fits")
-    too_long: list[str] = []
-    step = questions.trace(process, too_long.append)
-    for line in too_long:
-        probing.progress.note(line)
-    predictor = predictor_of(process, step, None if too_long else probing.cap)
+    traced = questions.trace(process)
+    step = traced if isinstance(traced, Footprint) else None
+    if isinstance(traced, str):
+        probing.progress.note(f"the step was not traced, so runs alone tell what fits: {traced}")
+    predictor = predictor_of(process, step, None if isinstance(traced, str) else probing.cap)
     tried: list[Attempt] = []
 
     sizes = FailedSizes(probing.attempt, process)
@@ -253,8 +253,9 @@ def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> Limit | None
     probing.progress.doing("checking whether more would fit")
     step = find_trace(file, size, outcome.trace)
     if step is None:
-        step = questions.trace(probing.process)
-        if step is not None:
+        traced = questions.trace(probing.process)
+        if isinstance(traced, Footprint):
+            step = traced
             keep_trace(step, file)
     if size < probing.cap and is_too_small(probing.process, cached, outcome, step):
         probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")

@@ -63,18 +63,9 @@ def run_attempt(
     return Outcome(killed, None)
 
 
-def trace(process: SetupProcess, note: Callable[[str], None] = lambda _: None) -> Footprint | None:
-    """Trace the step. Return None if it cannot be traced.
-
-    Args:
-        process: holds the setup.
-        note: receives the reason if that would take too long.
-    """
-    found = ask_or_none(process, "tracing the step", _trace)
-    if isinstance(found, str):
-        note(f"the step was not traced, so runs alone tell what fits: {found}")
-        return None
-    return found
+def trace(process: SetupProcess) -> Footprint | str | None:
+    """Trace the step. Return the reason if that would take too long, and None if it cannot be traced."""
+    return ask_or_none(process, "tracing the step", _trace)
 
 
 def trace_single(process: SetupProcess, cap: int) -> dict[int, Trace]:

@@ -60,8 +60,8 @@ class Note(NamedTuple):
 class NotingRecorder(Recorder):  # type: ignore[no-untyped-call]
     """A recorder that leaves notes, and repeats no step."""
 
-    def __init__(self, *, on_gpu: bool) -> None:
-        super().__init__(on_gpu=on_gpu)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.notes: list[Note] = []
 
     def repeat(self, since: tuple[int, int]) -> bool:
@@ -194,8 +194,8 @@ def trace_step(setting: Setting) -> Step:
     """Trace a step at a few sizes, with notes."""
     recorders: list[NotingRecorder] = []
 
-    def made(*, on_gpu: bool) -> NotingRecorder:
-        recorders.append(NotingRecorder(on_gpu=on_gpu))
+    def made(**options: Any) -> NotingRecorder:
+        recorders.append(NotingRecorder(**options))
         return recorders[-1]
 
     points = [(size, record(setting, size, recorder=made)) for size in (2, 3, 5)]
