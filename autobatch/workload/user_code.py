@@ -60,7 +60,7 @@ def describe(error: BaseException) -> str:
         did = f"called sys.exit({'' if error.code is None else quoted(error.code)})"
     else:
         did = f"raised {type(error).__name__}: {error_text(error, first_line=True)}".removesuffix(": ")
-    if _NO_GROUP in str(error):
+    if _NO_GROUP in error_text(error):
         did += " Attempts run on one rank alone, so a loss must not call torch.distributed"
     return f"{whose} {did}" + (f" ({place})" if place else "")
 

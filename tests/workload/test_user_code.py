@@ -21,6 +21,11 @@ from autobatch.workload.user_code import (
 )
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 def raised_by(code: str, file: str) -> BaseException:
     action: Callable[[], object] = eval(compile(code, file, "eval"))
     with pytest.raises(ZeroDivisionError) as found:
@@ -52,6 +57,7 @@ def test_an_error_is_described_in_one_line() -> None:
     assert alone.endswith("Attempts run on one rank alone, so a loss must not call torch.distributed")
     assert describe(ValueError()) == "the workload raised ValueError"
     assert describe(SystemExit()) == "the workload called sys.exit()"
+    assert describe(Silent()) == "the workload raised Silent"
 
 
 def test_errors_of_autobatch_are_not_marked() -> None:
