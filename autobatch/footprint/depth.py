@@ -24,7 +24,7 @@ from autobatch.footprint.layer_events import events_of, footprint_of
 from autobatch.footprint.predict import Footprint, footprint, footprint_beside
 from autobatch.footprint.program import Polynomial, Program, TooLong
 from autobatch.footprint.repeat_layers import deepen
-from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Setting
 
 DEPTHS = (2, 3, 4)

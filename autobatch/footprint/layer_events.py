@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from autobatch.footprint.fit_sizes import SIZES
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program, Rule, Untraceable
-from autobatch.footprint.tracing.trace_mode import Label
+from autobatch.footprint.tracing.recording import Label
 
 
 class Event(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 from autobatch.device.allocator.blocks import Block, Pool
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.footprint.tracing.trace_mode import Label
+from autobatch.footprint.tracing.recording import Label
 
 PROTOCOL = 4
 """Newest pickle protocol that the page reads."""

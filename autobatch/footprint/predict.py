@@ -31,7 +31,7 @@ from autobatch.footprint.largest import largest
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.selftest import self_test
 from autobatch.footprint.tracing.cuda_policy import missing_parts
-from autobatch.footprint.tracing.trace_mode import Label, Recording
+from autobatch.footprint.tracing.recording import Label, Recording
 from autobatch.footprint.tracing.trace_step import Setting
 
 MARGIN = 0.03

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.tracing.apart import run_apart
-from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Setting, record
 from autobatch.workload.contract import Workload
 

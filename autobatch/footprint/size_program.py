@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from autobatch.device.allocator.onednn_workspace import PAGE
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.program import Untraceable
-from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.recording import Recording
 
 TRACED_STEPS = (1, 1, 3)
 """Micro-batches of the steps to record: a first step, a later one, and one with several micro-batches."""

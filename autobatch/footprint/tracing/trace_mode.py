@@ -6,11 +6,10 @@ smaller than any real one: nothing overflows, and a selection by values keeps ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from autobatch.footprint.program import TooLong
 from autobatch.footprint.tracing.attention import backward_scratch_bytes
 from autobatch.footprint.tracing.fake_kernels import kernel_of, quick_kernel
 from autobatch.footprint.tracing.known_values import KnownValues, kernel_of_known, value_of
+from autobatch.footprint.tracing.recording import Label, Recording
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
@@ -49,35 +49,6 @@ _COLLECTIVES = {
 _WAIT = "_c10d_functional::wait_tensor"
 """Returns its argument; the fake one has a storage of its own."""
 _MASKS = (torch.bool, torch.uint8)
-
-
-class Label(NamedTuple):
-    """The purpose and the origin of a block."""
-
-    kind: str
-    """``parameters``, ``averaged weights``, ``gathered layers``, ``gradients``, ``optimizer state``,
-    ``batch``, ``activations`` or ``temporaries``."""
-    module: str
-    """Name of the module whose forward made the block; empty outside of any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """The trace of an attempt, with labels."""
-
-    trace: Trace
-    """Canonical: blocks are numbered in the order of their allocation."""
-    labels: tuple[Label, ...]
-    """By block number."""
-    first_products: tuple[int, ...]
-    """Indices of the events that begin the first matrix products of the forward and of the backward."""
-    products: tuple[int, ...]
-    """Number of events after the result of each matrix product was taken."""
-    has_convolutions: bool
-    has_selections: bool
-    """True if a selection by values was recorded as if it kept everything."""
-    pages: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Blocks of several parts, by the bytes of the parts before each is rounded up to pages."""
 
 
 class Recorder(StorageTracker):  # type: ignore[no-untyped-call]

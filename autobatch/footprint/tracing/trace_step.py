@@ -23,7 +23,8 @@ from autobatch.core.knobs import Configuration
 from autobatch.core.records.base import GradientDtype, Precision
 from autobatch.footprint.tracing.cuda_policy import cuda_policy, prefer_foreach
 from autobatch.footprint.tracing.known_values import KnownValues, has_values, own_copy
-from autobatch.footprint.tracing.trace_mode import Recorder, Recording
+from autobatch.footprint.tracing.recording import Recording
+from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.step.whole_batch import batch_samples

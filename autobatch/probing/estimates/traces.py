@@ -24,7 +24,7 @@ from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, re
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.remedies import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
 from autobatch.footprint.tracing.apart import run_in_copies
-from autobatch.footprint.tracing.trace_mode import Recording
+from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Arrange, Setting
 from autobatch.probing.estimates.layouts import Layout, arranged
 from autobatch.probing.estimates.settings import EstimateSettings, precision_on
