@@ -28,7 +28,6 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
-from autobatch.training.checkpoints import state_file
 from autobatch.training.checkpoints.sharded import sharded_bytes, with_shards
 from autobatch.training.checkpoints.state_file import pack, read_state_file, write_state_file
 from autobatch.training.loop import Loop
@@ -191,7 +190,7 @@ def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -
 
 
 def check_checkpoint_state(state: Mapping[str, Any]) -> None:
-    """Check that a checkpoint can hold this state; the contents of tensors are left out.
+    """Check that a checkpoint can hold this state; the values of tensors are not looked at.
 
     Raises:
         InputError: it holds objects that a checkpoint cannot hold; names the part.
@@ -230,8 +229,8 @@ def to_plain(value: Any) -> Any:
 
 
 def _skeleton(value: Any) -> Any:
-    """Return the same structure with every tensor empty that a checkpoint can hold."""
-    if type(value) in state_file.CLASSES or hasattr(value, "device_mesh"):
+    """Return the same structure with every sharded tensor empty, which has a file of its own."""
+    if hasattr(value, "device_mesh"):
         return torch.empty(0)
     if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):
         if isinstance(value, dict):

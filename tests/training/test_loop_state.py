@@ -182,13 +182,16 @@ def test_any_error_of_a_users_schedule_is_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
-    class Secret:
-        pass
+class Secret:
+    pass
 
+
+@pytest.mark.parametrize("make", [Secret, lambda: torch.eye(2).to_sparse_csc()], ids=["object", "layout"])
+@pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
+def test_state_that_no_checkpoint_can_hold_is_refused(make) -> None:
     class Odd(torch.optim.lr_scheduler.StepLR):
         def state_dict(self):
-            return {**super().state_dict(), "secret": Secret()}
+            return {**super().state_dict(), "secret": make()}
 
     loop = make_loop(make_workload(schedule=lambda o, steps: Odd(o, 1)))
     with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):

@@ -1,8 +1,8 @@
 """State of a run in one file of the safetensors format: tensors, and everything else as JSON in its header.
 
 Nothing in the file can be executed. JSON has no tuples, no numbers as keys and no tensors, so each of these
-is an object with one key that begins with ``$``, for example ``{"$tuple": [1, 2]}``. Python's JSON keeps
-integers of any length, and every float bit for bit (of NaN only that it is one).
+is an object whose first key begins with ``$``, for example ``{"$tuple": [1, 2]}``. Python's JSON keeps
+integers of up to 4,300 digits, and every float bit for bit (of NaN only that it is one).
 
 The library of safetensors reads these files too. It is not used here, because it needs the bytes of all
 tensors beside the tensors, and maps files into memory that may be deleted later.
@@ -36,7 +36,7 @@ _NAMES = {
 }
 """Types of the format. Tensors of other types are kept as bytes."""
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-CLASSES: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
+_CLASSES: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 """Classes of tensors that a file can hold. Others may have more than their values."""
 _PLAIN = (bool, int, float, str, type(None))
 _HEADER_BYTES = 8
@@ -181,8 +181,9 @@ _PACKERS: dict[type, Callable[[Any, Packed], Any]] = {
 
 def _packed_tensor(tensor: Tensor, into: Packed) -> dict[str, Any]:
     kind = type(tensor)
-    if kind not in CLASSES or tensor.layout not in (torch.strided, torch.sparse_coo):
-        raise TypeError(f"{kind.__module__}.{kind.__qualname__} of layout {tensor.layout}")
+    has_more = tensor.is_quantized or tensor.layout not in (torch.strided, torch.sparse_coo)
+    if kind not in _CLASSES or has_more:
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} of {tensor.dtype} and {tensor.layout}")
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         indices, values = _packed(tensor._indices(), into), _packed(tensor._values(), into)
@@ -277,7 +278,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _read_tensor(file: IO[bytes], dtype: torch.dtype, shape: list[int]) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device of the user is
     content = _bytes_of(tensor).numpy()
     if content.size and file.readinto(content) != content.size:  # type: ignore[attr-defined]
         raise ValueError(f"a tensor must have {content.size} bytes")

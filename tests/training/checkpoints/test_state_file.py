@@ -6,6 +6,7 @@ import io
 import json
 import math
 import struct
+import warnings
 from collections import Counter, OrderedDict
 
 import pytest
@@ -102,6 +103,12 @@ def test_a_tensor_comes_back_bit_for_bit(name: str) -> None:
     assert are_alike(found["also"][0], TENSORS[name])
 
 
+def test_tensors_are_read_on_the_cpu_whatever_the_default_device_is() -> None:
+    content = written({"it": torch.ones(3)})
+    with torch.device("meta"):
+        assert torch.equal(read(content)["it"], torch.ones(3, device="cpu"))
+
+
 def test_views_are_kept_by_what_they_show() -> None:
     whole = torch.arange(1000.0)
     conjugate = torch.randn(3, dtype=torch.complex64).conj()
@@ -156,6 +163,21 @@ class OddTensor(Tensor):
 def test_other_objects_are_refused_by_their_class(value, name: str) -> None:
     with pytest.raises(TypeError, match=name):
         pack({"deep": [(value,)]})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: torch.eye(2).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), "quint8"),
+    ],
+)
+def test_a_tensor_of_more_than_its_bytes_is_refused(make, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # both are in beta, or about to be removed
+        tensor = make()
+    with pytest.raises(TypeError, match=name):
+        pack({"it": tensor})
 
 
 def header(content: bytes) -> tuple[dict, bytes]:
