@@ -265,8 +265,8 @@ def _epoch_samples(process: SetupProcess, settings: LoopSettings, context: RunCo
     if told is not None:
         return told
     context.progress.note(
-        "the samples of the stream are counted to its end first, on which --epochs or --last-batch depends: "
-        "a stream that does not end needs --steps"
+        "--epochs or --last-batch needs the number of samples, so the stream is read once to its end: give "
+        "--steps if it has no end"
     )
     return context.ranks.once(lambda: process.call("counting the samples", count_stream))
 

@@ -144,9 +144,9 @@ def loses_context(error: BaseException) -> bool:
 
 @contextmanager
 def lost_context_ignored() -> Iterator[None]:
-    """Ignore errors of a GPU whose context is lost within the block, which cleans up after the first of them.
+    """Ignore within the block that the context of a GPU is lost.
 
-    Every call fails from then on. The error that lost the context is the one to report.
+    Use it to clean up: every call fails once the context is lost, and the first error is the one to report.
     """
     try:
         yield

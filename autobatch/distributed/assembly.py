@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from autobatch.distributed.bell import Store
 from autobatch.distributed.messages import RankLost
@@ -70,18 +70,10 @@ def wait_for_ranks(store: Store, name: str, rank: int, world: int, seconds: floa
 
 
 def _becomes_true(is_so: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    for pause in _pauses():
-        if is_so():
-            return True
+    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE_S
+    while not is_so():
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-    raise AssertionError("there is always a next pause")
-
-
-def _pauses() -> Iterator[float]:
-    pause = FIRST_PAUSE_S
-    while True:
-        yield pause
         pause = min(LONGEST_PAUSE_S, 1.5 * pause)
+    return True

@@ -75,7 +75,7 @@ def trace_single(setup: TrainSetup, cap: int) -> dict[int, Trace]:
     """
     if not setup.device.is_traceable:
         return {}
-    setting = replace(setting_of(setup), most_operators=min(MOST_SINGLE, MOST_OPERATORS))
+    setting = replace(setting_of(setup), most_operators=MOST_SINGLE)
     return trace_single_sizes(setting, setup.device.new_allocator, cap)
 
 

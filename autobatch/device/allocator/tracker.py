@@ -45,11 +45,11 @@ _MADE_UNSEEN = "aten::lift_fresh"
 
 def _skip_frames(function: Callable[..., Any]) -> bool:
     """Keep ``torch.compile`` from compiling a function and what it calls; False if torch has no such rule."""
-    frames = torch._C._dynamo.eval_frame
     try:
+        frames = torch._C._dynamo.eval_frame
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, strategy)
-    except AttributeError:
+    except (AttributeError, TypeError):  # private to torch
         return False
     return True
 
