@@ -129,7 +129,7 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
         folder.mkdir(exist_ok=True)
         pid = forked(folder, draw.choice([0, 1, 2]) if fed else None)
         if killed < kills:
-            time.sleep(draw.uniform(0, whole / 5))
+            time.sleep(draw.uniform(0, whole / 2))
             os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
         if os.WIFSIGNALED(status):
