@@ -215,11 +215,12 @@ def retold(text: str):
         changed(retold('{"$run": "rm"}')),
         changed(retold('{"$tensor": "7"}')),
         changed(retold('{"$tensor": "0", "dtype": "load", "shape": [3]}')),
+        changed(retold('{"$tensor": "0", "dtype": "quint8", "shape": [12]}')),
         changed(retold('{"$dtype": "save"}')),
         changed(retold('{"$sparse": [[[5]], [1.0], [2], false]}')),
         changed(retold("[" * 100_000)),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_another_content_is_refused(content: bytes) -> None:
     with pytest.raises((ValueError, TypeError, KeyError, RuntimeError, RecursionError, AttributeError)):
