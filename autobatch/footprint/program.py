@@ -27,7 +27,7 @@ class Untraceable(AutobatchError, ValueError):  # noqa: N818 - describes the ste
 
 
 class TooLong(Untraceable):
-    """A step with more operators than a trace may have."""
+    """A step that takes too long to trace: it has too many operators, or its model too many parameters."""
 
 
 class Polynomial(NamedTuple):

@@ -34,7 +34,7 @@ OF_THE_OPTIMIZER = frozenset({"fused"})
 EXPANDABLE = "expandable_segments"
 EXPANDABLE_ADVICE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 DEAREST_FIRST = ("gradient_dtype", "bf16", "checkpointing", EXPANDABLE, "fused")
-"""Changes by what they cost in exactness and time, those first that a combination had better do without."""
+"""Changes in the order in which a combination drops them: the dearest in exactness and time first."""
 LEAST_CHANGE = 0.01
 """Share by which the peak must fall if the micro-batch does not grow."""
 
@@ -113,8 +113,9 @@ def _together(
 ) -> list[Remedy]:
     """Return the remedies of a step of which no change alone makes anything fit.
 
-    If the changes that lower the peak do not suffice together, all changes are tried, because of two peaks of
-    nearly the same height neither can be lowered alone. Of these, the fewest that suffice are returned.
+    If the changes that lower the peak do not suffice together, all changes are tried: in a step with two
+    peaks of nearly the same height, no change alone lowers the peak. Of these, the fewest that suffice are
+    returned.
     """
     advice = {name: text for name, text, _ in changes}
     if not spending.expandable and spending.allocator(True) is not None:

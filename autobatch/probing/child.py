@@ -149,7 +149,7 @@ class ChildProcess:
     def call(
         self, act: str, function: Callable[Concatenate[Session, P], T], *args: P.args, **more: P.kwargs
     ) -> T:
-        """Call a function of the session in the child; another child if its GPU answers nothing any more.
+        """Call a function of the session in the child; in a new child if the GPU of this one is lost.
 
         Args:
             act: the action of the function in messages, for example "a trial".

@@ -11,7 +11,7 @@ from autobatch.core.text import error_text, quoted
 
 _MARK = "raised by the workload: "
 _NO_GROUP = "Default process group has not been initialized"
-"""What torch.distributed says where no ranks have met."""
+"""Message of torch.distributed if no ranks have met."""
 
 
 class user_code:  # noqa: N801 - reads as a statement; a generator would cost more in each micro-batch
