@@ -190,7 +190,9 @@ def _files(folder: Path | Traversable) -> dict[str, Traversable]:
 
 
 def _unknown(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name.casefold().replace(" ", "-").replace("_", "-"), names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    asked = name.casefold().replace(" ", "-").replace("_", "-")
+    longer = [known for known in names if known.startswith(f"{asked}-")]
+    near = longer or difflib.get_close_matches(asked, names, n=1)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     known = ", ".join(names) or "none"
     return f"no profile {quoted(name)}: {hint}known are {known}; or give the path of a TOML file"

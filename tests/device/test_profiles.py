@@ -47,7 +47,13 @@ def test_a_path_comes_before_a_name_and_a_saved_profile_before_a_shipped_one(tmp
 
 @pytest.mark.parametrize(
     ("asked", "near"),
-    [("rtx4090", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("h20", "h200"), ("A100_80GB", "a100-80gb")],
+    [
+        ("rtx4090", "rtx-4090"),
+        ("RTX 4090", "rtx-4090"),
+        ("h20", "h200"),
+        ("A100_80GB", "a100-80gb"),
+        ("a100", "a100-40gb' or 'a100-80gb"),
+    ],
 )
 def test_an_unknown_name_lists_the_nearest_and_all(tmp_path, asked, near):
     with pytest.raises(InputError, match=rf"no profile '{asked}': did you mean '{near}'\?.*a100-40gb, .*t4"):
