@@ -88,10 +88,14 @@ def test_steps_need_no_end_of_the_stream(tmp_path: Path, endless: bool) -> None:
     assert torch.allclose(weights_of(result.model), by_hand(5), rtol=1e-12)
 
 
-def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(tmp_path: Path) -> None:
-    result = autobatch.fit(
-        workload(Stream()), epochs=2, scan=8, max_micro_batch=4, out=tmp_path / "run", **OPTIONS
-    )
+def test_epochs_end_with_the_stream_and_the_last_batch_is_weighted_exactly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="autobatch"):
+        result = autobatch.fit(
+            workload(Stream()), epochs=2, scan=8, max_micro_batch=4, out=tmp_path / "run", **OPTIONS
+        )
+    assert "so the stream is read once to its end: give --steps if it has no end" in caplog.text
     assert result.training is not None
     assert (result.training.optimizer_steps, result.training.samples) == (7, 40)
     assert torch.allclose(weights_of(result.model), by_hand(7, last=4), rtol=1e-12)

@@ -21,6 +21,7 @@ from autobatch.workload.streams import (
     scanned,
     stream_notes,
     stream_state,
+    told_length,
 )
 from tests.support.libraries import installed
 from tests.support.training import make_workload
@@ -74,6 +75,21 @@ def sampler_of(view: StreamView, **changes: Any) -> StreamSampler:
 
 def drawn(sampler: StreamSampler, start: int = 0) -> list[list[int]]:
     return [[sampler.view[one] for one in batch.ids] for batch in sampler.batches(start)]
+
+
+class Told(Numbers):
+    """Numbers whose length is known, or is torch's ``TypeError``."""
+
+    def __len__(self) -> int:
+        if not self.count:
+            raise TypeError("unknown")
+        return self.count
+
+
+def test_a_length_that_a_stream_tells_needs_no_reading() -> None:
+    assert (told_length(Told(7)), told_length(Told(0)), told_length(Numbers(7))) == (7, None, None)
+    assert count_samples(stream := Told(7)) == 7
+    assert stream.reads == 0
 
 
 @pytest.mark.parametrize("stream", [Numbers(), generate, Stateful()])
