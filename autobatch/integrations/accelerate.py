@@ -50,7 +50,7 @@ from autobatch.integrations.library_plan import (
     precision_of,
     rebuilt,
 )
-from autobatch.integrations.resized_loader import check_resizable, resized
+from autobatch.integrations.resized_loader import check_resizable, drops_last, resized
 from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
 from autobatch.workload.contract import Collated, Loss, Workload
 
@@ -116,7 +116,7 @@ def plan(
         world_size=accelerator.num_processes,
         device=accelerator.device,
         divides_by_plan=True,
-        drop_last=loader.drop_last,
+        drop_last=drops_last(loader),
     )
     known = workload(model, optimizer, loader, loss=loss, mixed=accelerator.mixed_precision != "no")
     with on_host(model):

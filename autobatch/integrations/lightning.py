@@ -51,7 +51,7 @@ from autobatch.core.records.base import Precision
 from autobatch.core.records.plan import Plan
 from autobatch.integrations.library_plan import LibraryLoop, LibraryPlan, on_host, plan_for, precision_of
 from autobatch.integrations.lightning_module import configured, outside_of_fit, transferred
-from autobatch.integrations.resized_loader import check_resizable, resized
+from autobatch.integrations.resized_loader import check_resizable, drops_last, resized
 from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
 from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.loader_parts import parts_of
@@ -132,7 +132,7 @@ def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[Pl
             world_size=trainer.world_size,
             device=trainer.strategy.root_device,
             divides_by_plan=True,
-            drop_last=loader.drop_last,
+            drop_last=drops_last(loader),
         )
         resize = None if given is None else partial(resized, given)
         found = plan_for(workload(module, loader), loop, loader=resize, **options)

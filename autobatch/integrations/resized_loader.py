@@ -60,6 +60,11 @@ def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     return type(loader)(batch_size=size, drop_last=batches.drop_last, **kept)
 
 
+def drops_last(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader leaves out a last batch that is short, as its batch sampler knows."""
+    return bool(getattr(loader.batch_sampler, "drop_last", False))
+
+
 def _is_stateful(loader: Any) -> bool:
     """Check for torchdata's loader, which takes the same arguments."""
     kind = type(loader)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
 from autobatch.core.errors import InputError
-from autobatch.integrations.resized_loader import check_resizable, resized
+from autobatch.integrations.resized_loader import check_resizable, drops_last, resized
 from tests.support.libraries import installed
 
 ROWS = list(range(10))
@@ -41,6 +41,14 @@ def test_a_plain_batch_sampler_keeps_its_order_and_its_end() -> None:
     loader = DataLoader(ROWS, batch_sampler=BatchSampler([8, 6, 4, 2, 0], 2, drop_last=True), collate_fn=list)  # type: ignore[arg-type]
     check_resizable(loader, before="prepare")
     assert list(resized(loader, 3)) == [[8, 6, 4]]
+
+
+def test_a_batch_sampler_tells_whether_a_short_batch_is_left_out() -> None:
+    for drop_last in (True, False):
+        sampler = BatchSampler(range(10), 4, drop_last)
+        assert drops_last(DataLoader(ROWS, batch_sampler=sampler)) is drop_last  # type: ignore[arg-type]
+        assert drops_last(DataLoader(ROWS, batch_size=4, drop_last=drop_last)) is drop_last  # type: ignore[arg-type]
+    assert not drops_last(DataLoader(Stream(), batch_size=None))
 
 
 def test_a_stream_keeps_its_own_order() -> None:
