@@ -200,7 +200,6 @@ def python_gpu(total_bytes: int = 64 * MiB) -> Iterator[PythonGpu]:
         stack.enter_context(patch.object(nvml, "read_holders", lambda _: []))
         stack.enter_context(patch.object(nvml, "read_gpu", lambda *_: NvmlAbsent(reason="not installed")))
         # A checkpoint has the values on the CPU.
-        stack.enter_context(patch.object(state_file, "CLASSES", (*state_file.CLASSES, GpuTensor)))
         stack.enter_context(patch.object(state_file, "_packed_tensor", _packed_values(state_file)))
         stack.enter_context(_Dispatch(gpu))
         stack.enter_context(Functions())
