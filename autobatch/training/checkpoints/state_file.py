@@ -246,9 +246,10 @@ class _Unpacker:
 
     def _sparse(self, parts: list[Any]) -> Tensor:
         indices, values, shape, is_coalesced = parts
-        made: Tensor = torch.sparse_coo_tensor(
-            self.unpack(indices), self.unpack(values), shape, is_coalesced=is_coalesced, check_invariants=True
-        )
+        with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns of its own argument for it
+            made: Tensor = torch.sparse_coo_tensor(
+                self.unpack(indices), self.unpack(values), shape, is_coalesced=is_coalesced
+            )
         return made
 
 
