@@ -246,7 +246,8 @@ class _Unpacker:
 
     def _sparse(self, parts: list[Any]) -> Tensor:
         indices, values, shape, is_coalesced = parts
-        with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns of its own argument for it
+        # torch 2.11 warns if the argument for it is used.
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
             made: Tensor = torch.sparse_coo_tensor(
                 self.unpack(indices), self.unpack(values), shape, is_coalesced=is_coalesced
             )
