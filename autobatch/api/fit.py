@@ -16,7 +16,6 @@ from torch import nn
 from autobatch.api import unpack
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import continued
-from autobatch.api.parallel import check_whole_models
 from autobatch.api.pipeline import checked_options
 from autobatch.api.prepare import prepare, prepare_resume
 from autobatch.core.files import write_atomic
@@ -47,7 +46,6 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
         AutobatchError: see `autobatch.training.run.train`.
     """
     ranks = context.ranks
-    check_whole_models(options)
     options = continued(checked_options(options, ranks), ranks)
     ranks.limit_wait(options.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)

@@ -15,7 +15,6 @@ from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
 from autobatch.api.probe_stage import open_setup_process, uninterrupted
 from autobatch.core.errors import InputError
 from autobatch.core.options import FitOptions
-from autobatch.core.plan_options import TuneOptions
 from autobatch.core.records.plan import Plan
 from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.rank_plan import layout_of
@@ -50,19 +49,6 @@ def check_parallel(options: SearchOptions, ranks: Ranks) -> None:
         raise InputError(
             "--parallel shard shares a model among ranks, found one process: give --ranks N with N at least "
             "2, or start with torchrun"
-        )
-
-
-def check_whole_models(options: TuneOptions) -> None:
-    """Check that nothing was asked for that needs whole models, if ranks share one.
-
-    Raises:
-        InputError: something was.
-    """
-    if options.parallel == "shard" and options.tune_lr:
-        raise InputError(
-            "--tune-lr trains whole models in short runs, and --parallel shard shares one: give "
-            "--parallel replicate, or tune the rate of a smaller model"
         )
 
 

@@ -23,7 +23,7 @@ from autobatch.api import unpack
 from autobatch.api.checks import note_split
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import check_count, options_of_rank
-from autobatch.api.parallel import Probed, check_parallel, check_whole_models, open_choice, probe_choice
+from autobatch.api.parallel import Probed, check_parallel, open_choice, probe_choice
 from autobatch.api.probe_stage import probe_and_plan, probe_only, uninterrupted, write_memory_viz
 from autobatch.api.split import add_split
 from autobatch.api.tune_stage import (
@@ -148,7 +148,6 @@ def run_estimate(
 
 def run_tune(workload: Workload | str | None, options: TuneOptions, context: RunContext) -> Result:
     """Run ``autobatch tune``; all ranks call it."""
-    check_whole_models(options)
     options = checked_options(options, context.ranks)
     check_storage_option(options)
     with ExitStack() as opened:
@@ -159,15 +158,17 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
         settings = settings_for(settings, process, found.shard, context.progress)
         tuner = open_tuner(process, settings, context, options.timeout)
-        if settings.trials or not options.tune_lr:
+        if settings.trials or not settings.lr_trials:
             result = add_tuning(tuner, result, options)
         write_memory_viz(process, result, options, context.progress)
         result = add_split(process, result, options, context.progress, home=context.home, ranks=context.ranks)
-        if not options.tune_lr:
+        if not settings.lr_trials:
             return result
         try:
             return add_learning_rate(tuner, result)
         except KeyboardInterrupt:
+            if context.ranks.world > 1:
+                raise  # the other ranks may be in the middle of a run
             # The result so far is complete, and the next call continues the study.
             context.progress.note("interrupted: kept the learning rate")
             return result

@@ -108,7 +108,7 @@ def prepare(
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
         tune_settings = settings_for(tune_settings, process, shard, context.progress)
-        is_tuned = tune_settings.trials or options.tune_lr
+        is_tuned = tune_settings.trials or tune_settings.lr_trials
         if (
             is_tuned
             and shard is None
@@ -120,7 +120,7 @@ def prepare(
         tuner = open_tuner(process, tune_settings, context, options.timeout)
         if tune_settings.trials:
             result = add_tuning(tuner, result, options)
-        if options.tune_lr:
+        if tune_settings.lr_trials:
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)
         result = _with_split(process, result, options, settings, context)

@@ -36,10 +36,13 @@ def settings_for(
     settings: TuneSettings, process: SetupProcess, shard: ShardLayout | None, progress: Progress
 ) -> TuneSettings:
     """Return the settings of the tuner: no trials of a shared model if a failed one would end the run."""
-    if shard is None or process.is_replaceable or not settings.trials:
+    asked = {"configuration": settings.trials, "learning rate": settings.lr_trials}
+    left_out = " and the ".join(name for name, trials in asked.items() if trials)
+    if shard is None or process.is_replaceable or not left_out:
         return settings
-    progress.note(f"the configuration of the shared model is not tuned: {process.reason}")
-    return replace(settings, trials=0)
+    verb = "are" if all(asked.values()) else "is"
+    progress.note(f"the {left_out} of the shared model {verb} not tuned: {process.reason}")
+    return replace(settings, trials=0, lr_trials=0)
 
 
 def add_tuning(tuner: PlanTuner, result: Result, options: PlanOptions) -> Result:

@@ -145,7 +145,7 @@ def tune_settings(options: TuneOptions, info: SetupInfo, planned_steps: int) -> 
         study=options.study,
         knobs=options.knobs,
         is_precision_open=options.precision == "auto",
-        lr_trials=options.lr_trials,
+        lr_trials=options.lr_trials if options.tune_lr else 0,
         lr_steps=options.lr_steps,
         asked={
             "target_batch": options.target_batch,

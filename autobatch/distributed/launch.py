@@ -15,6 +15,9 @@ from pathlib import Path
 
 from autobatch.core.errors import InputError
 
+OTHER_FAILED = 76
+"""Exit code of a child that ends because the child of another rank has failed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:

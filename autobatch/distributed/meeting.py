@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from autobatch.distributed.launch import OTHER_FAILED
 from autobatch.distributed.messages import Messages, as_rank_lost
 
 TIMEOUT = datetime.timedelta(seconds=120)
@@ -60,7 +61,7 @@ class Children(Messages):
         while not self._over.wait(LOOK_S):
             if self._store.check([FAILED]):
                 if not self._over.wait(GRACE_S):
-                    os._exit(1)
+                    os._exit(OTHER_FAILED)
                 return
 
 

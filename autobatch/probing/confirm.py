@@ -35,6 +35,7 @@ from autobatch.workload.split import CountSplit
 if TYPE_CHECKING:
     from autobatch.distributed.engine import Engine
     from autobatch.distributed.meeting import Children, MeetingPlace
+    from autobatch.distributed.sharding.engine import Share
     from autobatch.step.train_state import TrainState
 
 GradSync: TypeAlias = Literal["auto", "overlap", "after"]
@@ -208,23 +209,31 @@ def joined(
     from autobatch.distributed.choose import choose_engine
     from autobatch.distributed.group import Group
     from autobatch.distributed.sharding.build import mesh_of
-    from autobatch.distributed.sharding.engine import Share
 
     device = setup.device.torch_device
     # The engines use what a group and its children have in common.
     group = cast(Group, children)
-    split, kinds = batch.split(), list(range(children.world))
+    split = batch.split()
     if setup.layout is not None:
         setup = replace(setup, sharding=setup.layout.over(mesh_of(group, device)))
     with on_copies(setup, meter) as train_state:
         if setup.layout is not None:
-            share = Share(group, split, kinds, children.tensor_group(device))
-            share.attach(train_state, lambda: spare_of(setup))
-            yield train_state, share
+            yield train_state, share_of(setup, children, split, train_state)
             return
-        asked = batch.grad_sync
+        asked, kinds = batch.grad_sync, list(range(children.world))
         choice = choose_engine(group, split, kinds, train_state, spare=lambda: spare_of(setup), asked=asked)
         yield train_state, choice.engine
+
+
+def share_of(setup: TrainSetup, children: Children, split: RankSplit, train_state: TrainState) -> Share:
+    """Return the engine over the children of ranks that share a model, each of which is of its own kind."""
+    from autobatch.distributed.group import Group
+    from autobatch.distributed.sharding.engine import Share
+
+    tensors = children.tensor_group(setup.device.torch_device)
+    share = Share(cast(Group, children), split, list(range(children.world)), tensors)
+    share.attach(train_state, lambda: spare_of(setup))
+    return share
 
 
 def spare_of(setup: TrainSetup) -> tuple[Collated, int]:

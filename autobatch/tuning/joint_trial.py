@@ -18,8 +18,9 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.probing.child import ChildCrashed, Session, SetupProcess
 from autobatch.probing.confirm import JointBatch, joint_batch, meet, run_joint_batch
 from autobatch.tuning.configuration import MEMORY, RUNS, Measurement, infeasible
+from autobatch.tuning.lead import OTHER_ENDED, reason_of
 from autobatch.tuning.timing import Joint
-from autobatch.tuning.trial import OTHER_ENDED, TrialSpec, confirm_trial, runner_of, size_trial
+from autobatch.tuning.trial import TrialSpec, confirm_trial, runner_of, size_trial
 
 if TYPE_CHECKING:
     from autobatch.distributed.meeting import MeetingPlace
@@ -82,7 +83,7 @@ class JointTrials:
         try:
             return self.process.call(act, function, *args, **more)
         except ChildCrashed as crash:
-            failure = str(crash)
+            failure = reason_of(crash)
         self.process.restart()
         return infeasible(RUNS, failure)
 

@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from autobatch.core.knobs import Value
 from autobatch.core.records.base import Precision
-from autobatch.device.base import Meter
+from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
-from autobatch.planning import micro_batches
+from autobatch.distributed.engine import Engine, OneProcess
 from autobatch.probing.attempt import TrainSetup, batches_of, on_copies
-from autobatch.probing.child import ChildCrashed, Session, SetupProcess
+from autobatch.probing.confirm import is_lost
 from autobatch.probing.setup import with_knobs
+from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
-from autobatch.step.train_step import StepResult, train_step
+from autobatch.step.train_step import StepResult, accumulate, finish
+from autobatch.tuning.lead import OTHER_ENDED
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import load_micro_batch
 from autobatch.workload.order import GlobalBatchSampler
-from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.rng import preserved_random_state, seed_rank
 from autobatch.workload.sampler_order import epoch_of
+from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 
 REACH = 32.0
 """Learning rates are tried from the default ÷ this to the default × this."""
@@ -100,17 +103,31 @@ def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> L
     Raises:
         Exception: whatever the workload raises at the default learning rate, except out of memory.
     """
+    return guarded(_train(setup, task, rate, seed), setup.device, is_default=rate == task.default)
+
+
+def guarded(losses: Losses, device: Device, *, is_default: bool) -> Losses:
+    """Yield the losses of a run, and a last one that carries the error that ended it.
+
+    Args:
+        losses: of the steps.
+        device: runs them.
+        is_default: whether the run is at the default learning rate, which no error of the workload may end.
+
+    Raises:
+        Exception: whatever the workload raises at the default learning rate, except out of memory.
+    """
     failure: str | None = None
     try:
-        chosen = replace(with_knobs(setup, task.knobs), precision=task.precision)
-        yield from _train(chosen, task, rate, seed)
+        yield from losses
     except Exception as error:
-        if classify(error) is Verdict.NONE and rate == task.default:
+        lost = is_lost(error)
+        if classify(error) is Verdict.NONE and is_default and not lost:
             raise
-        failure = first_line(error)
+        failure = OTHER_ENDED if lost else first_line(error)
     # Outside the except block, nothing keeps the failed step's tensors alive.
     if failure is not None:
-        setup.device.release()
+        device.release()
         yield StepLoss(math.nan, 0.0, failure)
 
 
@@ -136,37 +153,66 @@ def parts_of(losses: Iterable[StepLoss], steps: int) -> Iterator[Segment]:
             total = count = 0.0
 
 
+class Trainee(NamedTuple):
+    """A model on temporary weights, and what trains it."""
+
+    train_state: TrainState
+    meter: Meter
+    engine: Engine
+    split: Split
+
+
 def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Losses:
-    with preserved_random_state(), setup.device.training() as meter:
-        seed_everything(seed)
-        with on_copies(setup, meter, learning_rate=rate) as train_state:
-            for result in _train_batches(setup, task, train_state, meter, seed):
-                # Training would end here, unless a loss scale is still falling, which skips such a step.
-                if result.count and not result.applied and train_state.scaler is None and not task.skips:
-                    yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
-                    return
-                yield StepLoss(result.loss, result.count)
+    setup = configured(setup, task)
+    with (
+        preserved_random_state(),
+        setup.device.training() as meter,
+        on_copies(setup, meter, learning_rate=rate) as train_state,
+    ):
+        yield from train(setup, task, Trainee(train_state, meter, OneProcess(), CountSplit()), seed)
 
 
-def _train_batches(
-    setup: TrainSetup, task: LrTrialSpec, train_state: TrainState, meter: Meter, seed: int
-) -> Iterator[StepResult]:
+def configured(setup: TrainSetup, task: LrTrialSpec) -> TrainSetup:
+    """Return the setup with the knobs and the precision of a plan."""
+    return replace(with_knobs(setup, task.knobs), precision=task.precision)
+
+
+def train(setup: TrainSetup, task: LrTrialSpec, trainee: Trainee, seed: int) -> Losses:
+    """Train, and yield the losses of the steps."""
+    seed_rank(seed, trainee.engine.ranks.rank)
+    for result in _train_batches(setup, task, trainee, seed):
+        # Training would end here, unless a loss scale is still falling, which skips such a step.
+        if result.count and not result.applied and trainee.train_state.scaler is None and not task.skips:
+            yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
+            return
+        yield StepLoss(result.loss, result.count)
+
+
+def _train_batches(setup: TrainSetup, task: LrTrialSpec, trainee: Trainee, seed: int) -> Iterator[StepResult]:
     """Train the first steps of a run with this seed."""
     samples, order = epoch_of(setup.workload, seed)
     sampler = GlobalBatchSampler(
         samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps, order=order
     )
+    train_state, meter, engine, split = trainee
     for batch in sampler.batches():
-        sizes = micro_batches(len(batch.ids), task.micro_batch)
-        parts = batches_of(setup, meter, _fetched(setup.workload, batch.ids, sizes))
-        yield train_step(train_state, parts, len(batch.ids))
+        parts = split.parts(batch, task.micro_batch)
+        placed = batches_of(setup, meter, _fetched(setup.workload, parts))
+        passing = engine.passing(train_state, placed, len(parts), batch)
+        # As in `autobatch.step.train_step.train_step`, with a sum over the ranks between its halves.
+        totals = accumulate(train_state, passing, len(batch.ids), _unmarked, measure_first=True)
+        summed = engine.combine(train_state, totals)
+        assert isinstance(summed, StepTotals), "a child that fails ends the others"
+        yield finish(train_state, summed, mark=_unmarked)
 
 
-def _fetched(workload: Workload, ids: list[int], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
-    first = 0
-    for size in sizes:
-        yield load_micro_batch(workload, ids[first : first + size]), size
-        first += size
+def _unmarked(phase: str) -> None:
+    """Do nothing when a phase begins."""
+
+
+def _fetched(workload: Workload, parts: list[MicroBatchIds]) -> Iterator[tuple[Collated, int]]:
+    for part in parts:
+        yield load_micro_batch(workload, part.ids), len(part.ids)
 
 
 class Runs(Protocol):
@@ -174,57 +220,3 @@ class Runs(Protocol):
 
     def losses(self, rate: float, seed: int) -> Losses:
         """Train at a learning rate on the batches that a seed draws; the generator may be closed early."""
-
-
-@dataclass(frozen=True)
-class ShortRuns:
-    """Short runs in the process that holds the setup. One that crashes a child makes its rate infeasible."""
-
-    process: SetupProcess
-    task: LrTrialSpec
-
-    def losses(self, rate: float, seed: int) -> Losses:
-        """Train at a learning rate on the batches that a seed draws; the generator may be closed early.
-
-        Yields:
-            One `StepLoss` per optimizer step.
-        """
-        act = "a trial of a learning rate"
-        try:
-            seen = self.process.call(act, _begin_run, self.task, rate, seed)
-            while seen is not None:
-                yield seen
-                seen = self.process.call(act, _next_loss)
-        except GeneratorExit:
-            # Weights are temporary for as long as a run is open.
-            self.process.call(act, _end_run)
-            raise
-        except ChildCrashed as crash:
-            failure = str(crash)
-        else:
-            return
-        self.process.restart()
-        yield StepLoss(math.nan, 0.0, failure)
-
-
-@dataclass
-class _OpenRun:
-    """The short run that a session is in."""
-
-    losses: Losses
-
-
-def _begin_run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> StepLoss | None:
-    run = session.keep(_OpenRun(short_run(session.setup, task, rate, seed)))
-    return next(run.losses, None)
-
-
-def _end_run(session: Session) -> None:
-    run = session.find(_OpenRun)
-    if run is not None:
-        run.losses.close()
-
-
-def _next_loss(session: Session) -> StepLoss | None:
-    run = session.find(_OpenRun)
-    return None if run is None else next(run.losses, None)

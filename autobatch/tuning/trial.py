@@ -40,11 +40,10 @@ from autobatch.probing.setup import with_knobs
 from autobatch.probing.traced_setup import trace_footprint
 from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, infeasible, key_of
 from autobatch.tuning.context import describe_context
+from autobatch.tuning.lead import OTHER_ENDED
 from autobatch.tuning.loss_check import LossCheck
 from autobatch.tuning.timing import Joint, time_steps
 from autobatch.workload.feed import AHEAD
-
-OTHER_ENDED = "another rank has ended"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from autobatch.core.knobs import Configuration
 from autobatch.distributed.ranks import Ranks
 from autobatch.probing.child import ChildCrashed, SetupProcess
 from autobatch.tuning.configuration import RUNS, Key, Measurement, infeasible, key_of
-from autobatch.tuning.trial import OTHER_ENDED, TrialSpec, confirm_trial, measure_trial
+from autobatch.tuning.lead import answer, ask, failed_rank, follow
+from autobatch.tuning.trial import TrialSpec, confirm_trial, measure_trial
 
 
 class Trials(Protocol):
@@ -78,34 +79,29 @@ class SharedTrials:
         """See `Trials.confirm_fits`."""
         return next((reason for reason in self._ask("confirm", values) if reason is not None), None)
 
-    def end(self, answer: Any) -> None:
+    def end(self, found: Any) -> None:
         """Tell the other ranks the answer of the search, which JSON can hold."""
-        self.ranks.gather(["end", answer])
+        answer(self.ranks, found)
 
     def follow(self) -> Any:
         """Run what rank 0 asks for until the search ends, and return its answer."""
-        while True:
-            act, asked = self.ranks.gather(None)[0]
-            if act == "end":
-                return asked
-            self._run(act, asked)
+        return follow(self.ranks, self._run)
 
     def micro_batch(self, values: Configuration) -> int | None:
         """Return the micro-batch of a configuration on this rank; None if it did not run here."""
         return self._micro_batches.get(key_of(values))
 
     def _ask(self, act: str, values: Configuration) -> list[Any]:
-        self.ranks.gather([act, dict(values)])
-        return self._run(act, values)
+        return ask(self.ranks, self._run, act, dict(values))
 
-    def _run(self, act: str, values: Configuration) -> list[Any]:
-        """Run a configuration on this rank, and return what was found on each."""
+    def _run(self, act: str, values: Configuration) -> Any:
+        """Run a configuration on this rank."""
         if act == "confirm":
-            return self.ranks.gather(self.own.confirm_fits(values))
+            return self.own.confirm_fits(values)
         found = self.own.measure(values)
         if found.feasible:
             self._micro_batches[key_of(values)] = found.micro_batch
-        return self.ranks.gather(list(found))
+        return list(found)
 
 
 def _read(plain: list[Any]) -> Measurement:
@@ -122,10 +118,8 @@ def slowest(found: Sequence[Measurement], shares: Sequence[int]) -> Measurement:
         found: of each rank, at its share of a batch.
         shares: samples of a batch that each rank takes.
     """
-    failures = [rank for rank, one in enumerate(found) if not one.feasible]
-    if failures:
-        # A rank that only waited for another has no reason of its own.
-        failed = next((rank for rank in failures if found[rank].failure != OTHER_ENDED), failures[0])
+    failed = failed_rank([None if one.feasible else str(one.failure) for one in found])
+    if failed is not None:
         return found[failed]._replace(failure=f"rank {failed}: {found[failed].failure}")
     seconds = max(share / one.samples_per_s for one, share in zip(found, shares, strict=True) if share)
     return found[0]._replace(samples_per_s=sum(shares) / seconds)

@@ -32,7 +32,8 @@ from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
 from autobatch.tuning.find_learning_rate import find_learning_rate
 from autobatch.tuning.joint_trial import JointTrials
-from autobatch.tuning.lr_trial import LrTrialSpec, ShortRuns
+from autobatch.tuning.lr_runs import JointRuns, SharedRuns, ShortRuns
+from autobatch.tuning.lr_trial import LrTrialSpec, Runs
 from autobatch.tuning.trial import TrialSpec, look_at_workload
 from autobatch.tuning.trials import OwnTrials, SharedTrials, Trials
 
@@ -69,6 +70,7 @@ class TuneSettings:
     prefetch: int | None = None
     """Micro-batches per worker that were asked for; None if none were."""
     lr_trials: int = 0
+    """Learning rates to try; 0 if none were asked for."""
     lr_steps: int = 0
     skips_nonfinite: bool = False
     """True to skip a non-finite step, as the training that follows does."""
@@ -197,18 +199,33 @@ class PlanTuner:
             InputError: the storage is not usable, or the study was made for something else.
             AutobatchError: the workload does not train at its own learning rate.
         """
-        # A short run trains whole batches in one process, so that one rank is enough.
-        plain = self.ranks.once(lambda: msgspec.to_builtins(self._find_learning_rate(plan)))
+        task = self.settings.lr_trial_spec(plan)
+        if layout_of(plan) is None:
+            # A short run trains whole batches in one process, so that one rank is enough.
+            runs = ShortRuns(self.process, task)
+            plain = self.ranks.once(lambda: msgspec.to_builtins(self._find_learning_rate(runs, task)))
+        else:
+            plain = self._find_learning_rate_together(plan, task)
         found = msgspec.convert(plain, LrTuning)
         self._note(found.notes)
         chosen = with_learning_rate(plan, found, declared=self.process.info.learning_rate)
         return self._planned(plan, chosen), found
 
-    def _find_learning_rate(self, plan: Plan) -> LrTuning:
+    def _find_learning_rate_together(self, plan: Plan, task: LrTrialSpec) -> Any:
+        """Search on rank 0, with short runs of all ranks, which share the model."""
+        limits = [one.limit for one in plan.ranks]
+        own = JointRuns(self.process, task, self.ranks, limits, self.settings.seed)
+        runs = SharedRuns(own, self.ranks)
+        if self.ranks.rank:
+            return runs.follow()
+        plain = msgspec.to_builtins(self._find_learning_rate(runs, task))
+        runs.end(plain)
+        return plain
+
+    def _find_learning_rate(self, runs: Runs, task: LrTrialSpec) -> LrTuning:
         settings = self.settings
-        task = settings.lr_trial_spec(plan)
         return find_learning_rate(
-            ShortRuns(self.process, task),
+            runs,
             task,
             budget=Budget(settings.lr_trials, self.expired),
             seed=settings.seed,

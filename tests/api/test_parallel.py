@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
-from autobatch.api.parallel import asked_layout, check_parallel, check_whole_models, layout_of_resume
+from autobatch.api.parallel import asked_layout, check_parallel, layout_of_resume
 from autobatch.core.errors import InputError
 from autobatch.core.options import FitOptions
 from autobatch.distributed.rank_plan import layout_of
@@ -37,17 +37,6 @@ def test_one_process_cannot_share_a_model() -> None:
         check_parallel(options(parallel="shard"), Alone())
     check_parallel(options(parallel="replicate"), Alone())
     check_parallel(options(parallel="shard"), Three())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tune_lr": True}, "--tune-lr trains whole models"),
-    ],
-)
-def test_what_measures_whole_models_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        check_whole_models(options(parallel="shard", **changes))
 
 
 def test_the_layout_is_as_asked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,3 +28,8 @@ def test_a_shared_model_is_tuned_only_in_a_process_that_can_be_replaced() -> Non
     assert settings_for(settings, child, ShardLayout(world=2), notes) is settings
     assert settings_for(settings, here, ShardLayout(world=2), notes).trials == 0
     assert notes.lines == ["the configuration of the shared model is not tuned: it trains here"]
+    both = replace(settings, lr_trials=2)
+    found = settings_for(both, here, ShardLayout(world=2), notes)
+    assert (found.trials, found.lr_trials) == (0, 0)
+    reason = "the configuration and the learning rate of the shared model are not tuned: it trains here"
+    assert notes.lines[1:] == [reason]

@@ -22,13 +22,12 @@ OVER_RANKS = {"ranks", "parallel", "shard_sync", "shard_modules", "grad_sync"}
 READ_BY_STAGES = {
     "probe": {"micro_batch", "memory_viz", *OVER_RANKS},
     "plan": {"split", "static_shapes", "memory_viz", "own_loop", "split_check", *OVER_RANKS},
-    "tune": {"split", "static_shapes", "memory_viz", "timeout", "tune_lr", *OVER_RANKS},
+    "tune": {"split", "static_shapes", "memory_viz", "timeout", *OVER_RANKS},
     "fit": {
         "split",
         "static_shapes",
         "memory_viz",
         "timeout",
-        "tune_lr",
         "resume",
         "out",
         "split_check",
@@ -78,6 +77,8 @@ def test_an_option_changes_some_settings_unless_a_stage_reads_it(
 ) -> None:
     # A base batch counts only with a rule.
     base: dict[str, Any] = {"lr_rule": "linear"} if field == "base_batch" else {}
+    if field == "lr_trials":
+        base = {"tune_lr": True}
     if field in ("parallel", "shard_sync", "shard_modules"):
         base = {"ranks": 4}
     before = settings_of(command, info, base)

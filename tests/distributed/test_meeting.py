@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autobatch.distributed import meeting
+from autobatch.distributed.launch import OTHER_FAILED
 from autobatch.distributed.meeting import MeetingPlace, met
 from autobatch.distributed.messages import RankLost
 from tests.support.rank_server import RankServer
@@ -57,7 +58,7 @@ def fail_on_the_first(how: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(("how", "code"), [("in a collective", 0), ("elsewhere", 1)])
+@pytest.mark.parametrize(("how", "code"), [("in a collective", 0), ("elsewhere", OTHER_FAILED)])
 def test_a_child_that_fails_ends_the_others(server: RankServer, how: str, code: int) -> None:
     first, other = server.run(fail_on_the_first, how, seconds=20)
     assert (first.code, first.value) == (0, "ValueError")

@@ -11,7 +11,8 @@ from autobatch.core.records.probe import Attempt
 from autobatch.probing.child import ChildProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit
 from autobatch.probing.setup import SetupSettings
-from autobatch.tuning.lr_trial import LrTrialSpec, ShortRuns
+from autobatch.tuning.lr_runs import ShortRuns
+from autobatch.tuning.lr_trial import LrTrialSpec
 from autobatch.tuning.trial import measure_trial
 from tests.support.commandline import SMALL, autobatch
 from tests.support.probes import Listener

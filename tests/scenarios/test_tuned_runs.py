@@ -29,7 +29,8 @@ from autobatch.training import build
 from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
-from autobatch.tuning.lr_trial import ShortRuns, StepLoss, short_run
+from autobatch.tuning.lr_runs import ShortRuns
+from autobatch.tuning.lr_trial import StepLoss, short_run
 from autobatch.tuning.tune_plan import PlanTuner
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.commandline import SMALL, environment

@@ -16,7 +16,8 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import ThisProcess
 from autobatch.tuning.find_fastest import Budget, StudyLocation
 from autobatch.tuning.find_learning_rate import find_learning_rate
-from autobatch.tuning.lr_trial import REACH, LrTrialSpec, ShortRuns, StepLoss
+from autobatch.tuning.lr_runs import ShortRuns
+from autobatch.tuning.lr_trial import REACH, LrTrialSpec, StepLoss
 from autobatch.workload.contract import Workload
 from tests.support.training import Rows, make_workload
 from tests.support.trials import setup_of

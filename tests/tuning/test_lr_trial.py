@@ -14,10 +14,7 @@ from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
 from autobatch.core.plan_options import TuneOptions
 from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.probing.child import ChildProcess
-from autobatch.probing.setup import SetupSettings
-from autobatch.tuning.lr_trial import PARTS, LrTrialSpec, ShortRuns, StepLoss, parts_of, short_run
-from tests.support.commandline import SMALL
+from autobatch.tuning.lr_trial import PARTS, LrTrialSpec, StepLoss, parts_of, short_run
 from tests.support.short_runs import STEPS, find_rate, linear_setup, squares, task_of
 from tests.support.trials import setup_of, signed, simulated_gpu
 from tests.support.untouched import fingerprint, with_gradients
@@ -70,34 +67,6 @@ def test_short_runs_use_the_expandable_segments_of_the_plan(
     task = LrTrialSpec(default=0.1, target_batch=8, micro_batch=4, precision="fp32", knobs=knobs, steps=4)
     assert [seen.failure for seen in short_run(made, task, 0.1, 0)] == [None] * 4
     assert {one.config.expandable_segments for one in allocators} == {expandable}
-
-
-CRASHES = """
-import ctypes
-def crashing(params, learning_rate):
-    if learning_rate > 0.015:
-        ctypes.string_at(0)
-    return torch.optim.SGD(params, lr=learning_rate)
-def workload():
-    return small(optimizer=crashing)
-"""
-
-
-@pytest.mark.usefixtures("warm_children")
-def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(f"{SMALL}\n{CRASHES}\n")
-    task = LrTrialSpec(0.01, 32, 8, "fp32", {}, 4)
-    with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
-        runs = ShortRuns(child, task)
-        first = list(runs.losses(0.01, 0))
-        assert len(first) == 4
-        (lost,) = parts_of(runs.losses(0.02, 0), 4)
-        assert "(SIGSEGV)" in (lost.failure or "")
-        half = runs.losses(0.005, 0)
-        next(half)
-        half.close()
-        assert list(runs.losses(0.01, 0)) == first
 
 
 def test_a_short_run_has_at_least_one_step_per_part() -> None:

@@ -36,11 +36,17 @@ PROBE_STD = 0.02
 
 
 def shard_over(
-    group: Group, layout: ShardLayout, model: nn.Module, precision: Precision, device: torch.device
+    group: Group,
+    layout: ShardLayout,
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    *,
+    keeps_model: bool = False,
 ) -> tuple[nn.Module, ShardedModel]:
     """Return a copy of a model that the ranks share, with the first weights of rank 0; all of them call it.
 
-    The model itself is left without its weights, and only tells how to build a whole one.
+    The model itself is left without its weights unless it is kept, and only tells how to build a whole one.
 
     Args:
         group: the ranks.
@@ -48,6 +54,7 @@ def shard_over(
         model: in host memory or on ``meta``; the values of rank 0 count, if it has any.
         precision: of the forward pass.
         device: of this rank.
+        keeps_model: whether the model keeps its weights, for another copy.
 
     Raises:
         InputError: the model cannot be sharded, or has no values and a module cannot draw them.
@@ -65,7 +72,7 @@ def shard_over(
     with as_rank_lost("receive the first weights"), torch.no_grad():
         for name, tensor in _tensors_of(made).items():
             _send(whole[name] if group.rank == 0 else None, tensor, group, device)
-            if not whole[name].is_meta:
+            if not (keeps_model or whole[name].is_meta):
                 # Its memory is free for the run.
                 whole[name].data = whole[name].new_empty(0)
     return made, sharded
