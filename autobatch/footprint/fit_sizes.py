@@ -91,8 +91,7 @@ def _record(
 ) -> list[Recording]:
     try:
         batches = [_batch_of(*one) for one in traced]
-        if not traced[0][0].has_values:
-            _check_unpacked(batches)
+        _check_unpacked(batches)
         return run([partial(recorded, *one, batch) for one, batch in zip(traced, batches, strict=True)])
     except AutobatchError:
         raise
@@ -107,6 +106,7 @@ def _batch_of(setting: Setting, size: int) -> Collated:
 
 
 def _check_unpacked(batches: list[Collated]) -> None:
+    """Refuse packed sequences before anything is traced: fakes of them have no lengths."""
     leaves = tree_leaves(batches, is_leaf=lambda value: isinstance(value, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise Unpredictable("cannot predict: recurrent layers read the lengths of packed sequences")
