@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autobatch
+from autobatch.device.host import HostMemory
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.child import ChildProcess, ThisProcess
 from autobatch.probing.open_process import open_process
@@ -153,6 +155,26 @@ def test_ranks_that_share_a_model_find_the_learning_rate_of_one_process(server: 
         assert one["learning_rate"] == pytest.approx(other["learning_rate"], rel=1e-12)
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
         assert one["feasible"] == other["feasible"]
+
+
+def run_twice(runs: Runs) -> list[list[float]]:
+    return [[one.loss for one in runs.losses(0.01, 5)] for _ in range(2)]
+
+
+def draw_parts() -> Any:
+    """Run twice with a model that the host has no memory for."""
+    Blocks.reset_parameters = lambda self: self.offset.fill_(0.5)  # type: ignore[attr-defined]
+    full = HostMemory(2**30, 0, "a test")
+    with patch("autobatch.probing.setup_model.host_memory", lambda: full):
+        return together("", 7, run_twice)
+
+
+@pytest.mark.distributed
+@pytest.mark.program
+def test_ranks_that_draw_their_parts_begin_every_run_with_the_same_weights(server: RankServer) -> None:
+    (first, second), _ = server.values(draw_parts)
+    assert len(first) == TASK.steps
+    assert first == second
 
 
 @pytest.mark.distributed
