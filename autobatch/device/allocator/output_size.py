@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 _PRODUCTS: dict[Any, Callable[..., int]] = {
@@ -39,9 +39,15 @@ def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, th
     if _guess(func, args, threshold) <= threshold:
         return 0
     try:
+        copies = _on_meta(args), _on_meta(kwargs)
         with torch.no_grad():
-            out = func(*_on_meta(args), **_on_meta(kwargs))
-        return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in _tensors(out))}.values())
+            out = func(*copies[0], **copies[1])
+        # Some operators return a view of an argument which their schema does not declare (_unsafe_view).
+        given = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves(copies) if isinstance(tensor, Tensor)
+        }
+        made = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in _tensors(out))}
+        return sum(size for storage, size in made.items() if storage not in given)
     except Exception:
         # The real arguments raise the same error, or only the meta kernel is missing.
         return 0

@@ -29,6 +29,8 @@ CALLS = {
     "embedding": (aten.embedding.default, (torch.ones(5, 60), torch.zeros(7, dtype=torch.long)), {}),
     "several outputs": (aten.native_layer_norm.default, (torch.ones(9, 8), [8], None, None, 1e-5), {}),
     "cat": (aten.cat.default, ([torch.ones(20), torch.ones(30)],), {}),
+    "view that no schema declares": (aten._unsafe_view.default, (torch.ones(5, 6, 7), [30, 7]), {}),
+    "views that no schema declares": (aten.unsafe_split.Tensor, (torch.ones(30, 7), 5), {}),
     "zeros": (aten.new_zeros.default, (torch.ones(1), [30, 40]), {}),
 }
 
