@@ -75,13 +75,22 @@ def stop_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[Sto
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    before = {number: signal.signal(number, note) for number in STOPPING}
-    try:
+    with handle_signals(STOPPING, note):
         yield request
+
+
+@contextmanager
+def handle_signals(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Call a handler for each of these signals within the block, which is in the main thread."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
+        for number, earlier in before.items():
             # None: not installed from Python, so it cannot be restored.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
 
 @contextmanager

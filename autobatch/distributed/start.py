@@ -11,13 +11,14 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
+    LogsDest,
+    LogsSpecs,
     PContext,
     RunProcsResult,
     SignalException,
@@ -25,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from autobatch.core.errors import RestartSmallerError
+from autobatch.core.signals import handle_signals
 from autobatch.device.host import usable_cores
 from autobatch.distributed.bell import read_verdict
 
@@ -35,7 +37,9 @@ ADDRESS = "127.0.0.1"
 POLL_S = 0.1
 SHUTDOWN_S = 30
 """Seconds from a signal until ranks that have not ended are killed."""
-_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+PASSED_ON = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+"""Signals that the ranks get too."""
 
 
 class RanksEnded(NamedTuple):
@@ -45,6 +49,44 @@ class RanksEnded(NamedTuple):
     """Exit code of the first rank that failed; 0 if none did."""
     killed: tuple[int, str] | None = None
     """A rank that a signal ended, and the name of the signal; None if no rank ended so."""
+
+
+class _Request:
+    """Signals that ask to stop: raised while this process waits for ranks, and noted at any other time.
+
+    torch raises them while it starts processes as well, which then nobody knows and nobody ends.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        """None if no signal came."""
+        self.raises = False
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        asked = signal.Signals(number)
+        self.first = self.first or asked
+        if self.raises:
+            raise SignalException(asked.name, asked)
+
+    def raise_all(self) -> None:
+        """Raise every signal from now on, and one that came before."""
+        self.raises = True
+        if self.first is not None:
+            raise SignalException(self.first.name, self.first)
+
+
+class _NoFiles(LogsSpecs):
+    """The output of ranks in no file, so that a launcher that is killed leaves no folder behind."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the terminal for the output, and a file that nobody writes for errors."""
+        terminal = dict.fromkeys(envs, "")
+        return LogsDest(terminal, terminal, error_files=dict.fromkeys(envs, os.devnull))
+
+    @property
+    def root_log_dir(self) -> str:
+        """No folder."""
+        return os.devnull
 
 
 def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) -> RanksEnded:
@@ -59,7 +101,7 @@ def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) ->
     """
     # Its warnings name process numbers. The ranks tell the user what happened.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault(_HANDLED, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch installs no handlers of its own
     store = open_store()
     threads = max(1, usable_cores() // count)
     common = {
@@ -71,12 +113,17 @@ def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) ->
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": RUN_ID,
     }
-    for restart in range(RESTARTS + 1):
-        ended = _run(words, count, {**common, "TORCHELASTIC_RESTART_COUNT": str(restart)})
-        verdict = read_verdict(PrefixStore(f"autobatch/{RUN_ID}", store), restart)
-        code = ended.code if verdict is None or not ended.code else verdict.code
-        if code != RestartSmallerError.exit_code:
-            break
+    request = _Request()
+    with handle_signals(PASSED_ON, request):
+        for restart in range(RESTARTS + 1):
+            ended = _run(words, count, {**common, "TORCHELASTIC_RESTART_COUNT": str(restart)}, request)
+            verdict = read_verdict(PrefixStore(f"autobatch/{RUN_ID}", store), restart)
+            code = ended.code if verdict is None or not ended.code else verdict.code
+            if code != RestartSmallerError.exit_code:
+                break
+            if request.first is not None:
+                code = 128 + request.first
+                break
     return RanksEnded(code, ended.killed)
 
 
@@ -93,23 +140,24 @@ def open_store() -> TCPStore:
     )
 
 
-def _run(words: Sequence[str], count: int, common: Mapping[str, str]) -> RanksEnded:
+def _run(words: Sequence[str], count: int, common: Mapping[str, str], request: _Request) -> RanksEnded:
     """Start the ranks once, and wait until all of them have ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(
-            "autobatch",
-            sys.executable,
-            dict.fromkeys(range(count), ("-m", "autobatch", *words)),
-            {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)},
-            DefaultLogsSpecs(folder),
-        )
-        try:
-            found = context.wait(period=POLL_S)
-        except SignalException as request:
-            number = _pass_on(context, request.sigval)
-            return RanksEnded(128 + number)
-        assert found is not None
-        return _end_of(found)
+    context = start_processes(
+        "autobatch",
+        sys.executable,
+        dict.fromkeys(range(count), ("-m", "autobatch", *words)),
+        {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)},
+        _NoFiles(),
+    )
+    try:
+        request.raise_all()
+        found = context.wait(period=POLL_S)
+    except SignalException as asked:
+        return RanksEnded(128 + _pass_on(context, asked.sigval))
+    finally:
+        request.raises = False
+    assert found is not None
+    return _end_of(found)
 
 
 def _pass_on(context: PContext, number: signal.Signals) -> int:

@@ -8,15 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from autobatch.distributed.start import RESTARTS, RanksEnded, open_store, start_ranks
+from autobatch.distributed import start
+from autobatch.distributed.start import PASSED_ON, RESTARTS, RanksEnded, open_store, start_ranks
 from tests.support.commandline import autobatch, command, environment
-from tests.support.signalled import preserved_handlers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform == "win32", reason="a shell script")]
 WORKLOAD = """
@@ -67,8 +69,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
         monkeypatch.chdir(tmp_path)
-        with preserved_handlers():
-            ended = start_ranks(["fit", "x.py"], 2, {})
+        ended = start_ranks(["fit", "x.py"], 2, {})
         log = tmp_path / "log"
         return ended, sorted(log.read_text().splitlines()) if log.exists() else []
 
@@ -128,6 +129,47 @@ def test_a_signal_is_passed_on_and_decides_the_exit_code(ranks, tmp_path: Path) 
     )
     assert ended == RanksEnded(130)
     assert lines == ["ready", "ready", "stopped", "stopped"]
+
+
+@pytest.mark.parametrize("ready", [0, 1])
+def test_a_signal_while_the_ranks_start_ends_all_of_them(
+    ranks, monkeypatch: pytest.MonkeyPatch, ready: int
+) -> None:
+    started = []
+
+    def open_and_signal(self: SubprocessHandler, *args: object) -> subprocess.Popen[bytes]:
+        started.append(opened(self, *args))
+        if len(started) == ready + 1:
+            signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    opened = SubprocessHandler._popen
+    monkeypatch.setattr(SubprocessHandler, "_popen", open_and_signal)
+    before = [signal.getsignal(number) for number in PASSED_ON]
+    ended, _ = ranks("exec sleep 20")
+    assert ended == RanksEnded(143)
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+    assert [signal.getsignal(number) for number in PASSED_ON] == before
+
+
+def test_a_signal_between_two_starts_is_the_end(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_and_signal(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(start, "read_verdict", read_and_signal)
+    ended, lines = ranks("echo $RANK >> log; exit 77")
+    assert ended == RanksEnded(143)
+    assert lines == ["0", "1"]
+
+
+def test_ranks_write_no_file_that_their_launcher_would_have_to_remove(
+    ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    ended, lines = ranks('ls tmp >> log; echo "errors: $TORCHELASTIC_ERROR_FILE" >> log')
+    assert ended == RanksEnded(0)
+    assert lines == ["errors: ", "errors: "]
 
 
 def fit(folder: Path, *options: str, extra: str = "pass"):
