@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from autobatch.core.errors import AutobatchError
@@ -231,14 +230,12 @@ class ChildProcess:
 
     def _tail(self) -> str:
         """Return the last lines of the child's output in one line, or the place of a crash."""
-        with suppress(OSError):
-            lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
-            crash = next((n for n, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
-            if crash is None:
-                return " | ".join(line.strip() for line in lines[-TAIL_LINES:]) or "nothing"
-            frames = [line.strip() for line in lines[crash + 1 :] if line.startswith("  File ")]
-            return " | ".join([lines[crash], *frames[:TAIL_LINES]])
-        return "nothing"
+        lines = self._log.read().strip().splitlines()
+        crash = next((n for n, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+        if crash is None:
+            return " | ".join(line.strip() for line in lines[-TAIL_LINES:]) or "nothing"
+        frames = [line.strip() for line in lines[crash + 1 :] if line.startswith("  File ")]
+        return " | ".join([lines[crash], *frames[:TAIL_LINES]])
 
 
 SetupProcess = ThisProcess | ChildProcess

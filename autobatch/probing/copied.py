@@ -10,11 +10,9 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -22,7 +20,7 @@ from autobatch.core.errors import AutobatchError
 from autobatch.core.signals import hold_back_signals
 from autobatch.footprint.tracing.apart import can_run_apart
 from autobatch.probing.serve import serve
-from autobatch.probing.spare import Spare
+from autobatch.probing.spare import Output, Spare
 from autobatch.workload.contract import Workload
 
 NO_COPY = "this process cannot be copied, because"
@@ -44,9 +42,9 @@ def why_not_copied() -> str | None:
 def start_copy(workload: Workload | str | None) -> Spare:
     """Start a copy of this process, which waits for settings and then serves the workload."""
     context = multiprocessing.get_context("fork")
-    log: Any = tempfile.NamedTemporaryFile(prefix="autobatch-child-", suffix=".log")  # noqa: SIM115
+    log = Output()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_wait_and_serve, args=(theirs, ours, log.name, workload), daemon=True)
+    process = context.Process(target=_wait_and_serve, args=(theirs, ours, log, workload), daemon=True)
     with hold_back_signals({signal.SIGINT}), warnings.catch_warnings():
         # Python warns of threads, which the copy does not have.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -56,7 +54,7 @@ def start_copy(workload: Workload | str | None) -> Spare:
 
 
 def _wait_and_serve(
-    connection: Connection, of_parent: Connection, log: str, workload: Workload | str | None
+    connection: Connection, of_parent: Connection, log: Output, workload: Workload | str | None
 ) -> None:
     """Run the copy: wait for settings, serve the workload, and end without the clean-up of its parent."""
     # Only here: one process needs no torch.distributed.

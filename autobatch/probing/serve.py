@@ -17,13 +17,16 @@ from typing import Any
 from autobatch.device.base import Device
 from autobatch.probing.child import ThisProcess, open_here
 from autobatch.probing.setup import SetupSettings
+from autobatch.probing.spare import Output
 from autobatch.workload.contract import Workload
 from autobatch.workload.user_code import to_picklable
 
 
-def serve(connection: Connection, workload: Workload | str | None, settings: SetupSettings, log: str) -> None:
+def serve(
+    connection: Connection, workload: Workload | str | None, settings: SetupSettings, log: Output
+) -> None:
     """Run the child: open the workload, then answer calls until the pipe closes."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    descriptor = log.descriptor
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     # Line buffers, because a crash loses buffered output.

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from autobatch.probing.open_process import open_process
 from autobatch.probing.setup import SetupSettings
-from autobatch.probing.spare import spare_child
+from autobatch.probing.spare import Output, spare_child
 
 SETTINGS = SetupSettings(device="cpu", memory_budget="1GiB")
 
@@ -24,10 +30,31 @@ def test_a_spare_child_serves_the_first_workload_and_a_new_one_the_next() -> Non
 
 def test_a_child_that_nobody_takes_is_ended() -> None:
     with spare_child() as spare:
-        log = Path(spare.log.name)
-        assert log.exists()
+        assert spare.process.is_alive()
     assert not spare.process.is_alive()
-    assert not log.exists()
+    with pytest.raises(ValueError, match="closed"):
+        spare.log.read()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_the_output_of_a_child_is_in_a_file_without_a_name(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    log = Output()
+    process = multiprocessing.get_context(method).Process(target=write_and_crash, args=(log,))
+    process.start()
+    process.join()
+    assert log.read() == "first\nlast\n"
+    assert log.read() == "first\nlast\n"
+    assert list(tmp_path.iterdir()) == []
+    log.close()
+
+
+def write_and_crash(log: Output) -> None:
+    os.write(log.descriptor, b"first\n")
+    os.write(log.descriptor, b"last\n")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_parent_imports_no_torch_to_start_it() -> None:
