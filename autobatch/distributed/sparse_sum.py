@@ -23,7 +23,7 @@ def as_sparse(gradient: Tensor | None, like: Tensor) -> Tensor:
     if gradient is None:
         indices = torch.empty((1, 0), dtype=torch.int64, device=like.device)
         values = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
-        return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
+        return _of_entries(indices, values, like.shape)
     return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
 
 
@@ -43,4 +43,10 @@ def sum_sparse(own: Tensor, counts: Sequence[int], rank: int, reduce: Callable[[
     values[first:last] = own.values()
     reduce(indices)
     reduce(values)
-    return torch.sparse_coo_tensor(indices, values, own.shape, check_invariants=False)
+    return _of_entries(indices, values, own.shape)
+
+
+def _of_entries(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    # Before torch 2.13, an argument of the call does not keep it from warning that nothing is checked.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+        return torch.sparse_coo_tensor(indices, values, shape)
