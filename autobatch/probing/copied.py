@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from autobatch.core.errors import AutobatchError
-from autobatch.core.signals import hold_back_signals
+from autobatch.core.signals import end_with_parent, hold_back_signals
 from autobatch.footprint.tracing.apart import can_run_apart
 from autobatch.probing.serve import serve
 from autobatch.probing.spare import Output, Spare
@@ -61,6 +61,7 @@ def _wait_and_serve(
     from autobatch.distributed.meeting import forget_group
 
     try:
+        end_with_parent()
         # Else the pipe would never close.
         of_parent.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 from typing import IO, Any
 
-from autobatch.core.signals import hold_back_signals
+from autobatch.core.signals import end_with_parent, hold_back_signals
 
 SERVE = "autobatch.probing.serve:serve"
 """What the child runs, by its name: an import would bring torch into the parent."""
@@ -100,6 +100,9 @@ def spare_child() -> Iterator[Spare]:
 
 def _wait_and_serve(connection: Connection, log: Output) -> None:
     """Run the child: import everything, wait for the workload, and serve it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() == parent.pid:  # unless a server of `multiprocessing` forked it
+        end_with_parent()
     serve = resolve_name(SERVE)
     with suppress(EOFError, ConnectionResetError):
         reference, settings = connection.recv()

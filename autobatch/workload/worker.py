@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
-import multiprocessing
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,15 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.signals import STOPPING
+from autobatch.core.signals import STOPPING, end_with_parent
 from autobatch.device.oom import Verdict, classify
 from autobatch.workload.contract import Collated
 from autobatch.workload.feed import SeededCollate
 from autobatch.workload.split import MicroBatchIds
 from autobatch.workload.user_code import to_picklable
-
-PR_SET_PDEATHSIG = 1
-"""prctl(2): set the signal that this process gets when its parent ends."""
 
 
 def start_method() -> str | None:
@@ -102,11 +96,6 @@ def start_worker(init: Callable[[int], object] | None, number: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:
-            # It ended before the kernel was asked, and would be waited for for ever.
-            os._exit(1)
+    end_with_parent()
     if init is not None:
         init(number)

@@ -221,6 +221,17 @@ def test_a_stopped_probe_leaves_no_process_behind(
         time.sleep(0.02)
 
 
+@SLOW
+def test_a_killed_probe_leaves_no_process_and_no_file_behind(tmp_path: Path, train: Path) -> None:
+    train.write_text(SMALL + SLEEPY)
+    process = started(tmp_path, "probe", "train.py:sleeps", *BUDGET, until=tmp_path / "asleep")
+    process.kill()
+    process.communicate(timeout=60)  # all processes hold this pipe
+    while is_alive(process.pid):  # until the system has buried the last of them
+        time.sleep(0.02)
+    assert {path.name.partition("_")[0] for path in (tmp_path / "tmp").iterdir()} <= {"torchinductor"}
+
+
 def is_alive(group: int) -> bool:
     """Return whether a process of the group is alive (not a zombie)."""
     listed = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True)

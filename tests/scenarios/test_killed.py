@@ -49,9 +49,9 @@ def test_two_hundred_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> No
 LOADING = """
 import ctypes, os, sys, time
 from pathlib import Path
+from autobatch.core.signals import PR_SET_PDEATHSIG
 from autobatch.training.run_folder import claim_folder
 from autobatch.workload.loader import open_feed
-from autobatch.workload.worker import PR_SET_PDEATHSIG
 from tests.support.training import make_loop, make_workload
 
 class Slow:

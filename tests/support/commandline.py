@@ -53,11 +53,13 @@ class Ran(NamedTuple):
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
-    """The variables of a child: a home of its own, one thread, nothing of ours."""
+    """The variables of a child: a home and temporary files of its own, one thread, nothing of ours."""
+    (folder / "tmp").mkdir(exist_ok=True)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("AUTOBATCH_")}
     return inherited | {
         "AUTOBATCH_HOME": str(folder / "home"),
         "XDG_CONFIG_HOME": str(folder / "config"),
+        "TMPDIR": str(folder / "tmp"),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "COLUMNS": "80",

@@ -27,7 +27,7 @@ import torch
 
 from autobatch.core.errors import AutobatchError
 from autobatch.core.garbage import uncollected
-from autobatch.core.signals import hold_back_signals
+from autobatch.core.signals import end_with_parent, hold_back_signals
 from autobatch.device.host import usable_cores
 from autobatch.footprint.tracing.stuck import StuckWatch
 
@@ -210,6 +210,8 @@ class _Copy:
 
 def _serve(connection: Connection, function: Callable[[], object]) -> None:
     """Send the result of a function, or its error."""
+    # A child that is killed can end nothing itself.
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # A collection would write to every object, and so copy the memory that both processes share. The process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import select
 import signal
 import threading
 import time
@@ -73,6 +74,25 @@ def test_a_copy_that_is_killed_or_hangs_is_an_error(monkeypatch):
     monkeypatch.setattr(apart, "ANSWER_SECONDS", 0.05)
     with pytest.raises(AutobatchError, match="gave no answer"):
         run_apart(signal.pause)
+
+
+@needs_fork
+@pytest.mark.usefixtures("real_copies")
+def test_a_copy_ends_with_the_process_that_was_killed_while_it_waited_for_it():
+    source, sink = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run_apart(lambda: (os.write(sink, b"runs"), signal.pause()))
+        finally:
+            os._exit(1)
+    assert os.read(source, 100) == b"runs"
+    os.close(sink)
+    os.kill(pid, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert select.select([source], [], [], 60)[0], "the copy is still there, and holds the pipe open"
+    assert os.read(source, 100) == b""
+    os.close(source)
 
 
 @needs_fork
