@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autobatch.core.errors import InputError
-from autobatch.step.local_part import is_sharded, local_part
+from autobatch.step.local_part import is_sharded, local_part, local_parts
 
 
 class WeightAverage:
@@ -42,9 +42,9 @@ class WeightAverage:
     def update(self) -> None:
         """Move the averages towards the weights, without waiting for the device."""
         self._start_missing()
-        same = [(local_part(a), local_part(p)) for p, a in self._averages.items() if a.dtype == p.dtype]
+        same = [(a, p) for p, a in self._averages.items() if a.dtype == p.dtype]
         if same:
-            averages, weights = (list(column) for column in zip(*same, strict=True))
+            averages, weights = (local_parts(list(column)) for column in zip(*same, strict=True))
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
         for parameter, average in self._averages.items():
             if average.dtype != parameter.dtype:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autobatch.core.records.base import GradientDtype
 from autobatch.core.units import MiB, format_bytes
-from autobatch.step.local_part import local_part
+from autobatch.step.local_part import local_parts
 from autobatch.step.readable import is_readable
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -100,8 +100,8 @@ class Gradients:
                 gradient = self._sums.get(parameter, parameter.grad) if self._sums else parameter.grad
                 if gradient is not None and id(gradient) not in known:
                     known.add(id(gradient))
-                    own.append(local_part(gradient))
-            found.append(own)
+                    own.append(gradient)
+            found.append(local_parts(own))
         return found
 
     def by_parameter(self) -> list[tuple[nn.Parameter, Tensor | None]]:

@@ -17,6 +17,14 @@ def local_part(tensor: Tensor) -> Tensor:
         return to_local()  # type: ignore[no-any-return]
 
 
+def local_parts(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the parts of tensors that this rank holds; see `local_part`."""
+    if not any(is_sharded(one) for one in tensors):
+        return tensors
+    with torch.no_grad():
+        return [one.to_local() if is_sharded(one) else one for one in tensors]  # type: ignore[attr-defined]
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Check whether ranks share a tensor."""
     return hasattr(tensor, "to_local")

@@ -3,6 +3,8 @@
 The repeated blocks of a model are sharded one by one, and everything else with the loss, which is the root.
 The root is the loss and not the model, because a loss may call any method of a model. Each rank holds one
 part of every parameter. A block is gathered before its forward and its backward pass, and freed after each.
+The rest is gathered before a forward pass and freed after its backward pass. If it is small, it is gathered
+once per step and stays until the last backward pass, because each message costs time however short it is.
 
 Ranks sum their gradients and do not average them: one divisor for the whole batch is in the loss already
 (`autobatch.step.train_step`). In 16 bits the gathered weights and the activations have 16 bits, in place of
@@ -27,12 +29,14 @@ from autobatch.core.errors import InputError
 from autobatch.core.records.base import Precision, ShardSync
 from autobatch.distributed.sharding.checks import check_model, sync_of
 from autobatch.step.apply_knobs import find_blocks
-from autobatch.step.gradients import LOW_PRECISION
+from autobatch.step.gradients import EXCHANGE_BYTES, LOW_PRECISION
 from autobatch.step.train_state import TrainState
 from autobatch.workload.contract import Collated, Loss
 
 T = TypeVar("T")
 _LOW_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+KEPT_BYTES = EXCHANGE_BYTES
+"""Most bytes of the gathered root that stay between two micro-batches of a step."""
 _NAMED = 5
 """Modules that a message names."""
 
@@ -61,11 +65,14 @@ class ShardedModel:
     Args:
         root: the model, called by functions of it.
         sharding: the ranks.
+        keeps_root: whether the gathered root stays until the last backward pass of a step.
     """
 
-    def __init__(self, root: _Root, sharding: Sharding) -> None:
+    def __init__(self, root: _Root, sharding: Sharding, *, keeps_root: bool) -> None:
         self._root: Any = root
         self._sync = sync_of(root, sharding.sync)
+        self._keeps_root = keeps_root
+        self._is_reducing = True
         self.mesh = sharding.mesh
         self.weight = 1.0
         """Weight of a micro-batch in the loss; 0 for one that only keeps the other ranks company."""
@@ -108,10 +115,15 @@ class ShardedModel:
         more memory than the two of a probe.
         """
         root, fetched = self._root, iter(micro_batches)
+        # After the last micro-batch too, for the same reason: it takes the memory of any other.
+        keeps_root = self._keeps_root and count > 1
+        root.set_reshard_after_backward(not keeps_root, recurse=False)
         for number in range(1, count + 1):
-            root.set_requires_gradient_sync(number == count or self._sync == "each")
+            self._reduce(number == count or self._sync == "each")
             # Not bound to a name, which would hold it until the next one is fetched.
             yield next(fetched)
+        if keeps_root:
+            root.reshard()
 
     def forget_gathered(self) -> None:
         """Free all gathered parameters, so that changed weights are gathered anew."""
@@ -134,6 +146,12 @@ class ShardedModel:
                     setattr(module, name, made[tensor])
         # FSDP looks for new parameters when a function is applied to them.
         self._root._apply(lambda tensor: tensor)
+
+    def _reduce(self, is_reducing: bool) -> None:
+        # Each call walks through all modules.
+        if is_reducing != self._is_reducing:
+            self._is_reducing = is_reducing
+            self._root.set_requires_gradient_sync(is_reducing)
 
     def _weighted(self, found: Tensor | Loss) -> Tensor | Loss:
         if self.weight == 1.0:
@@ -183,8 +201,10 @@ def shard(model: nn.Module, sharding: Sharding, precision: Precision) -> Sharded
         fully_shard(norm, mesh=sharding.mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for block in (one for one in blocks if one not in norms):
         fully_shard(block, mesh=sharding.mesh, mp_policy=policy)
+    rest = {p for m in model.modules() if id(m) not in inner for p in m.parameters(recurse=False)}
+    gathered = sum(p.numel() * (policy.param_dtype or p.dtype).itemsize for p in rest)
     fully_shard(root, mesh=sharding.mesh, mp_policy=_without_casts(policy))
-    made = ShardedModel(root, sharding)
+    made = ShardedModel(root, sharding, keeps_root=gathered <= KEPT_BYTES)
     for module in made.parts():
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.errors import InputError
+from autobatch.distributed.sharding import model as sharding_model
 from autobatch.distributed.sharding.model import Sharding, modules_to_shard
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload
@@ -114,6 +116,63 @@ def test_a_step_is_that_of_the_whole_batch(server: RankServer, sync, shares):
     for weights in server.values(train_sharded, sync, shares, world=len(shares)):
         for own, whole in zip(weights, model.parameters(), strict=True):
             assert torch.allclose(torch.from_numpy(own), whole.detach(), rtol=0, atol=1e-12)
+
+
+class Counted(DefaultAllGather):
+    """An all-gather that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, *args, **more):
+        self.calls += 1
+        return super().__call__(*args, **more)
+
+
+def gather_roots(*kept_bytes: int) -> list[tuple[list[int], list[list[float]]]]:
+    """Train a model for each size of roots that are kept; return the gathers of the root, and the weights."""
+    open_group()
+    found = []
+    for sharding_model.KEPT_BYTES in kept_bytes:
+        found.append(gather_root())
+    return found
+
+
+def gather_root() -> tuple[list[int], list[list[float]]]:
+    """Take steps of three micro-batches and of one."""
+    workload = linear_workload()
+    model = workload.model()
+    arranged = Sharding(mesh=init_device_mesh("cpu", (2,)))(model, "fp32")
+    train_state = state_of(workload, model)
+    arranged.attach(train_state)
+    *_, root = sorted(arranged.parts(), key=lambda one: len(list(one.modules())))
+    counted = Counted()
+    root.set_custom_all_gather(counted)
+    calls = []
+    batch = torch.utils.data.default_collate([workload.train_data[index] for index in range(4)])
+    for count in (3, 1):
+        counted.calls = 0
+        train_step(train_state, arranged.passing([(batch, 4)] * count, count), 8 * count)
+        assert all(isinstance(one, DTensor) for one in model.parameters())
+        calls.append(counted.calls)
+    return calls, [one.full_tensor().tolist() for one in model.parameters()]
+
+
+@pytest.mark.distributed
+def test_a_small_root_is_gathered_once_per_step(server: RankServer):
+    size = 8 * (6 * 3 + 3)
+    (often, weights), (once, same) = server.values(gather_roots, size - 1, size)[0]
+    assert often == [3, 1]
+    assert once == [1, 1]
+    assert same == weights
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_third_micro_batch_takes_no_more_memory(server: RankServer):
+    two, three = (
+        server.values(predicted, "perceptron", Case(3, steps=(1, count)), 2, world=1)[0] for count in (2, 3)
+    )
+    assert peak_bytes(two) == peak_bytes(three)
 
 
 def test_blocks_are_sharded_by_default_and_a_pattern_chooses_others():
