@@ -161,7 +161,13 @@ def _guess(bracket: _Bracket, predictor: Predictor) -> int | None:
     if bracket.failures >= REFUTED:
         return None
     guess = predictor.largest(bracket.within)
-    if guess is None or bracket.high is None or bracket.within == bracket.cap:
+    if guess is None or bracket.high is None:
+        return guess
+    if guess >= bracket.high:
+        # Reserved memory is not monotone: sizes below one that failed may be predicted to fail, too.
+        below = predictor.largest(bracket.high - 1)
+        guess = below if below is not None and below < bracket.high - 1 else guess
+    if bracket.within == bracket.cap:
         return guess
     # What predicts twice as much as has failed knows nothing of the sizes between.
     return guess if (predictor.largest(bracket.cap) or 0) < 2 * bracket.high else None

@@ -154,6 +154,24 @@ def test_sizes_just_below_one_that_failed_narrowly_are_tried_next() -> None:
     assert len(machine.asked) <= 7
 
 
+def test_a_prediction_below_a_size_that_failed_is_taken() -> None:
+    """Reserved memory is not monotone: a model of the allocator may let 248 fit, and 237 to 247 not."""
+
+    class Gapped(ReplayPredictor):
+        """A prediction that is wrong above a gap, and right below it."""
+
+        def largest(self, cap: int) -> int | None:
+            return 248 if cap >= 248 else min(cap, 236)
+
+        def proves_next_fails(self, micro_batch: int) -> bool:
+            return micro_batch == 236
+
+    machine = Machine(lambda size: 0 if size <= 240 else 2 * BUDGET)
+    found = search(machine.run, cap=4096, predictor=Gapped(lambda: CountingAllocator(BUDGET)))
+    assert (found.micro_batch, found.upper_bound_by) == (236, "replay")
+    assert machine.asked == [248, 236]
+
+
 def test_the_next_size_is_run_where_predictions_end() -> None:
     class Approaching(ReplayPredictor):
         """Predictions that come closer with each run."""
