@@ -7,7 +7,7 @@ function is private to torch: without it nothing is recorded, and the search use
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -32,9 +32,11 @@ class History:
         if not self._recording:
             return None
         try:
-            entries = torch.cuda.memory._snapshot(self._index)["device_traces"][self._index]
-            # A private pool (CUDA graphs) shares no block with the others, so one replay of both is wrong.
-            if len(entries) >= MOST_EVENTS or any(_is_private(entry) for entry in entries):
+            snapshot = torch.cuda.memory._snapshot(self._index)
+            entries = snapshot["device_traces"][self._index]
+            if len(entries) >= MOST_EVENTS or _has_private_pool(
+                entries, snapshot.get("segments", ()), self._index
+            ):
                 return None
             return trace_of(entries)
         except (RuntimeError, KeyError, IndexError, TypeError, AttributeError):
@@ -76,8 +78,21 @@ def trace_of(entries: Iterable[Mapping[str, Any]]) -> Trace:
     return Trace(tuple(events))
 
 
-def _is_private(entry: Mapping[str, Any]) -> bool:
-    return tuple(entry.get("pool_id") or (0, 0)) != (0, 0)
+def _has_private_pool(
+    entries: Sequence[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]], index: int
+) -> bool:
+    """Return whether blocks are in a private pool, as those of CUDA graphs.
+
+    Such a pool shares no block with the others, so that one replay of both is wrong. The entries of torch
+    2.11 do not name their pool, and its segments do.
+    """
+    if any("pool_id" in entry for entry in entries):
+        return any(_is_private(entry.get("pool_id")) for entry in entries)
+    return any(_is_private(one.get("segment_pool_id")) for one in segments if one.get("device") == index)
+
+
+def _is_private(pool: Sequence[int] | None) -> bool:
+    return tuple(pool or (0, 0)) != (0, 0)
 
 
 def _is_recording() -> bool:

@@ -71,6 +71,19 @@ def test_private_pools_give_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (History(0, recording=True).trace() is not None) is traced
 
 
+@pytest.mark.parametrize(
+    ("device", "pool", "traced"), [(0, (0, 0), True), (0, (0, 3), False), (1, (0, 3), True)]
+)
+def test_private_pools_are_known_by_their_segments_on_a_torch_whose_entries_name_none(
+    monkeypatch: pytest.MonkeyPatch, device: int, pool: tuple[int, int], traced: bool
+) -> None:
+    """torch 2.11 writes ``segment_pool_id`` of each segment, and no ``pool_id`` of an entry."""
+    segment = {"device": device, "address": 1, "total_size": 2 * MiB, "segment_pool_id": pool}
+    snapshot = {"device_traces": [[entry("alloc", 1, 8)]], "segments": [segment]}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _: snapshot)
+    assert (History(0, recording=True).trace() is not None) is traced
+
+
 @pytest.mark.parametrize(("is_modelled", "is_recording"), [(False, False), (True, True), (True, False)])
 def test_nothing_is_recorded_that_no_replay_knows_or_that_the_user_records(
     monkeypatch: pytest.MonkeyPatch, is_modelled: bool, is_recording: bool
