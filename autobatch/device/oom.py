@@ -45,6 +45,9 @@ class _Pattern(NamedTuple):
 
 
 _PATTERNS = (
+    # cuDNN's attention, whose kernels are compiled and loaded past the allocator (cudnn/MHA.cpp, torch 2.15).
+    # First, because the driver's own text stands before it.
+    _Pattern(Verdict.DEVICE, r"\bCUDA ran out of memory outside PyTorch's allocator\b"),
     # Pinned memory of the host, in the thread that pins what loader workers made. No context is lost.
     _Pattern(Verdict.HOST, r"(?s)\bin pin memory thread\b.*\bCUDA error: out of memory\b"),
     # Driver level: cudaMalloc failed outside the caching allocator. AcceleratorError on recent torch.
@@ -83,6 +86,12 @@ _PATTERNS = (
     _Pattern(Verdict.SUSPECT, r"\b(?:CUBLAS|HIPBLAS|CUDNN)_STATUS_NOT_INITIALIZED\b"),
     # No plan fits in the remaining memory, or none exists for this shape: pytorch#108645.
     _Pattern(Verdict.SUSPECT, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR)\b"),
+    # No memory to load or launch a kernel, or a real bug: pytorch#17774.
+    _Pattern(
+        Verdict.SUSPECT, r"\bCUDNN_STATUS_(?:EXECUTION_FAILED(?:_CUDA_DRIVER)?|SUBLIBRARY_LOADING_FAILED)\b"
+    ),
+    # The same of cuDNN's attention, which torch 2.11 tells by the expression that is false (cudnn/MHA.cpp).
+    _Pattern(Verdict.SUSPECT, r"\bmha_graph(?:\.|->)execute\(|\bcuDNN SDPA execution failed\b"),
     _Pattern(Verdict.SUSPECT, r"\bunable to find an engine to execute this computation\b"),
     # oneDNN under an address-space limit. "… primitive descriptor" is an unsupported shape.
     _Pattern(Verdict.SUSPECT, r"\bcould not create a primitive\b(?! descriptor)"),

@@ -50,6 +50,10 @@ WORKER = (
 ASSERT = (
     'INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838, please report a bug to PyTorch. '
 )
+CUDNN_ATTENTION = 'cuDNN SDPA execution failed with error code ["CUDNN_BACKEND_API_FAILED"]: '
+OUTSIDE = (
+    "\nCUDA ran out of memory outside PyTorch's allocator. If this workload uses many dynamic shapes, cuDNN"
+)
 KILLED = "DataLoader worker (pid 4711) is killed by signal: "
 
 
@@ -158,8 +162,21 @@ BY_TEXT = [
         Verdict.SUSPECT,
         KILLED + "Bus error. It is possible that dataloader's workers are out of shared memory.",
     ),
+    (Verdict.SUSPECT, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    (Verdict.SUSPECT, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDA_DRIVER"),
+    (Verdict.SUSPECT, "cuDNN error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
+    (
+        Verdict.SUSPECT,
+        "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but got "
+        "false.  (Could this error message be improved?  If so, please report an enhancement request to "
+        "PyTorch.)",
+    ),
+    (Verdict.SUSPECT, CUDNN_ATTENTION + "CUDNN_STATUS_BAD_PARAM"),
+    (Verdict.DEVICE, CUDNN_ATTENTION + "err 2 != CUDA_SUCCESS :: shimCuLaunchKernelEx" + OUTSIDE),
+    (Verdict.DEVICE, CUDNN_ATTENTION + "CUDA_ERROR_OUT_OF_MEMORY" + OUTSIDE),
     # Near misses.
     (Verdict.NONE, ""),
+    (Verdict.NONE, "Expected mha_graph.validate().is_good() to be true, but got false."),
     (Verdict.NONE, "out of memory slots in the pool"),
     (Verdict.NONE, "out of memory"),
     (Verdict.NONE, "CUDA error: out of memory slots"),
