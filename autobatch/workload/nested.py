@@ -36,20 +36,32 @@ def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to pinned memory if it goes to a GPU, and if the host grants that memory.
 
     torch uses a pinned block again once the copy from it is done (aten/src/ATen/core/CachingHostAllocator.h).
+    A tensor with gaps, such as ``ids[:, :-1]``, it would first copy to ordinary memory, even if it is pinned
+    (``copy_requires_temporaries`` in aten/src/ATen/native/cuda/Copy.cu).
     """
     is_copied = device.type == "cuda" and tensor.device.type == "cpu" and tensor.layout is torch.strided
-    if not is_copied or tensor.is_pinned():
+    has_gaps = is_copied and not _is_dense(tensor)
+    if not is_copied or (tensor.is_pinned() and not has_gaps):
         return tensor
     try:
-        return tensor.pin_memory()
+        return (tensor.contiguous() if has_gaps else tensor).pin_memory()
     except RuntimeError:
         return tensor
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor lie side by side, in any order of its dimensions."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.is_contiguous() or span == tensor.numel()
 
 
 def _object_to_device(other: Any, device: torch.device) -> Any:
     """Move an object with a ``to`` method of its own, without waiting if it can do so."""
     if device.type == "cuda" and callable(getattr(other, "pin_memory", None)):
         other = other.pin_memory()
+    elif isinstance(other, MutableMapping):
+        # As transformers' BatchEncoding, which cannot pin itself.
+        other = _map_values(other, lambda tensor: _pinned(tensor, device), None)
     try:
         return other.to(device, non_blocking=True)
     except TypeError:
@@ -72,15 +84,22 @@ def map_tensors(
     if convert is not None and callable(getattr(batch, "to", None)):
         return convert(batch)
     if isinstance(batch, MutableMapping):
-        changed = copy.copy(batch)
-        for key, value in batch.items():
-            changed[key] = map_tensors(value, change, convert=convert)
-        return changed
+        return _map_values(batch, change, convert)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, change, convert=convert) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map_tensors(value, change, convert=convert) for value in batch)
     return batch
+
+
+def _map_values(
+    batch: MutableMapping[Any, Any], change: Callable[[Tensor], Tensor], convert: Callable[[Any], Any] | None
+) -> MutableMapping[Any, Any]:
+    """Return a copy of a mapping, of its own class, with every tensor changed; see `map_tensors`."""
+    changed = copy.copy(batch)
+    for key, value in batch.items():
+        changed[key] = map_tensors(value, change, convert=convert)
+    return changed
 
 
 def tensors_of(batch: Collated) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +89,10 @@ class Copied(torch.Tensor):
         self.log.append("pin")
         return self
 
+    def contiguous(self) -> Any:
+        self.log.append("copy")
+        return self
+
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Any:
         self.log.append(f"{device} {non_blocking}")
         return self
@@ -105,6 +109,43 @@ def test_tensors_go_to_a_gpu_from_pinned_memory(monkeypatch, has_room: bool, cop
     log.clear()
     to_device([torch.ones(2).as_subclass(Copied)], META)
     assert log == ["meta True"]
+
+
+@pytest.mark.parametrize(
+    ("change", "has_gaps"),
+    [
+        (lambda x: x, False),
+        (lambda x: x.transpose(0, 1), False),
+        (lambda x: x[:1], False),
+        (lambda x: x[:, :-1], True),
+        (lambda x: x[:1].expand(3, 4, 5), True),
+    ],
+)
+def test_gaps_are_closed_before_the_copy_even_in_pinned_memory(monkeypatch, change, has_gaps: bool) -> None:
+    """torch would close them in ordinary memory, from which the host waits (native/cuda/Copy.cu)."""
+    log: list[str] = []
+    monkeypatch.setattr(Copied, "log", log)
+    for is_pinned in (False, True):
+        log.clear()
+        monkeypatch.setattr(Copied, "is_pinned", lambda _, is_pinned=is_pinned: is_pinned)
+        to_device(change(torch.ones(3, 4, 5)).as_subclass(Copied), CUDA)
+        assert log == [*(["copy"] * has_gaps), *(["pin"] * (has_gaps or not is_pinned)), "cuda:0 True"]
+
+
+class Encoding(UserDict):
+    """A mapping with a method ``to`` of its own that cannot pin itself, as transformers' BatchEncoding."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
+        return Encoding({key: value.to(device, non_blocking=non_blocking) for key, value in self.items()})
+
+
+def test_mappings_with_a_method_to_are_pinned(monkeypatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(Copied, "log", log)
+    batch = Encoding(ids=torch.ones(2).as_subclass(Copied))
+    assert isinstance(to_device(batch, CUDA), Encoding)
+    assert log == ["pin", "cuda:0 True"]
+    assert set(batch) == {"ids"}
 
 
 class Graph:
@@ -133,7 +174,8 @@ def test_objects_go_to_a_gpu_as_their_methods_allow() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_host_does_not_wait_for_a_busy_gpu() -> None:
-    batch = [torch.ones(1 << 22), pack_sequence([torch.ones(1 << 22)])]
+    # The first has gaps, as the texts and the next words of a language model.
+    batch = [torch.ones(1 << 12, (1 << 10) + 1)[:, 1:], pack_sequence([torch.ones(1 << 22)])]
     to_device(batch, CUDA)  # allocates the pinned memory
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
