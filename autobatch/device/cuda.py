@@ -12,6 +12,7 @@ import contextlib
 import copy
 import gc
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +26,14 @@ from autobatch.device.cuda_gpus import (
     bytes_of_process,
     context_growth,
     others_bytes,
+    read_free,
     read_nvml,
     require_gpu,
 )
 from autobatch.device.cuda_history import recorded
 from autobatch.device.cuda_meter import CudaMeter, why_refused
-from autobatch.device.host import host_memory
+from autobatch.device.cuda_open import open_context, require_counted, require_kernels
+from autobatch.device.host import is_wsl
 from autobatch.device.oom import lost_context_ignored
 
 if TYPE_CHECKING:
@@ -49,8 +52,9 @@ class CudaDevice:
             the GPU's memory such as ``"80%"``. None for the free memory less a headroom.
 
     Raises:
-        InputError: There is no such GPU, or the budget is no size or exceeds its memory.
-        DoesNotFitError: No memory is left after the headroom.
+        InputError: There is no such GPU, torch cannot use it or count its memory, or the budget is no size or
+            exceeds its memory.
+        DoesNotFitError: No memory is left for a context, or after the headroom.
 
     Note:
         The budget leaves out the driver's share, the CUDA context and what libraries allocate past torch
@@ -59,6 +63,7 @@ class CudaDevice:
 
     def __init__(self, *, index: int, memory_budget: str | int | None) -> None:
         require_gpu(index)
+        require_counted(os.environ)
         is_first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
         self._index = index
         self._expandable = False
@@ -67,13 +72,14 @@ class CudaDevice:
         """What the process held when the session began; None outside of sessions."""
         self._properties = torch.cuda.get_device_properties(index)
         self._uuid = str(getattr(self._properties, "uuid", "")) or None
+        require_kernels(index, self.compute_capability)
         before = read_nvml(self._uuid)
-        torch.cuda.synchronize(index)  # creates the context
+        open_context(index, before)
         after = read_nvml(self._uuid)
         self._context_bytes = context_growth(before, after) if is_first else None
         self._loaded_bytes: int | None = None
         """Taken by the kernels and libraries that the first session loaded; None before it."""
-        free_bytes, source, self._notes = self._read_free(after)
+        free_bytes, source, self._notes = read_free(index, self._properties, after)
         options = cuda_settings.unmodelled_options(os.environ)
         if options:
             self._notes.append(f"{', '.join(options)} of the allocator: predictions come from peaks alone")
@@ -129,8 +135,8 @@ class CudaDevice:
 
     @property
     def may_spill(self) -> bool:
-        """True: some drivers do."""
-        return True
+        """True on Windows, whose driver does, and if the GPU has no memory of its own."""
+        return sys.platform == "win32" or is_wsl() or bool(self._properties.is_integrated)
 
     @property
     def reads_pinned_memory(self) -> bool:
@@ -284,16 +290,3 @@ class CudaDevice:
         if not isinstance(gpu, nvml.NvmlGpu):
             return None
         return others_bytes(gpu, held_bytes=torch.cuda.memory_reserved(self._index))
-
-    def _read_free(self, gpu: nvml.NvmlGpu | nvml.NvmlAbsent) -> tuple[int, str, list[str]]:
-        """Return the free memory in bytes, the source of that figure, and notes on it."""
-        if self._properties.is_integrated:
-            # The driver's own figure is the free memory of the host, which counts its page cache as used.
-            host = host_memory()
-            if host.available_bytes is not None:
-                return host.available_bytes, host.source, ["the GPU shares the host's memory"]
-        if isinstance(gpu, nvml.NvmlGpu) and gpu.free_bytes is not None:
-            return gpu.free_bytes, "NVML", []
-        reason = gpu.reason if isinstance(gpu, nvml.NvmlAbsent) else "the GPU does not report free memory"
-        free_bytes, _ = torch.cuda.mem_get_info(self._index)
-        return free_bytes, "the CUDA driver", [f"no figures from NVML: {reason}"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autobatch.core.errors import InputError
 from autobatch.core.records.base import Record
 from autobatch.device import nvml
+from autobatch.device.host import host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,6 +76,20 @@ def read_nvml(uuid: str | None) -> nvml.NvmlGpu | nvml.NvmlAbsent:
     if isinstance(gpu, nvml.NvmlGpu) and gpu.mig_mode:
         return nvml.NvmlAbsent(reason="the GPU is split by MIG, and its figures are not those of the slice")
     return gpu
+
+
+def read_free(index: int, properties: Any, gpu: nvml.NvmlGpu | nvml.NvmlAbsent) -> tuple[int, str, list[str]]:
+    """Return the free memory of a GPU in bytes, the source of that figure, and notes on it."""
+    if properties.is_integrated:
+        # The driver's own figure is the free memory of the host, which counts its page cache as used.
+        host = host_memory()
+        if host.available_bytes is not None:
+            return host.available_bytes, host.source, ["the GPU shares the host's memory"]
+    if isinstance(gpu, nvml.NvmlGpu) and gpu.free_bytes is not None:
+        return gpu.free_bytes, "NVML", []
+    reason = gpu.reason if isinstance(gpu, nvml.NvmlAbsent) else "the GPU does not report free memory"
+    free_bytes, _ = torch.cuda.mem_get_info(index)
+    return free_bytes, "the CUDA driver", [f"no figures from NVML: {reason}"]
 
 
 def context_growth(

@@ -28,6 +28,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def is_wsl() -> bool:
+    """Return whether this is Linux within Windows, which the name of its kernel tells."""
+    return "microsoft" in platform.release().lower()
+
+
 class _Files(NamedTuple):
     limit: str
     usage: str

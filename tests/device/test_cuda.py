@@ -9,7 +9,7 @@ import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.records.device import MemoryHolder
-from autobatch.device import cuda, nvml
+from autobatch.device import cuda_gpus, nvml
 from autobatch.device.allocator.ledger import BudgetExceeded
 from autobatch.device.base import Device
 from autobatch.device.cuda import CudaDevice
@@ -44,7 +44,7 @@ def test_the_budget_comes_from_the_gpu_with_that_uuid(fake: FakeCuda) -> None:
 def test_16_bits_only_on_gpus_that_are_built_for_them(
     fake: FakeCuda, capability: tuple[int, int], default: str, native: tuple[str, ...]
 ) -> None:
-    fake.capability = capability
+    fake.capability, fake.architectures = capability, []
     device = CudaDevice(index=0, memory_budget="6GiB")
     assert device.compute_capability == capability
     assert (device.default_precision(), device.native_precisions()) == (default, native)
@@ -89,11 +89,35 @@ def test_cleaning_up_does_not_hide_the_error_that_lost_the_context(fake: FakeCud
 def test_answers_that_are_the_same_for_every_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     device: Device = CudaDevice(index=0, memory_budget="6GiB")
     assert not device.is_traceable
-    assert device.may_spill
     assert device.reads_pinned_memory
     assert device.gains_from_compile
     assert device.optimizer_implementations() == ("default", "fused")
     assert device.allocator_config == device.new_allocator().config
+
+
+@pytest.mark.parametrize(
+    ("platform", "release", "integrated", "spills"),
+    [
+        ("linux", "6.8.0-generic", 0, False),
+        ("linux", "5.15.167.4-microsoft-standard-WSL2", 0, True),
+        ("win32", "11", 0, True),
+        ("linux", "6.8.0-tegra", 1, True),
+    ],
+)
+def test_only_drivers_of_windows_and_gpus_without_memory_of_their_own_spill(
+    fake: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    release: str,
+    integrated: int,
+    spills: bool,
+) -> None:
+    """On Linux an allocation over the memory fails, and a size that is slow has another reason."""
+    fake.integrated = integrated
+    device = CudaDevice(index=0, memory_budget="6GiB")
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr("platform.release", lambda: release)
+    assert device.may_spill is spills
 
 
 def test_a_full_gpu_leaves_no_budget(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,14 +228,14 @@ def test_the_driver_is_read_if_nvml_has_no_figures(
 
 def test_unified_memory_is_counted_by_the_host(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostMemory(total_bytes=32 * GIB, available_bytes=12 * GIB, source="what /proc/meminfo says")
-    monkeypatch.setattr(cuda, "host_memory", lambda: host)
+    monkeypatch.setattr(cuda_gpus, "host_memory", lambda: host)
     fake.integrated = 1
     device = CudaDevice(index=0, memory_budget=None)
     assert device.budget_bytes == 14 * GIB - int(1.2 * GIB)
     record = device.describe()
     assert (record.notes, record.other_processes_bytes) == (["the GPU shares the host's memory"], None)
     assert "12.0 GiB free (what /proc/meminfo says)" in record.budget_source
-    monkeypatch.setattr(cuda, "host_memory", lambda: host._replace(available_bytes=None))
+    monkeypatch.setattr(cuda_gpus, "host_memory", lambda: host._replace(available_bytes=None))
     assert "free (NVML)" in CudaDevice(index=0, memory_budget=None).describe().budget_source
 
 

@@ -44,6 +44,8 @@ class FakeCuda:
         self.lost = ""
         """Error of every call that reaches the GPU, once its context is lost."""
         self.capability = (8, 9)
+        self.backend = "native"
+        self.architectures = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"]
         self.figures = {
             "allocated_bytes.all.current": 1,
             "allocated_bytes.all.peak": 3,
@@ -60,6 +62,12 @@ class FakeCuda:
 
     def device_count(self) -> int:
         return 1
+
+    def get_allocator_backend(self) -> str:
+        return self.backend
+
+    def get_arch_list(self) -> list[str]:
+        return self.architectures
 
     def get_device_properties(self, index: int) -> SimpleNamespace:
         major, minor = self.capability
