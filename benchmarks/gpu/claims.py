@@ -167,7 +167,11 @@ def resume(found: Found) -> str:
     row = found["fit/resume"]
     if not row["stopped_within"]:
         return f"the run ended before it was stopped: exits {row['exits']}"
-    return "equal weights" if row["equal"] else f"other weights: exits {row['exits']}"
+    if row["equal"]:
+        return "equal weights"
+    if not row["repeatable"]:
+        return "other weights, as of two uninterrupted runs: the kernels are not deterministic"
+    return f"other weights: exits {row['exits']}"
 
 
 def tests(found: Found) -> str:

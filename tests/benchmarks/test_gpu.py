@@ -268,6 +268,19 @@ def test_a_table_by_hand():
     assert "- loop/a: RuntimeError: no" in text
 
 
+@pytest.mark.parametrize(
+    ("equal", "repeatable", "said"),
+    [
+        (True, True, "equal weights"),
+        (False, True, "other weights: exits [0, 143, 0]"),
+        (False, False, "other weights, as of two uninterrupted runs: the kernels are not deterministic"),
+    ],
+)
+def test_kernels_that_are_not_deterministic_are_no_fault_of_a_resume(equal, repeatable, said):
+    row = {"exits": [0, 143, 0], "stopped_within": True, "equal": equal, "repeatable": repeatable}
+    assert claims.resume({"fit/resume": row}) == said
+
+
 def test_measured_figures_enter_a_profile(tmp_path):
     found = {
         "facts/versions": {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "total_bytes": 150_000_000_000},

@@ -140,7 +140,7 @@ def _can_run_masked_cudnn(call: _Call) -> bool:
         call.mask is not None
         and call.capability in _CUDNN_CAPABILITIES
         and torch._C._get_cudnn_sdp_enabled()
-        and not os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")
+        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
         and (version is None or version > _CUDNN_ABOVE)
         and call.is_dense
         and call.query.dtype in _LOW
