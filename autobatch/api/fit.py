@@ -108,7 +108,10 @@ def _write(result: Result, out: Path, progress: Progress) -> Result:
     try:
         write_report(out / REPORT, load_run(out))
     except Exception as error:  # whatever drawing raises, the training is done
-        progress.note(f"the report could not be written: {type(error).__name__}: {error_text(error)}")
+        why = f"{type(error).__name__}: {error_text(error)}"
+        if isinstance(error, OSError):
+            why = f"{error.filename or out / REPORT}: {error.strerror or error}"
+        progress.note(f"the report could not be written: {why}")
         result = msgspec.structs.replace(result, report=None)
         _write_json(result, out)
     return result

@@ -205,6 +205,8 @@ def probe_and_plan(
     )
     plan = one_size_if_asked(planned(joint.limits), alone, options, progress)
     progress.planned(plan)
+    if info.epoch_samples is not None and plan.target_batch > info.epoch_samples:
+        progress.note(_several_epochs(plan.target_batch, info.epoch_samples))
     if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
         progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
     progress.doing("predicting the memory of a step")
@@ -218,6 +220,14 @@ def probe_and_plan(
         command=context.command,
         predicted=predicted,
         memory_curve=curve,
+    )
+
+
+def _several_epochs(target_batch: int, epoch_samples: int) -> str:
+    epochs = f"{target_batch / epoch_samples:.3g}"
+    return (
+        f"the batch of {target_batch:,} is larger than the data: each step takes {epochs} epochs of "
+        f"{epoch_samples:,} sample{'s' if epoch_samples > 1 else ''}"
     )
 
 

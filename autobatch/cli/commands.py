@@ -13,7 +13,7 @@ import msgspec
 from autobatch.cli.doctor import doctor_lines, examine
 from autobatch.core.errors import InputError
 from autobatch.core.records.base import SCHEMA
-from autobatch.core.text import error_text
+from autobatch.core.text import error_text, quoted
 from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
 from autobatch.device.hardware_profile import Figure, HardwareProfile, format_profile
@@ -24,6 +24,7 @@ Printer = Callable[[str], None]
 
 
 LEAST_COMPARED = 2
+"""Fewest runs to show side by side."""
 RUNS = "runs"
 """Folder of the runs."""
 
@@ -64,7 +65,7 @@ def profiles(arguments: list[str], write: Printer) -> int:
     words, as_json = _words("profiles", arguments, write)
     if words is None:
         return 0
-    home = data_home(os.environ)
+    home, found = data_home(os.environ), quoted(" ".join(words))
     match words or ["list"]:
         case ["list"]:
             _list_profiles(home, write, as_json=as_json)
@@ -74,10 +75,10 @@ def profiles(arguments: list[str], write: Printer) -> int:
         case ["save", name]:
             path = save_profile(this_gpu(name), user_dir=home)
             write(_json({"profile": str(path)}) if as_json else f"saved {path}")
+        case ["list" | "show" | "save", *_]:
+            raise InputError(f"write profiles list, profiles show NAME or profiles save NAME, found {found}")
         case _:
-            raise InputError(
-                f"there is no action {' '.join(words)!r} of profiles: use list, show NAME or save NAME"
-            )
+            raise InputError(f"there is no action {found} of profiles: use list, show NAME or save NAME")
     return 0
 
 
@@ -125,6 +126,8 @@ def compare(arguments: list[str], write: Printer) -> int:
     from autobatch.report.result import find_run, load_run
 
     folders = [find_run(Path(word)) for word in words]
+    if len({folder.resolve() for folder in folders}) < LEAST_COMPARED:
+        raise InputError(f"compare takes two or more different runs, found {folders[0]} only")
     runs = [load_run(folder) for folder in folders]
     names = [str(folder) for folder in folders]
     path = write_comparison(folders[-1] / "compare.html", runs, names)
@@ -210,13 +213,15 @@ def _list_profiles(home: Path, write: Printer, *, as_json: bool) -> None:
     if as_json:
         write(_json({"schema": SCHEMA, "autobatch": __version__, "profiles": listing.profiles}))
         return
+    write(f"{'NAME':<16} {'MEMORY':>9}  {'CC':<5} GPU")
     for profile in listing.profiles:
-        measured = "measured" if profile.total.measured else "from public sources"
         capability = ".".join(map(str, profile.compute_capability))
+        measured = " (measured)" if profile.total.measured else ""
         write(
-            f"{profile.name:<16} {format_bytes(profile.total_bytes):>9}  cc {capability:<5} "
-            f"{profile.title} ({measured})"
+            f"{profile.name:<16} {format_bytes(profile.total_bytes):>9}  {capability:<5} "
+            f"{profile.title}{measured}"
         )
+    write("CC: compute capability. Figures without (measured) are from public sources: profiles show NAME")
     for problem in listing.problems:
         write(f"skipped: {problem}")
 

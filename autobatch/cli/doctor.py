@@ -99,5 +99,5 @@ def _missing(built_for: str | None, available: bool, nvml: dict[str, Any]) -> li
     elif not available:
         missing.append("a CUDA GPU that torch can use: check the driver and CUDA_VISIBLE_DEVICES")
     if not nvml["available"]:
-        missing.append(f"NVML ({nvml['reason']}): budgets use the free memory that the CUDA driver reports")
+        missing.append("NVML: budgets use the free memory that the CUDA driver reports")
     return missing

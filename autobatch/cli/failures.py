@@ -93,16 +93,20 @@ def interruption(number: int) -> BaseException:
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
 
 
-def describe_failure(error: BaseException, *, folder: Path | None = None) -> ErrorReport:
+def describe_failure(
+    error: BaseException, *, folder: Path | None = None, measures: bool = True
+) -> ErrorReport:
     """Describe an exception in one line, with its exit code.
 
     Args:
         error: the exception that ended the command.
         folder: the folder of the run; None if unknown.
+        measures: whether the command saves limits and trials on the way.
     """
     if isinstance(error, KeyboardInterrupt | Terminated):
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
-        return ErrorReport(line=f"{how}; {_kept(folder)}", exit_code=code, logged=False)
+        kept = _kept(folder) if measures else ""
+        return ErrorReport(line=how + kept, exit_code=code, logged=False)
     if isinstance(error, AutobatchError):
         remarks = remarks_on(error)
         logged = isinstance(error, UserCodeError) or error.exit_code == 1
@@ -115,7 +119,8 @@ def describe_failure(error: BaseException, *, folder: Path | None = None) -> Err
     if theirs or isinstance(error, SystemExit):
         return ErrorReport(line=describe(error), exit_code=2, logged=True)
     if isinstance(error, OSError) and error.errno in _REFUSALS:
-        return ErrorReport(line=f"operating system error: {error}", exit_code=1, logged=True)
+        file = error.filename or "operating system error"
+        return ErrorReport(line=f"{file}: {error.strerror or error}", exit_code=1, logged=True)
     found = f"unexpected {type(error).__name__}: {error_text(error)}"
     line = f"{found}; this is a bug in autobatch, please report it"
     return ErrorReport(line=line, exit_code=1, logged=True)
@@ -165,7 +170,10 @@ def _discard_if_empty(path: Path) -> None:
 
 
 def _kept(folder: Path | None) -> str:
+    """Return what an interruption left behind, to be appended to its name."""
     checkpoints = None if folder is None else folder / "checkpoints"
     if checkpoints is None or not checkpoints.is_dir():
-        return "nothing was trained. What was measured is remembered, and the same command goes on from there"
-    return f"earlier checkpoints are intact: {checkpoints}"
+        return (
+            " before training; limits and trials so far are saved, and the same command continues with them"
+        )
+    return f"; earlier checkpoints are intact: {checkpoints}"

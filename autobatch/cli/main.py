@@ -136,11 +136,11 @@ def _guarded(name: str, arguments: list[str]) -> int:
             ranks.close()
             return code
     except BaseException as error:
-        return _complain(error, log, ranks, verbose=verbose)
+        return _complain(error, name, log, ranks, verbose=verbose)
 
 
 def _start_ranks(words: list[str], count: int) -> int:
-    """Run a command in several ranks; rank 0 prints, and what a signal ended is told here."""
+    """Run a command in several ranks; rank 0 prints, and this process reports a rank that a signal ended."""
     from autobatch.distributed.start import start_ranks
 
     ended = start_ranks(words, count, os.environ)
@@ -170,7 +170,7 @@ def _run_other(name: str, arguments: list[str]) -> int:
     return code if stream.failure is None else undelivered_code(stream.failure)
 
 
-def _complain(error: BaseException, log: RunLog, ranks: Ranks | None, *, verbose: bool) -> int:
+def _complain(error: BaseException, name: str, log: RunLog, ranks: Ranks | None, *, verbose: bool) -> int:
     """Print one line, unless another rank has done so, and return the exit code."""
     import traceback
 
@@ -180,7 +180,7 @@ def _complain(error: BaseException, log: RunLog, ranks: Ranks | None, *, verbose
     number = None if ranks is None else ranks.signal_behind(error)
     if number is not None:
         error = interruption(number)
-    complaint = describe_failure(error, folder=log.folder)
+    complaint = describe_failure(error, folder=log.folder, measures=name in OVER_RANKS)
     if ranks is None:
         is_common = complaint.exit_code in COMMON_CODES
         is_first, earlier = fail_before_meeting(os.environ, complaint.line, is_common=is_common), None

@@ -70,19 +70,32 @@ def parse(
     given = layered(known, _read(name, arguments, known))
     options = {option: given[option] for option in kind.__struct_fields__ if option in given}
     workload = given.get("workload")
-    if workload is not None and not (
-        isinstance(workload.value, str) and workload.value and is_text(workload.value)
-    ):
-        raise InputError(
-            f"{workload.name} must be file.py, file.py:function or module:function, "
-            f"found {quoted(workload.value)}"
-        )
+    if workload is not None:
+        _check_place(workload)
     names = {option: _spelled(option) for option in kind.__struct_fields__}
     names |= {option: value.name for option, value in options.items()}
     return (
         None if workload is None else workload.value,
         options_from(kind, {option: value.value for option, value in options.items()}, names=names),
     )
+
+
+def _check_place(workload: OptionValue) -> None:
+    """Check the reference of a workload.
+
+    Raises:
+        InputError: it is no text, is empty, or has bytes that the locale cannot decode.
+    """
+    place = workload.value
+    if isinstance(place, str) and not is_text(place):
+        raise InputError(
+            f"{workload.name} {quoted(place)} is not valid in the encoding of this locale: "
+            "set LC_ALL=C.UTF-8, or rename it"
+        )
+    if not (isinstance(place, str) and place):
+        raise InputError(
+            f"{workload.name} must be file.py, file.py:function or module:function, found {quoted(place)}"
+        )
 
 
 def _read(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
@@ -109,7 +122,7 @@ def _read(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> 
             raise InputError(_unknown(name, word.partition("=")[0], spellings))
     if extra:
         raise InputError(
-            f"there is one WORKLOAD, found {quoted(found.workload)} and {quoted(extra[0])}; "
+            f"give one WORKLOAD, found {quoted(found.workload)} and {quoted(extra[0])}; "
             f"see autobatch {name} --help"
         )
     given = {option: value for option, value in vars(found).items() if value is not None}

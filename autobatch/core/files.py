@@ -111,8 +111,8 @@ def write_atomic(path: Path, content: bytes) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     mode = _mode_of(path)
     # Never more open than the file that is replaced, not even while it is written.
-    handle = create_file(temporary, mode=0o666 if mode is None else mode)
     try:
+        handle = create_file(temporary, mode=0o666 if mode is None else mode)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
@@ -120,8 +120,11 @@ def write_atomic(path: Path, content: bytes) -> Path:
         if mode is not None:
             temporary.chmod(mode)
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = str(path)  # else a name that nobody knows, or none if the disk is full
         raise
     sync_directory(path.parent)
     return path

@@ -45,10 +45,8 @@ def resolve_budget(
         return budget_bytes, f"as set: {asked}"
     headroom_bytes = max(int(total_bytes * headroom_share), HEADROOM_LEAST_BYTES)
     budget_bytes = min(sum(size for size, _ in available), total_bytes) - headroom_bytes
-    headroom = (
-        f"headroom ({headroom_share:.0%} of {format_bytes(total_bytes)}, "
-        f"at least {format_bytes(HEADROOM_LEAST_BYTES)})"
-    )
+    is_least = headroom_bytes == HEADROOM_LEAST_BYTES
+    headroom = f"headroom, {'the least' if is_least else f'{headroom_share:.0%} of the total'}"
     words = _sum_in_words([*available, (-headroom_bytes, headroom)])
     if budget_bytes <= 0:
         raise DoesNotFitError(

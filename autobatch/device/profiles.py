@@ -118,7 +118,7 @@ def save_profile(profile: HardwareProfile, *, user_dir: Path) -> Path:
         InputError: The directory is not writable.
     """
     path = user_dir / "profiles" / profile.name / PROFILE
-    return save_or_explain(path, format_profile(profile).encode(), what="profile")
+    return save_or_explain(path, format_profile(profile).encode())
 
 
 def profile_folder(device: str, *, user_dir: Path) -> Path:
@@ -141,7 +141,7 @@ def profile_folder(device: str, *, user_dir: Path) -> Path:
     return user_dir / "profiles" / (re.sub(r"[^a-z0-9]+", "-", device.casefold()).strip("-") or "device")
 
 
-def save_or_explain(path: Path, content: bytes, *, what: str) -> Path:
+def save_or_explain(path: Path, content: bytes) -> Path:
     """Write a file of the data directory atomically, and return its path.
 
     Raises:
@@ -151,8 +151,7 @@ def save_or_explain(path: Path, content: bytes, *, what: str) -> Path:
         return write_atomic(path, content)
     except OSError as error:
         raise InputError(
-            f"cannot save the {what} at {path}: {error.strerror or error}; set AUTOBATCH_HOME to a directory "
-            "that can be written"
+            f"{path} cannot be written: {error.strerror or error}; set AUTOBATCH_HOME to a writable directory"
         ) from error
 
 

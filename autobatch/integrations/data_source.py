@@ -148,8 +148,8 @@ def _sampler_of(
         raise InputError("the data has 0 samples: at least 1 is needed")
     if plan.last_batch == "drop" and samples < plan.target_batch:
         raise InputError(
-            f"last_batch='drop' leaves no batch, for the data has {samples} samples and the target batch is "
-            f"{plan.target_batch}: use 'carry' or 'flush' to keep them"
+            f"last_batch='drop' leaves no batch, because the data has {samples} samples and the target "
+            f"batch is {plan.target_batch}: use 'carry' or 'flush' to keep them"
         )
     return GlobalBatchSampler(
         samples=samples,

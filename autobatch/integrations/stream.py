@@ -120,6 +120,6 @@ def _check_epoch(number: int, samples: int, target: int, last_batch: LastBatch) 
         raise InputError("the data gave no sample: at least 1 is needed")
     if last_batch == "drop" and samples < target:
         raise InputError(
-            f"last_batch='drop' leaves no batch, for an epoch has {samples} samples and the target batch is "
-            f"{target}: use 'carry' or 'flush' to keep them"
+            f"last_batch='drop' leaves no batch, because an epoch has {samples} samples and the target "
+            f"batch is {target}: use 'carry' or 'flush' to keep them"
         )

@@ -133,7 +133,7 @@ def workload(trainer: Any) -> Workload:
         InputError: the trainer has no training data.
     """
     if trainer.train_dataset is None:
-        raise InputError("the Trainer has no train_dataset: give it one before it is planned for")
+        raise InputError("the Trainer has no train_dataset: give it one before you plan")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a batch size that is about to change
         parts = parts_of(trainer.get_train_dataloader())

@@ -103,7 +103,7 @@ def store(limit: CachedLimit, home: Path) -> Path:
         InputError: the directory is not writable.
     """
     content = msgspec.json.format(msgspec.json.encode(limit, order="deterministic"))
-    return save_or_explain(entry_path(limit.key, home), content + b"\n", what="limit")
+    return save_or_explain(entry_path(limit.key, home), content + b"\n")
 
 
 def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleEntry | None:

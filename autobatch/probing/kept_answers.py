@@ -52,7 +52,7 @@ class KeptAnswers:
         content = {"key": self._whole(question), "answer": answer}
         with suppress(InputError):
             text = msgspec.json.format(msgspec.json.encode(content, order="deterministic"))
-            save_or_explain(self._path(question), text + b"\n", what="answer")
+            save_or_explain(self._path(question), text + b"\n")
         return answer
 
     def _whole(self, question: tuple[Any, ...]) -> dict[str, Any]:

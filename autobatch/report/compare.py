@@ -18,7 +18,7 @@ from autobatch.report.charts.drawing import Mark, Picture, Table, downsample, dr
 from autobatch.report.html import Markup, element, figure, join, table
 from autobatch.report.page import page_of
 from autobatch.report.summary import describe_split
-from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words
+from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, moment
 
 DRAWN_POINTS = 600
 
@@ -60,7 +60,7 @@ def _rows(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
             (name, [run.versions.get(name, "") for run in runs])
             for name in sorted({name for run in runs for name in run.versions})
         ),
-        ("date", [run.created or "" for run in runs]),
+        ("date", [moment(run.created) if run.created else "" for run in runs]),
     ]
 
 

@@ -19,22 +19,26 @@ TOP_MODULES = 5
 
 
 def gpu_table(estimates: Estimates) -> Table:
-    """Return a row for each GPU."""
+    """Return a row for each GPU. Columns that say nothing of any GPU are left out."""
+    columns: dict[str, list[str]] = {
+        "GPU": [printable(one.profile) for one in estimates.estimates],
+        "budget": [format_bytes(one.budget_bytes) for one in estimates.estimates],
+        "micro-batch": [
+            f"{one.micro_batch:,}" if one.fits else "does not fit" for one in estimates.estimates
+        ],
+        "interval": [_interval(one) for one in estimates.estimates],
+        "reserved": [format_bytes(one.peak_reserved_bytes) for one in estimates.estimates],
+        "precision": [one.precision for one in estimates.estimates],
+        "steps": [
+            "" if one.plan is None else f"{one.plan.accumulation_steps:,}" for one in estimates.estimates
+        ],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False)
-    for name, side in (("GPU", "left"), ("budget", "right"), ("micro-batch", "right")):
-        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("largest", "reserved", "precision", "steps"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in estimates.estimates:
-        table.add_row(
-            printable(one.profile),
-            format_bytes(one.budget_bytes),
-            f"{one.micro_batch:,}" if one.fits else "does not fit",
-            _interval(one),
-            format_bytes(one.peak_reserved_bytes),
-            one.precision,
-            "" if one.plan is None else f"{one.plan.accumulation_steps:,}",
-        )
+    for name in shown:
+        table.add_column(name, justify="left" if name == "GPU" else "right", no_wrap=True)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     return table
 
 

@@ -12,6 +12,7 @@ from autobatch.report.sections import Section, sections
 from autobatch.report.sentences import headline
 from autobatch.report.theme import style_sheet
 from autobatch.report.tiles import tiles
+from autobatch.report.words import moment
 
 
 def write_report(path: Path, data: RunRecord) -> Path:
@@ -61,7 +62,7 @@ def _head(title: str) -> Markup:
 
 
 def _title(data: RunRecord) -> Markup:
-    eyebrow = "autobatch report" + (f", {data.created}" if data.created else "")
+    eyebrow = "autobatch report" + (f", {moment(data.created)}" if data.created else "")
     return join(
         element("p", eyebrow, class_="eyebrow"),
         element("h1", data.title or "autobatch"),

@@ -79,7 +79,7 @@ class ProbeResult(Probe, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Return how many samples fit, and the evidence."""
-        return f"{describe_limit(self)} in {format_bytes(self.device.budget_bytes)} on {self.device.name}"
+        return describe_limit(self, _place(self.device))
 
     def __repr__(self) -> str:
         return f"<ProbeResult: {_short(str(self))}>"
@@ -106,8 +106,7 @@ class PlanResult(Plan, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """Return the split of the batch, and the learning rate with its origin."""
         return (
-            f"{describe_plan(self)}\n{describe_limit(self.probe)} in "
-            f"{format_bytes(self.device.budget_bytes)} on {self.device.name}\n"
+            f"{describe_plan(self)}\n{describe_limit(self.probe, _place(self.device))}\n"
             f"learning rate {rate_in_words(self)}"
         )
 
@@ -143,6 +142,10 @@ class Estimates(Record, frozen=True, kw_only=True):
         from autobatch.report.notebook import estimates_html
 
         return estimates_html(self.estimates, self.notes)
+
+
+def _place(device: DeviceRecord) -> str:
+    return f" in {format_bytes(device.budget_bytes)} on {device.name}"
 
 
 def _short(text: str) -> str:

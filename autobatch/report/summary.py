@@ -38,32 +38,46 @@ class Line(NamedTuple):
     """``main`` for the few lines that answer the question, ``path`` for a file or folder."""
 
 
-def describe_limit(probe: Probe) -> str:
-    """Describe how many samples fit, and the evidence; of several ranks, on each of them."""
-    fit = f"{plural(probe.micro_batch, 'sample')} fit{'s' if probe.micro_batch == 1 else ''} at a time"
-    limits = [one.limit for one in probe.ranks]
-    if limits:
-        shared = ", which share the model" if probe.parallel == "shard" else ""
-        alike = len(set(limits)) == 1
-        where = (
-            f"each of {count(len(limits))} ranks" if alike else f"rank 0, and {_listed(limits[1:])} on others"
-        )
-        return f"{fit} on {where}{shared}"
-    if probe.source == "asked":
-        return fit
+def describe_limit(probe: Probe, place: str = "") -> str:
+    """Describe how many samples fit, on each rank if there are several, and the evidence.
+
+    Args:
+        probe: the probe.
+        place: the memory that they fit in, for example ``" in 6.00 GiB"``.
+    """
+    verb = "fits" if probe.micro_batch == 1 else "fit"
+    samples = plural(probe.micro_batch, "sample")
+    if probe.ranks:
+        return f"{samples} {verb} at a time{_on_ranks(probe)}{place}"
     if probe.source.startswith("saved "):
         when = probe.source.removeprefix("saved ")
-        fit = f"{plural(probe.micro_batch, 'sample')} still fit (remembered from {when}, checked by one run)"
+        return f"{samples} still {verb} at a time{place} (saved on {when}, confirmed by one run)"
+    return f"{samples} {verb} at a time{place}{_evidence(probe)}"
+
+
+def _evidence(probe: Probe) -> str:
+    """Return why no more samples fit; empty if only this size was asked for."""
+    if probe.source == "asked":
+        return ""
     more = count(probe.micro_batch + 1)
-    ran = plural(len(probe.attempts), "test run")
-    evidence = {
-        "run": f"{more} ran and do not",
-        "error": f"{more} do not run, for another reason than memory",
-        "replay": f"{more} do not (predicted from {ran})",
-        "cap": CAPS[probe.limited_by],
-        None: f"more may: the {probe.stopped_by} ended the search",
+    return {
+        "run": f"; {more} ran and do not",
+        "error": f"; {more} do not run, for another reason than memory",
+        "replay": f"; {more} do not (predicted from {plural(len(probe.attempts), 'test run')})",
+        "cap": f"; {CAPS[probe.limited_by]}",
+        None: f"; more may: the {probe.stopped_by} ended the search",
     }[probe.upper_bound_by]
-    return fit if probe.source.startswith("saved ") else f"{fit}; {evidence}"
+
+
+def _on_ranks(probe: Probe) -> str:
+    """Return the ranks that the limit holds on; empty for one process."""
+    limits = [one.limit for one in probe.ranks]
+    if not limits:
+        return ""
+    shared = ", which share the model" if probe.parallel == "shard" else ""
+    if len(set(limits)) == 1:
+        return f" on each of {count(len(limits))} ranks{shared}"
+    return f" on rank 0, and {_listed(limits[1:])} on others{shared}"
 
 
 def _listed(limits: Sequence[int]) -> str:
@@ -184,22 +198,25 @@ def _loss(training: Training) -> str:
 
 
 def describe_fit(run: RunRecord) -> str:
-    """Describe what fits, in the configuration that is planned."""
+    """Describe how many samples fit at a time, in the configuration that is planned."""
     plan, probe = run.plan, run.probe
     budget = format_bytes(run.device.budget_bytes)
-    if plan is None:
-        return f"{describe_limit(probe)}, in {budget}" if probe is not None else f"{budget} of memory"
-    words = f"batch {count(plan.target_batch)} in {describe_split(plan)}"
-    if probe is None or not is_probed_configuration(probe, plan):
-        return f"{words} in {budget}, {plan.precision}"
-    if plan.run_order is not None:
-        return f"{words}, which fit in {budget} in the order of this run"
-    known = "up to " if probe.stopped_by is None else ""
-    return f"{words}; {known}{count(probe.micro_batch)} fit in {budget}"
+    if plan is not None and (probe is None or not is_probed_configuration(probe, plan)):
+        return f"{_at_a_time(plan.micro_batch)} in {budget}, in the planned configuration"
+    if plan is not None and plan.run_order is not None:
+        return f"{_at_a_time(plan.micro_batch)} in {budget}, in the order of this run"
+    if probe is None:
+        return f"{budget} of memory"
+    size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
+    return f"{_at_a_time(probe.micro_batch, size)}{_on_ranks(probe)} in {budget}{_evidence(probe)}"
+
+
+def _at_a_time(samples: int, size: str = "") -> str:
+    return f"{plural(samples, 'sample')}{size} at a time"
 
 
 def summary_lines(run: RunRecord, *, out: Path | None = None, report: Path | None = None) -> list[Line]:
-    """Return the final lines: first what fits, what was reached and where it is, then the details.
+    """Return the final lines: first what fits, the plan, what was reached and where it is, then the details.
 
     Args:
         run: the records.
@@ -212,6 +229,8 @@ def summary_lines(run: RunRecord, *, out: Path | None = None, report: Path | Non
 def _main_lines(result: RunRecord, out: Path | None) -> Iterator[Line]:
     if result.probe is not None or result.plan is not None:
         yield Line("fits", describe_fit(result), "main")
+    if result.plan is not None:
+        yield Line("plan", describe_plan(result.plan), "main")
     if result.training is not None:
         yield Line("reached", describe_reached(result.training), "main")
     elif result.tuning is not None and result.tuning.trials:
@@ -222,8 +241,6 @@ def _main_lines(result: RunRecord, out: Path | None) -> Iterator[Line]:
 
 def _detail_lines(result: RunRecord, report: Path | None) -> Iterator[Line]:
     training, tuning = result.training, result.tuning
-    if result.plan is not None:
-        yield Line("plan", describe_plan(result.plan))
     if tuning is not None and tuning.trials and training is not None:
         yield Line("tuned", describe_tuning(tuning, result.plan, training.optimizer_steps))
     if tuning is not None and tuning.learning_rate is not None:
@@ -232,7 +249,6 @@ def _detail_lines(result: RunRecord, report: Path | None) -> Iterator[Line]:
         yield Line("trained", describe_training(training))
         if training.noise_advice is not None:
             yield Line("noise", training.noise_advice)
-        yield Line("checkpoint", str(training.checkpoint), "path")
     if report is not None:
         yield Line("report", str(report), "path")
     if result.command:

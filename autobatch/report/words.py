@@ -17,6 +17,11 @@ def decimal(number: float | None, digits: int = 4) -> str:
     return f"{number:,.{digits}g}" if abs(number) < 10**digits else f"{number:,.0f}"
 
 
+def moment(created: str) -> str:
+    """Write a time of a record, which is UTC, to the minute: ``2026-11-22 17:14 UTC``."""
+    return f"{created[:16].replace('T', ' ')} UTC"
+
+
 def plural(number: int, one: str, more: str | None = None) -> str:
     """Write a number with its noun: ``1 sample``, ``2 samples``."""
     return f"{count(number)} {one if number == 1 else more or one + 's'}"

@@ -259,10 +259,10 @@ def _worth_seconds(budget: Budget, default: Measurement | None) -> float:
 
 
 def _explain_stop(trials: int, default: Measurement | None, budget: Budget) -> str:
-    seconds = _worth_seconds(budget, default) / PAYBACK_SHARE
+    seconds = math.ceil(_worth_seconds(budget, default) / PAYBACK_SHARE)
     return (
-        f"stopped tuning after {trials} of {budget.trials} trials: the run takes about {seconds:.3g} "
-        f"s, and more tuning cannot pay back. --trials {budget.trials} runs all of them"
+        f"stopped tuning after {trials} of {budget.trials} trials: the run takes about {seconds:,} s, "
+        f"so more trials cannot pay back. --trials {budget.trials} runs all of them"
     )
 
 
@@ -277,9 +277,9 @@ def _explain_remembered(finished: Sequence[FinishedTrial[Measurement]], budget: 
     more = (
         f"{rest} more will run, compared with the default as it is now"
         if rest > 0
-        else f"none is run, because {budget.trials} were asked for (--trials runs more)"
+        else f"no other runs, because --trials asks for {budget.trials}"
     )
-    return [f"the study remembers {count}{since}; {more}"]
+    return [f"the study has {count}{since}; {more}"]
 
 
 def _row(number: int, values: Configuration, found: Measurement) -> Trial:

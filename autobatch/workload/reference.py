@@ -43,7 +43,7 @@ def load_workload(reference: str) -> Workload:
         return make
     if not callable(make):
         raise InputError(f"{reference} is {kind_of(make)}, not a function or an autobatch.Workload")
-    with user_code(reference):
+    with user_code(f"function {reference}"):
         workload = make()
     if not isinstance(workload, Workload):
         raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")
@@ -72,9 +72,10 @@ def check_reference(reference: str) -> tuple[str, str]:
         if not is_file(Path(place)):
             raise InputError(f"there is no file {cut(place, LONGEST_VALUE)} (looked from {Path.cwd()})")
         return place, function
-    if not all(part.isidentifier() for part in place.split(".")):
+    if is_file(Path(place)) or not all(part.isidentifier() for part in place.split(".")):
+        kind = "Python file" if is_file(Path(place)) else "module"
         raise InputError(
-            f"{place!r} is not a module: write file.py, path/to/file.py:function or module:function"
+            f"{place!r} is not a {kind}: write file.py, path/to/file.py:function or module:function"
         )
     _make_importable(Path.cwd())
     package = place.partition(".")[0]
@@ -132,7 +133,7 @@ def _functions_of(module: Any) -> list[str]:
 def _load_module(name: str) -> Any:
     try:
         # This imports the parent packages, which are user code too.
-        with user_code(name):
+        with user_code(f"module {name}"):
             found = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
@@ -142,7 +143,7 @@ def _load_module(name: str) -> Any:
         found = None
     if found is None:
         raise _no_module(name)
-    with user_code(name):
+    with user_code(f"module {name}"):
         return importlib.import_module(name)
 
 
@@ -160,7 +161,7 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with user_code(str(path)):
+        with user_code(f"file {path}"):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -186,13 +187,13 @@ def test_the_result_on_disk_is_the_returned_one(tmp_path: Path) -> None:
 
 def test_a_report_that_cannot_be_written_is_noted_and_the_run_is_kept(tmp_path: Path, monkeypatch) -> None:
     def full(*_: object) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "No space left on device", "report.html")
 
     monkeypatch.setattr("autobatch.report.page.write_report", full)
     listener = Listener()
     options = options_from(FitOptions, {**OPTIONS, **SHORT, "steps": 2, "out": str(tmp_path / "run")})
     done = run_fit(make_workload(), options, RunContext(progress=listener))
-    assert listener.notes[-1] == "the report could not be written: OSError: no space left"
+    assert listener.notes[-1] == "the report could not be written: report.html: No space left on device"
     assert (done.report, done.training.optimizer_steps) == (None, 2)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["report"] is None
 

@@ -258,3 +258,15 @@ def test_static_shapes_give_micro_batches_of_one_size(tmp_path: Path) -> None:
     assert "micro-batches of 2 in 11 accumulation steps at most, although 5 samples fit" in note
     with pytest.raises(InputError, match="static_shapes and split size exclude each other"):
         plan_options(static_shapes=True, split="size")
+
+
+def test_a_batch_that_is_larger_than_the_data_is_noted(tmp_path: Path) -> None:
+    workload = make_workload()
+    samples, listener = len(workload.train_data), Listener()
+    options = plan_options(target_batch=samples, max_micro_batch=4)
+    run_plan(workload, options, context_in(tmp_path, progress=listener))
+    assert not any("larger than the data" in line for line in listener.notes)
+    options = plan_options(target_batch=3 * samples, max_micro_batch=4)
+    run_plan(workload, options, context_in(tmp_path, progress=listener))
+    [note] = [line for line in listener.notes if "larger than the data" in line]
+    assert note.endswith(f"each step takes 3 epochs of {samples:,} samples")

@@ -47,10 +47,11 @@ def test_profiles_are_listed_with_their_memory() -> None:
     lines = said("profiles").splitlines()
     assert lines == said("profiles", "list").splitlines()
     listed = json.loads(said("profiles", "list", "--json"))["profiles"]
-    assert len(lines) == len(listed) >= 15
+    assert len(lines) - 2 == len(listed) >= 15  # below a head, above a remark
     (line,) = [line for line in lines if line.startswith("t4 ")]
     assert "GiB" in line
-    assert "cc 7.5" in line
+    assert " 7.5 " in line
+    assert line.endswith("NVIDIA T4")
 
 
 def test_a_profile_is_shown_as_toml_and_as_json() -> None:
@@ -117,3 +118,5 @@ def test_runs_are_printed_side_by_side(tmp_path: Path) -> None:
     assert found["runs"][words[0]]["batch"] == "1,024"
     with pytest.raises(InputError, match="compare takes the folders of two or more runs, found 1"):
         said("compare", words[0])
+    with pytest.raises(InputError, match=r"compare takes two or more different runs, found .*a only"):
+        said("compare", words[0], f"{words[0]}/.")

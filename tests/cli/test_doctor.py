@@ -78,7 +78,7 @@ def test_the_findings_agree_with_torch_and_the_installed_packages(monkeypatch: p
     found = examine()
     assert found["cuda"]["available"] == torch.cuda.is_available()
     assert (found["cuda"]["built_for"] is None) == any("built without" in one for one in found["missing"])
-    assert found["nvml"]["available"] != any(one.startswith("NVML (") for one in found["missing"])
+    assert found["nvml"]["available"] != any(one.startswith("NVML: ") for one in found["missing"])
     assert found["versions"].keys() == {"python", *PACKAGES}
     assert found["versions"]["numpy"] == importlib.metadata.version("numpy")
     monkeypatch.setattr(torch.version, "cuda", "13.0")

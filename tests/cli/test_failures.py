@@ -63,7 +63,7 @@ class Stuck(torch.optim.SGD):
     step = fails
 """
 
-NOTHING = "nothing was trained. What was measured is remembered, and the same command goes on from there"
+CONTINUES = "before training; limits and trials so far are saved, and the same command continues with them"
 
 
 def small_fit(folder: Path, expression: str) -> Any:
@@ -113,14 +113,15 @@ def test_an_invalid_workload_is_one_line(fields: str, said: str, tmp_path: Path)
 def test_every_failure_has_its_message_and_exit_code(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     for error, code, said in (
-        (KeyboardInterrupt(), 130, f"interrupted; {NOTHING}"),
-        (Terminated(), 143, f"terminated; {NOTHING}"),
+        (KeyboardInterrupt(), 130, f"interrupted {CONTINUES}"),
+        (Terminated(), 143, f"terminated {CONTINUES}"),
         (SystemExit("done"), 2, "the workload called sys.exit('done')"),
         (
             OSError(28, "No space left on device"),
             1,
-            "operating system error: [Errno 28] No space left on device",
+            "operating system error: No space left on device",
         ),
+        (OSError(28, "No space left on device", "/x"), 1, "/x: No space left on device"),
         (
             ZeroDivisionError("odd\nly"),
             1,
@@ -131,6 +132,7 @@ def test_every_failure_has_its_message_and_exit_code(tmp_path: Path) -> None:
         assert complaint.exit_code == code
         assert complaint.line.startswith(said)
         assert complaint.logged == (code in (1, 2))
+    assert describe_failure(KeyboardInterrupt(), measures=False).line == "interrupted"
     kept = describe_failure(KeyboardInterrupt(), folder=tmp_path)
     assert kept.line == f"interrupted; earlier checkpoints are intact: {tmp_path / 'checkpoints'}"
 
@@ -166,7 +168,7 @@ class Silent(Exception):
         (RuntimeError("\x1b]0;title\x07"), r"unexpected RuntimeError: \x1b]0;title\x07; this is a bug"),
         (RuntimeError("x" * 100_000), "; this is a bug in autobatch, please report it"),
         (Silent(), "unexpected Silent: ; this is a bug"),
-        (OSError(28, "No space left\x1b[31m", "a\nb\x1b"), r"left\x1b[31m: 'a\nb\x1b'"),
+        (OSError(28, "No space left\x1b[31m", "a\nb\x1b"), r"a b\x1b: No space left\x1b[31m"),
         (SystemExit("\x1b" + "x" * 100_000), "the workload called sys.exit('"),
     ],
     ids=lambda value: type(value).__name__,

@@ -34,8 +34,9 @@ REFUSED = [
     ((*FIT, "--no-json=yes"), "--no-json takes no value, found 'yes'"),
     (("fit", "--target", "8"), "there is no option --target; did you mean --target-batch?"),
     (("estimate", "--profile", "--json"), "--profile has no value: give one or more names"),
-    ((*FIT, "a:b", "c:d"), "there is one WORKLOAD, found 'a:b' and 'c:d'; see autobatch fit --help"),
+    ((*FIT, "a:b", "c:d"), "give one WORKLOAD, found 'a:b' and 'c:d'; see autobatch fit --help"),
     ((*FIT, ""), "WORKLOAD must be file.py, file.py:function or module:function, found ''"),
+    ((*FIT, "\udcc3.py"), "WORKLOAD '\\udcc3.py' is not valid in the encoding of this locale: set LC_ALL="),
     ((*FIT, "--memory-budget", "nonsense"), "--memory-budget: 'nonsense' is not a size in bytes"),
     ((*FIT, "--memory-budget", "0"), "--memory-budget: '0' is a size of 0 bytes"),
     ((*FIT, "--memory-budget", "-1"), "--memory-budget: '-1' is not a size in bytes"),
@@ -51,6 +52,10 @@ REFUSED = [
     ((*FIT, "--seed", "-1"), "--seed must be a whole number from 0 to 2147483647, found '-1'"),
     (("probe", "--steps", "3"), "there is no option --steps"),
     (("profiles", "shwo"), "there is no action 'shwo' of profiles: use list, show NAME or save NAME"),
+    (
+        ("profiles", "show"),
+        "write profiles list, profiles show NAME or profiles save NAME, found 'show'",
+    ),
     (("doctor", "now"), "doctor takes no arguments, found now"),
     (("report", "a", "b"), "report takes the folder of one run, found 2: write report runs/NAME/DATE"),
 ]

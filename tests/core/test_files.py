@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -29,6 +30,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", is_full)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        write_atomic(path, b"new")
 
 
 def test_a_replaced_file_keeps_its_mode_and_a_new_one_can_be_read_by_all(tmp_path, umask):

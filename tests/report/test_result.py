@@ -141,7 +141,7 @@ def test_the_newest_run_below_a_folder_is_found(tmp_path: Path) -> None:
 def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
     run = a_run()
     result = Result(device=run.device, probe=run.probe, plan=run.plan, training=run.training)
-    assert str(result).splitlines()[0].startswith("fits       batch 1,024 in 12 micro-batches")
+    assert str(result).splitlines()[0].startswith("fits       93 samples at a time in 6.00 GiB")
     fields = {name: getattr(run.plan, name) for name in run.plan.__struct_fields__}
     plan = PlanResult(**fields, device=run.device, probe=run.probe)
     assert str(plan).splitlines()[0] == "batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003"

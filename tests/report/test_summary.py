@@ -50,7 +50,7 @@ def test_every_cap_has_words(limit: str) -> None:
         ),
         (
             {"source": "saved 2026-11-21"},
-            "93 samples still fit (remembered from 2026-11-21, checked by one run)",
+            "93 samples still fit at a time (saved on 2026-11-21, confirmed by one run)",
         ),
         ({"source": "asked", "micro_batch": 1}, "1 sample fits at a time"),
     ],
@@ -113,9 +113,11 @@ def test_a_limit_of_another_configuration_is_not_shown_beside_the_plan() -> None
     plan = make_plan(target_batch=1024, micro_batch_limit=342, learning_rate=0.1, precision="bf16")
     probe = msgspec.structs.replace(a_probe(), precision="fp32")
     words = describe_fit(a_run(plan=plan, probe=probe))
-    assert words == "batch 1,024 in 3 micro-batches (1 × 342, 2 × 341) in 6.00 GiB, bf16"
+    assert words == "342 samples at a time in 6.00 GiB, in the planned configuration"
     same = make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1)
-    assert describe_fit(a_run(plan=same, probe=probe)).endswith("; up to 93 fit in 6.00 GiB")
+    assert (
+        describe_fit(a_run(plan=same, probe=probe)) == "93 samples at a time in 6.00 GiB; 94 ran and do not"
+    )
     slow = msgspec.structs.replace(same, knobs={"checkpointing": "full"})
     assert "93" not in describe_fit(a_run(plan=slow, probe=probe))
 
@@ -186,7 +188,7 @@ def test_the_training_says_what_it_reached_and_a_finished_run_says_that_nothing_
     )
 
 
-def test_three_lines_answer_and_the_others_give_the_details() -> None:
+def test_four_lines_answer_and_the_others_give_the_details() -> None:
     run = a_run()
     result = Result(
         device=run.device,
@@ -201,9 +203,9 @@ def test_three_lines_answer_and_the_others_give_the_details() -> None:
     )
     lines = summary_lines(result, out=result.out, report=result.report)
     assert [(line.label, line.kind) for line in lines] == [
-        ("fits", "main"), ("reached", "main"), ("saved in", "main"), ("plan", "detail"), ("tuned", "detail"),
-        ("rate", "detail"), ("trained", "detail"), ("noise", "detail"), ("checkpoint", "path"),
-        ("report", "path"), ("run again", "detail"),
+        ("fits", "main"), ("plan", "main"), ("reached", "main"), ("saved in", "main"), ("tuned", "detail"),
+        ("rate", "detail"), ("trained", "detail"), ("noise", "detail"), ("report", "path"),
+        ("run again", "detail"),
     ]  # fmt: skip
     shown = {line.label: line.text for line in lines}
     assert shown["reached"] == "held-out accuracy 93.12 %"
@@ -224,7 +226,7 @@ def test_a_micro_batch_for_one_order_is_told_from_what_fits_in_any() -> None:
         plan=msgspec.structs.replace(plan, run_order=order),
         probe=msgspec.structs.replace(a_probe(), precision="fp32"),
     )
-    assert describe_fit(run).endswith("3 micro-batches of 32, which fit in 6.00 GiB in the order of this run")
+    assert describe_fit(run) == "32 samples at a time in 6.00 GiB, in the order of this run"
     assert run_order_in_words(plan) == ""
     assert run_order_in_words(run.plan) == (
         "A micro-batch of 32 fits in the order of this run: all of its 500 batches are known, and the "

@@ -93,7 +93,7 @@ def test_the_first_line_names_the_workload(workload: str | None) -> None:
 def test_the_result_is_printed_even_if_quiet() -> None:
     result = Result(device=a_device(), probe=a_probe(), command="autobatch probe")
     assert shown("finish", result, quiet=True) == (
-        "fits       93 samples fit at a time; 94 ran and do not, in 6.00 GiB\nrun again  autobatch probe\n"
+        "fits       93 samples at a time in 6.00 GiB; 94 ran and do not\nrun again  autobatch probe\n"
     )
 
 

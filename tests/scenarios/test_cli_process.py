@@ -197,7 +197,7 @@ def sleeps():
 """
 
 
-GOES_ON = "What was measured is remembered, and the same command goes on from there"
+CONTINUES = "before training; limits and trials so far are saved, and the same command continues with them"
 
 
 @pytest.mark.program
@@ -216,7 +216,7 @@ def test_a_stopped_probe_leaves_no_process_behind(
     process = started(tmp_path, "probe", "train.py:sleeps", *BUDGET, until=tmp_path / "asleep")
     os.killpg(process.pid, number)
     _, err = process.communicate(timeout=60)
-    assert one_line(Ran(process.returncode, "", err), code) == f"{said}; nothing was trained. {GOES_ON}"
+    assert one_line(Ran(process.returncode, "", err), code) == f"{said} {CONTINUES}"
     while is_alive(process.pid):  # until the system has buried the last of them
         time.sleep(0.02)
 
@@ -312,7 +312,7 @@ def test_an_unwritable_cache_is_a_note_and_no_failure(tmp_path: Path, train: Pat
     ran = autobatch(tmp_path, "probe", "train.py:workload", *BUDGET)
     assert ran.code == 0
     assert ran.err == ""
-    assert "note: the limit was not saved: cannot save the limit at" in ran.out
+    assert "note: the limit was not saved: " in ran.out
     assert ran.out.splitlines()[-2].startswith("fits  ")
 
 
@@ -518,4 +518,4 @@ def test_a_library_call_works_with_objects_that_cannot_be_pickled(how: str, tmp_
     assert done.returncode == 0, done.stderr
     assert "torch.Size([1, 1])" in done.stdout
     # A second run says that it goes on with the study of the first.
-    assert all(line.startswith("the study remembers") for line in done.stderr.splitlines())
+    assert all(line.startswith("the study has") for line in done.stderr.splitlines())

@@ -162,8 +162,8 @@ class SplitWatch:
             reason = "memory"
         if compared < number and not self._is_done:
             self._note(
-                f"a real batch was compared with its micro-batches on {compared:,} of its {number:,} "
-                f"samples: there is not enough {reason} for more at once"
+                f"compared a batch with its micro-batches on {compared:,} of its {number:,} samples: more "
+                f"at once would take too much {reason}"
             )
 
     def _compare(self, loop: Loop, samples: list[Any], odd: int) -> Finding:

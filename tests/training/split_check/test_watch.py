@@ -253,8 +253,8 @@ def test_a_batch_that_memory_cannot_hold_is_compared_in_part(monkeypatch) -> Non
     _, records, (note,) = watched(make_workload(train_data=points(300), loss=loss))
     assert len(records) == STEPS
     assert note == (
-        "a real batch was compared with its micro-batches on 48 of its 96 samples: there is not enough "
-        "memory for more at once"
+        "compared a batch with its micro-batches on 48 of its 96 samples: more at once would take too much "
+        "memory"
     )
 
 
@@ -279,7 +279,7 @@ def test_a_batch_that_time_does_not_allow_is_compared_in_part(monkeypatch) -> No
     sizes = count_comparisons(monkeypatch)
     _, records, (note,) = watched(make_workload(train_data=points(300)))
     assert len(records) == STEPS
-    assert "on 32 of its 96 samples: there is not enough time for more at once" in note
+    assert "on 32 of its 96 samples: more at once would take too much time" in note
     assert sizes == [32, 32], "later batches are not compared"
 
 
