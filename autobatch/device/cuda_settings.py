@@ -129,14 +129,26 @@ def unmodelled_options(environ: Mapping[str, str]) -> list[str]:
 
 def why_not_expandable() -> str | None:
     """Return why the allocator of this process cannot switch to expandable segments; None if it can."""
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     return reason_not_expandable(
         os.environ,
         platform=sys.platform if torch.version.hip is None else "HIP",
         backend=torch.cuda.get_allocator_backend(),
         is_configurable=_allocator_settings() is not None,
-        settings="" if read is None else str(read()),
+        settings=_last_settings(),
     )
+
+
+def _last_settings() -> str:
+    """Return the settings that were made since the process began; empty if torch does not tell."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        return str(read())
+    # torch 2.11 tells them in a snapshot only.
+    try:
+        told = torch.cuda.memory._snapshot()["allocator_settings"]
+        return str(next((told[name] for name in _VARIABLES if name in told), ""))
+    except (RuntimeError, AttributeError, KeyError, TypeError):
+        return ""
 
 
 def reason_not_expandable(

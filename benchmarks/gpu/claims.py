@@ -14,6 +14,8 @@ from benchmarks.gpu.journal import DONE, latest
 Found = dict[str, dict[str, Any]]
 """What each unit found, by name."""
 UNKNOWN = "not measured"
+COMMON_POOLS = {"None", "(0, 0)"}
+"""Names of the allocator's own pool in a snapshot."""
 NOTABLE_GROWTH_BYTES = 64 * MiB
 """Growth outside the allocator from which a probe tells that other processes took memory."""
 
@@ -174,6 +176,13 @@ def resume(found: Found) -> str:
     return f"other weights: exits {row['exits']}"
 
 
+def pools(found: Found) -> str:
+    """Return whether the memory of a CUDA graph is told from other memory."""
+    row = found["facts/pools"]
+    where = " and ".join(kind for kind in ("entries", "segments") if set(row[kind]) - COMMON_POOLS)
+    return f"{'yes' if row['is_refused'] else 'no'}, its pool is named in {where or 'nothing'}"
+
+
 def tests(found: Found) -> str:
     """Return the outcomes of the tests for a GPU."""
     row = found["tests/gpu"]
@@ -223,6 +232,7 @@ CLAIMS: dict[str, Callable[[Found], str]] = {
     "copies do not wait for the GPU": copies,
     "the loop costs at most 2 % over one written by hand, and the host waits for nothing within a step": loop,
     "compiled steps and CUDA graphs train batches of several micro-batches alike": graphs,
+    "the memory of a CUDA graph is told from other memory": pools,
     "the demo runs, and the saved limit answers the second time": commands,
     "other processes are only told of where there are some": other_processes,
     "a resumed run has the same weights, bit for bit": resume,

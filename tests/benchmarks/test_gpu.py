@@ -268,6 +268,12 @@ def test_a_table_by_hand():
     assert "- loop/a: RuntimeError: no" in text
 
 
+def test_the_pool_of_a_graph_is_named_where_torch_names_it():
+    row = {"entries": ["None"], "segments": ["(0, 0)", "(0, 1)"], "is_refused": True}
+    assert claims.pools({"facts/pools": row}) == "yes, its pool is named in segments"
+    assert claims.pools({"facts/pools": row | {"segments": [], "is_refused": False}}).startswith("no, ")
+
+
 @pytest.mark.parametrize(
     ("equal", "repeatable", "said"),
     [
@@ -362,8 +368,8 @@ def read_facts(out):
     return found
 
 
-TOO_MUCH = {"context", "attention", "speeds"}
-"""Facts that need the kernels of a GPU: the attention of the CPU, and products that take long there."""
+TOO_MUCH = {"context", "attention", "speeds", "pools"}
+"""Facts that need a GPU: its attention, products that take long on the CPU, and graphs."""
 
 
 def small_case():

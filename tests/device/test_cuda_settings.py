@@ -18,6 +18,7 @@ from autobatch.device.cuda_settings import (
     memory_fraction,
     reason_not_expandable,
     unmodelled_options,
+    why_not_expandable,
 )
 from tests.support.fake_cuda import FakeCuda
 
@@ -124,6 +125,31 @@ def test_an_allocator_that_cannot_switch_says_why(changes: dict[str, object], sa
     given = {"environ": {}, "platform": "linux", "backend": "native", "is_configurable": True, "settings": ""}
     given |= changes
     found = reason_not_expandable(given.pop("environ"), **given)  # type: ignore[arg-type]
+    assert found is None if said is None else said in str(found)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "said"),
+    [
+        (
+            {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:20"}},
+            "other code has changed",
+        ),
+        ({"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}}, None),
+        ({"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": ""}}, None),
+        ({}, None),
+    ],
+)
+def test_settings_of_other_code_are_seen_in_a_snapshot_of_torch_2_11(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, snapshot: dict[str, object], said: str | None
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
+    found = why_not_expandable()
     assert found is None if said is None else said in str(found)
 
 
