@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import nn
-
 from autobatch.core.errors import InputError
 from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
 from autobatch.core.records.base import GradientDtype, Precision, Record
 from autobatch.core.records.device import DeviceRecord
-from autobatch.core.units import format_bytes
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.base import Device
@@ -25,6 +22,7 @@ from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.cache import KeyValue
 from autobatch.probing.setup_key import setup_key
 from autobatch.probing.setup_model import build_model, build_shared_model, check_whole
+from autobatch.probing.setup_notes import emulation_notes, placement_notes, whole_batch_notes
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream, kind_of
 from autobatch.workload.data import WorstCaseSampler
@@ -263,30 +261,9 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
             *whole_batch_notes(workload, setup.whole_batch),
             *gradient_sum_notes(setup.model, setup.gradient_dtype),
             *placement_notes(setup.model),
+            *emulation_notes(setup.precision, setup.device.compute_capability),
         ],
     )
-
-
-def whole_batch_notes(workload: Workload, whole_batch: int | None) -> list[str]:
-    """Return a note if the loss sees a whole batch of unknown size, else nothing."""
-    if whole_batch is not None or not isinstance(workload.loss, WholeBatchLoss):
-        return []
-    return [
-        "the loss sees all samples of an optimizer step, assumed to be two micro-batches here: a larger "
-        "batch takes more memory. Give --target-batch to plan, tune, fit or estimate"
-    ]
-
-
-def placement_notes(model: nn.Module) -> list[str]:
-    """Return a note if the model was built on a GPU, where attempts hold a copy beside it."""
-    parameters = [one for one in model.parameters() if one.device.type not in ("cpu", "meta")]
-    if not parameters:
-        return []
-    held = format_bytes(sum(one.numel() * one.element_size() for one in parameters))
-    return [
-        f"the model was built on {parameters[0].device}, where each attempt holds a copy of its {held} "
-        "beside it, so that fewer samples fit: build it on the CPU, and it is moved once"
-    ]
 
 
 def new_allocator(info: SetupInfo, *, capped: bool = True, expandable: bool | None = None) -> Allocator:

@@ -68,6 +68,14 @@ def test_workspaces_are_blocks_that_stay():
     assert lasting(trace) == {size: 2, 32 * MiB: 1}
 
 
+@pytest.mark.parametrize(
+    ("capability", "size"), [((9, 0), 32 * MiB), ((12, 0), 32 * MiB), ((8, 9), 8_519_680), (None, 8_519_680)]
+)
+def test_workspaces_that_no_torch_tells_are_those_of_the_capability(capability, size):
+    """A recording of torch 2.15 has no lasting workspace, from which a size could be read."""
+    assert footprint.workspaces_of(SimpleNamespace(compute_capability=capability)) == (size, 2)
+
+
 def test_an_allocation_that_failed_has_no_address():
     failed = {"action": "oom", "size": 1 << 40, "device_free": 0}
     assert reduced([failed, *entries(*BY_HAND)]) == reduced(entries(*BY_HAND))

@@ -23,7 +23,6 @@ from autobatch.probing.setup import (
     find_workload,
     new_allocator,
     open_setup,
-    placement_notes,
     precision_of,
     with_knobs,
 )
@@ -197,14 +196,6 @@ def test_a_loss_over_a_batch_of_unknown_size_is_noted() -> None:
     assert "assumed to be two micro-batches" in describe_setup(unknown).notes[-1]
     assert not any("assumed to be two micro-batches" in note for note in describe_setup(known).notes)
     assert describe_setup(known).key["whole_batch"] == 9
-
-
-def test_a_model_that_was_built_on_a_gpu_is_noted() -> None:
-    model = nn.Linear(1024, 256, bias=False)
-    assert placement_notes(model) == placement_notes(model.to("meta")) == []
-    on_gpu = SimpleNamespace(device=torch.device("cuda", 1), numel=lambda: 1 << 20, element_size=lambda: 4)
-    (note,) = placement_notes(SimpleNamespace(parameters=lambda: iter([on_gpu])))
-    assert "built on cuda:1, where each attempt holds a copy of its 4.00 MiB" in note
 
 
 def test_ranks_that_share_a_model_refuse_a_loss_over_the_batch_before_a_probe() -> None:

@@ -28,8 +28,9 @@ from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Arrange, Setting
 from autobatch.probing.estimates.layouts import Layout, arranged
 from autobatch.probing.estimates.settings import EstimateSettings, precision_on
-from autobatch.probing.setup import whole_batch_notes, whole_batch_of
+from autobatch.probing.setup import whole_batch_of
 from autobatch.probing.setup_model import build_model
+from autobatch.probing.setup_notes import whole_batch_notes
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
