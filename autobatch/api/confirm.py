@@ -22,7 +22,7 @@ STEP_DOWN = 8
 
 
 class Together(NamedTuple):
-    """The way in which the ranks of a run train together, as far as a probe and a plan depend on it."""
+    """Settings of joint training on which a probe and a plan depend."""
 
     shard: ShardLayout | None = None
     """The model that they share; None if each has a whole one."""

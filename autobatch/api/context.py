@@ -41,6 +41,6 @@ class RunContext:
         return data_home(self.environ)
 
     def expiry(self, seconds: float | None) -> Callable[[], bool]:
-        """Return a function that tells whether so many seconds have passed since now; None for no limit."""
+        """Return a function that checks if this many seconds have passed since now; None for no limit."""
         start = self.clock()
         return lambda: seconds is not None and self.clock() - start > seconds

@@ -26,7 +26,7 @@ class LoggedProgress(Progress):
     """Progress as records of ``logging.getLogger("autobatch")``.
 
     Args:
-        note_level: level of the notes, which nobody else shows if it is a warning.
+        note_level: level of the notes; a warning if no other listener shows them.
     """
 
     def __init__(self, note_level: int = logging.INFO) -> None:
@@ -87,7 +87,7 @@ def listening(progress: ShowProgress) -> Iterator[Progress]:
 
 
 def _stream() -> TextIO | None:
-    """Return where a person reads along; None if nobody does, or another rank shows the same."""
+    """Return the stream that the user reads; None if there is none, or if another rank shows the same."""
     if os.environ.get("RANK", "0") != "0":
         return None
     if _in_notebook():

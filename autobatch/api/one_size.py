@@ -14,7 +14,7 @@ def one_size_if_asked(plan: Plan, limit: int, options: PlanOptions, progress: Pr
     Args:
         plan: to change.
         limit: the largest micro-batch that fits, in samples.
-        options: say whether.
+        options: options of the command.
         progress: receives a note if the size is at most half of what fits.
 
     Raises:

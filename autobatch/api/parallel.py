@@ -53,7 +53,7 @@ def check_parallel(options: SearchOptions, ranks: Ranks) -> None:
 
 
 def asked_layout(options: SearchOptions, ranks: Ranks) -> ShardLayout | None:
-    """Return the way in which ranks share the model if that was asked for; None for whole models first."""
+    """Return the layout of a shared model if one was asked for; None to try whole models first."""
     return unpack.shard_layout(options, ranks.world) if options.parallel == "shard" else None
 
 
@@ -112,7 +112,8 @@ def probe_choice(
 ) -> Probed:
     """Probe as asked; ``auto`` shares the model if it does not fit whole on some rank.
 
-    All ranks call it, and choose alike. An interrupted probe of one process answers, one of several does not.
+    All ranks call it, and make the same choice. An interrupted probe of one process answers, but not one
+    of several.
 
     Args:
         workload: what to train.
@@ -138,7 +139,7 @@ def probe_choice(
 def with_parallel(
     result: Result, options: SearchOptions, shard: ShardLayout | None, reason: str | None, context: RunContext
 ) -> Result:
-    """Put the way in which ranks train together into the probe and the plan, with its reasons.
+    """Record in the probe and the plan whether ranks share the model, with the reasons.
 
     Args:
         result: of several ranks.
@@ -185,7 +186,7 @@ def _open_shared(
 
 
 def layout_of_resume(plan: Plan, options: FitOptions, ranks: Ranks) -> ShardLayout | None:
-    """Return the way in which ranks share the model of a run that is resumed: as asked, else as before."""
+    """Return the layout of the shared model of a resumed run: as asked, else as before."""
     if ranks.world == 1:
         return None
     if options.parallel != "auto":

@@ -93,7 +93,7 @@ def run_plan(workload: Workload | str | None, options: RankPlanOptions, context:
 
 
 def for_own_loop(options: RankPlanOptions, ranks: Ranks) -> RankPlanOptions:
-    """Return the options of a plan over ranks; a loop of the user's has a whole model on each.
+    """Return the options of a plan over ranks. In a user's loop, each rank has a whole model.
 
     Raises:
         InputError: another number of ranks was asked for than run, or such a loop would share a model.

@@ -40,7 +40,7 @@ def add_split(
     If the order of the run is known, samples that are joined may share larger micro-batches, and that plan is
     taken unless a split by size is faster. A choice that fails is no reason to end a run that can split by
     count. If it is the last stage of a command, an interrupted choice keeps the result. A kept choice of the
-    same plan is taken again, so that runs of one machine cut alike.
+    same plan is taken again, so that runs on one machine cut at the same places.
 
     Raises:
         InputError: a split by size was asked for, and would change results.

@@ -33,7 +33,7 @@ def setup_settings(
     holds_model: bool = True,
     keeps_batches: bool = False,
 ) -> SetupSettings:
-    """Return how the setup is opened."""
+    """Return the settings with which the setup is opened."""
     return SetupSettings(
         device=options.device,
         memory_budget=options.memory_budget,
@@ -53,7 +53,7 @@ def setup_settings(
 
 
 def shard_layout(options: SearchOptions, world: int) -> ShardLayout:
-    """Return how so many ranks share a model."""
+    """Return the layout in which this many ranks share a model."""
     return ShardLayout(world=world, sync=options.shard_sync, modules=options.shard_modules)
 
 
@@ -97,7 +97,7 @@ def plan_for(info: SetupInfo, limit: int, options: PlanOptions, world_size: int 
 
 
 def estimate_settings(options: EstimateOptions) -> EstimateSettings:
-    """Return what is predicted, and for which GPUs."""
+    """Return the settings of an estimate: what to predict, and for which GPUs."""
     return EstimateSettings(
         device=options.device,
         memory_budget=options.memory_budget,
@@ -135,7 +135,7 @@ def rank_settings(options: EstimateOptions) -> RankSettings | None:
 
 
 def tune_settings(options: TuneOptions, info: SetupInfo, planned_steps: int) -> TuneSettings:
-    """Return the settings of the tuner, for a run of so many optimizer steps."""
+    """Return the settings of the tuner, for a run of this many optimizer steps."""
     return TuneSettings(
         trials=DEFAULT_TRIALS if options.trials is None else options.trials,
         planned_steps=planned_steps,
@@ -190,7 +190,7 @@ def loop_settings(options: FitOptions, *, is_demo: bool) -> LoopSettings:
 
 
 def run_settings(options: FitOptions, out: Path, resume_hint: str) -> RunSettings:
-    """Return what the run writes, and when."""
+    """Return the settings of a run: what it writes, and when."""
     return RunSettings(
         out=out,
         checkpoint_every=options.checkpoint_every,

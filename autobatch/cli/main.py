@@ -55,7 +55,7 @@ OTHER = ("profiles", "doctor", "report", "compare")
 OVER_RANKS = ("fit", "plan", "probe", "tune")
 """Commands that several processes may run."""
 COMMON_CODES = (2, 3, 130, 143)
-"""Exit codes of failures that all ranks have alike before they have met: rank 0 alone tells of them."""
+"""Exit codes of failures that every rank has before the ranks meet: rank 0 alone reports them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

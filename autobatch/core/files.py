@@ -124,7 +124,7 @@ def write_atomic(path: Path, content: bytes) -> Path:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None:
-            error.filename = str(path)  # else a name that nobody knows, or none if the disk is full
+            error.filename = str(path)  # else the temporary name, or none if the disk is full
         raise
     sync_directory(path.parent)
     return path

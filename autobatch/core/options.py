@@ -148,7 +148,7 @@ class EstimateOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = []
     all: Annotated[
-        bool, OptionHelp("All GPUs that are known, whatever --profile names.", "memory", common=True)
+        bool, OptionHelp("All known GPUs, even if --profile names some.", "memory", common=True)
     ] = False
     report: Annotated[
         str | None,
@@ -181,7 +181,7 @@ class EstimateOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     ranks: Annotated[
         AtLeastOne | None,
         OptionHelp(
-            "Predict for one rank of so many, each with a GPU of its own.", "what to train", "N", common=True
+            "Predict for one of N ranks, each with a GPU of its own.", "what to train", "N", common=True
         ),
     ] = None
     parallel: Parallelism = "auto"

@@ -56,7 +56,7 @@ class SharedRequest(StopRequest):
         return self.own.is_asked or super().is_asked
 
     def agree(self, signal_numbers: Iterable[int]) -> None:
-        """Take over the first signal of any process; 0 stands for none."""
+        """Adopt the first signal of any process; 0 means none."""
         if self.signal_number is None:
             self.signal_number = next((one for one in signal_numbers if one), None)
 

@@ -45,7 +45,7 @@ def fake_ranks(world: int, *, device_type: str = "cpu") -> Iterator[DeviceMesh]:
 
 
 def open_fake_mesh(world: int, *, device_type: str) -> DeviceMesh:
-    """Return a mesh of so many ranks that exchange nothing, until the end of this process.
+    """Return a mesh of this many ranks that exchange nothing, until the end of this process.
 
     A process without a group becomes rank 0. A rank of a real group keeps its place, and all ranks of it call
     this together.

@@ -86,7 +86,7 @@ def limit_of_rank(ranks: Ranks, plan: Plan) -> int:
 
 
 def share_of_rank(ranks: Ranks, plan: Plan, samples: int) -> int:
-    """Return the samples that this rank takes of a batch of so many."""
+    """Return the samples that this rank takes of a batch of this size."""
     return shares(samples, [one.limit for one in plan.ranks])[ranks.rank] if plan.ranks else samples
 
 

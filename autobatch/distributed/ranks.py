@@ -67,7 +67,7 @@ class Ranks(Protocol):
     def once(self, act: Callable[[], T]) -> T:
         """Run a function on rank 0 alone, and return its answer on every rank; all of them call it.
 
-        No rank goes on before the function has ended. Its answer must be what JSON can hold.
+        No rank continues before the function has ended. Its answer must be what JSON can hold.
 
         Raises:
             CheckpointError: the function raised it on rank 0.

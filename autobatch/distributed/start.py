@@ -90,7 +90,7 @@ class _NoFiles(LogsSpecs):
 
 
 def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) -> RanksEnded:
-    """Run a command in so many ranks on this machine, and wait for their end.
+    """Run a command in this many ranks on this machine, and wait for their end.
 
     Signals that ask to stop are passed on to all ranks.
 

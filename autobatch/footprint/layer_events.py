@@ -54,7 +54,7 @@ def events_of(step: Footprint) -> list[Event]:
         text = f"{kind} {re.sub(r'[0-9]+', '#', module)}"
         if rule is None:
             size, before = taken[block]
-            # Blocks that are freed in a row are told apart by how long they were held.
+            # The time that blocks were held tells those apart that are freed in a row.
             text = f"{text} {phases - before}"
             found.append(Event("free", text, size, (block, *_digits(module)), index))
         else:
@@ -131,7 +131,7 @@ class _Unrolled:
         self.labels += chain.from_iterable(zip(*columns, strict=True))
 
     def _add_between(self, run: Run, length: int) -> None:
-        """Add what happens between allocations and frees, of which a run has so many each time."""
+        """Add the events between allocations and frees."""
         at = len(self.rules)
         between: list[tuple[int, Event]] = []
         for event in run.events:

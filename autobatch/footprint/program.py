@@ -50,7 +50,7 @@ class Polynomial(NamedTuple):
         return size
 
     def plus(self, size: int) -> Polynomial:
-        """Return the rule of so many bytes more."""
+        """Return the rule with this many more bytes."""
         return self._replace(constant=self.constant + size * self.denominator)
 
 
@@ -74,7 +74,7 @@ class Pages(msgspec.Struct, frozen=True):
         return whole_pages(tuple(part.at(m) for part in self.parts))
 
     def plus(self, size: int) -> Self:
-        """Return the rule of so many bytes more.
+        """Return the rule with this many more bytes.
 
         Raises:
             Untraceable: there is no such rule.

@@ -111,7 +111,7 @@ def _together(
     found: list[tuple[str, Remedy]],
     changes: list[tuple[str, str, Change]],
 ) -> list[Remedy]:
-    """Return the remedies of a step of which no change alone makes anything fit.
+    """Return the remedies of a step that no single change makes fit.
 
     If the changes that lower the peak do not suffice together, all changes are tried: in a step with two
     peaks of nearly the same height, no change alone lowers the peak. Of these, the fewest that suffice are

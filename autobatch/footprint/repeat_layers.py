@@ -26,7 +26,7 @@ class _Site:
 
 
 def deepen(traces: tuple[list[Event], list[Event], list[Event]], layers: int) -> list[Run]:
-    """Return the events of a step with so many layers more than the second of three traces.
+    """Return the events of a step that has this many more layers than the second of three traces.
 
     Args:
         traces: at successive depths; the rules of the second are used.

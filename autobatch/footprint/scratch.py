@@ -1,4 +1,4 @@
-"""Scratch memory of libraries in the traces of a GPU, told from the tensors of the step.
+"""Scratch memory of libraries in the traces of a GPU, as distinct from the tensors of the step.
 
     Traces ──split──► tensors + scratch ──fit──► Envelope ──replay──► bounds
 

@@ -61,7 +61,7 @@ class TraceOf(Protocol):
     """A trace of a step at a micro-batch."""
 
     def __call__(self, size: int, steps: int | None = None) -> Trace:
-        """Trace so many steps; all of them for None."""
+        """Trace this many steps; all of them for None."""
 
 
 def closed_in(trace_of: TraceOf, new_allocator: Callable[[], Allocator], cap: int) -> dict[int, Trace]:

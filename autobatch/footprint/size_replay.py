@@ -81,7 +81,7 @@ class _Run:
             id(part): any(is_free and block not in part.blocks for block, is_free in part.events)
             for part in (program.single, program.first)
         }
-        # A model that keeps tensors in its first pass opens otherwise than it goes on.
+        # A model that keeps tensors in its first pass allocates otherwise there than later.
         self._opens_alike = program.opening.is_like(program.first)
 
     def batch(self, shapes: Sequence[Shape], *, is_first: bool) -> None:

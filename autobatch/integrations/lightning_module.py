@@ -97,7 +97,7 @@ class _NoFit:
 
 
 class _Silent:
-    """A logger of which every attribute can be called, and does nothing."""
+    """A logger that ignores every call."""
 
     def __getattr__(self, name: str) -> _Silent:
         if name.startswith("__"):  # such as __deepcopy__, which callers only use if it is there

@@ -30,7 +30,7 @@ class LoopRanks:
         self._is_checked = False
 
     def part(self, samples: int) -> tuple[int, int]:
-        """Return the place of this rank's first sample in a batch of so many, and their number."""
+        """Return the place of this rank's first sample in a batch of this size, and its number of samples."""
         of_ranks = shares(samples, self._limits)
         return sum(of_ranks[: self._messages.rank]), of_ranks[self._messages.rank]
 

@@ -149,7 +149,7 @@ def workload(trainer: Any) -> Workload:
 
 
 def _loss(trainer: Any, model: nn.Module, inputs: Any) -> Tensor | Loss:
-    """Return the loss of a micro-batch, as the sum and the count that ``num_items_in_batch`` stands for."""
+    """Return the loss of a micro-batch as a sum and the count that ``num_items_in_batch`` is made of."""
     count = _count(trainer, [inputs])
     if count is None or not _is_scaled(trainer, count):
         return _compute(trainer, model, inputs, count)

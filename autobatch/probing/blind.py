@@ -56,7 +56,7 @@ def next_size(low: int, high: int, *, runs: int, failures: int) -> int:
 
 
 def _reach(low: int, failures: int, runs: int, enough: int) -> int:
-    """Return the number of limits from ``low`` on that can be told apart, at most ``enough``.
+    """Return the number of limits from ``low`` on that can be distinguished, at most ``enough``.
 
     Args:
         low: the largest size that fits so far.

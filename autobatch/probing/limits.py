@@ -39,7 +39,7 @@ CAREFUL = 0.7
 AGREES = 0.03
 """Distance of the sizes that two runs predict in proportion, as a share, up to which they are trusted."""
 NEIGHBOURS = 16
-"""Sizes are neighbours if they differ by less than one part in so many."""
+"""Sizes are neighbours if they differ by less than one part in this many."""
 REFUSED_SHARE = 1 / 16
 """Share of the budget that a prediction leaves free after a size did not fit; doubled each time. Scratch that
 small sizes do not show takes about as much."""

@@ -30,7 +30,7 @@ like layers only those count that are traced."""
 
 
 MOST_OPERATORS = 30_000
-"""Operators above which no step is traced, about 5 seconds; an unrolled recurrent layer has so many."""
+"""Operators above which no step is traced, about 5 seconds; an unrolled recurrent layer has that many."""
 MOST_SINGLE = 15_000
 """The same for each of a few traces at single sizes."""
 

@@ -19,7 +19,7 @@ TOP_MODULES = 5
 
 
 def gpu_table(estimates: Estimates) -> Table:
-    """Return a row for each GPU. Columns that say nothing of any GPU are left out."""
+    """Return a row for each GPU. Columns that are empty for all GPUs are left out."""
     columns: dict[str, list[str]] = {
         "GPU": [printable(one.profile) for one in estimates.estimates],
         "budget": [format_bytes(one.budget_bytes) for one in estimates.estimates],

@@ -95,7 +95,7 @@ def normalize_loss(train_state: TrainState, totals: StepTotals, loss: Tensor | L
 
 
 def divisor_of(items_per_sample: float | None, samples: int) -> float:
-    """Return D for a `Loss`: a power of two near the items of a batch of so many samples; None if unknown."""
+    """Return D for a `Loss`: a power of two near the items of a batch of this size; None if unknown."""
     return _power_of_two((items_per_sample or 1.0) * samples)
 
 

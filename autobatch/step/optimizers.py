@@ -74,7 +74,7 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """Run the step of an optimizer, without the span and the hooks around it if nobody asked for them.
+    """Run the step of an optimizer, without the span and the hooks around it if none are registered.
 
     torch wraps the step of every class (``Optimizer.profile_hook_step``), which takes as long as the step of
     a small model.

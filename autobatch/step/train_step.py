@@ -4,7 +4,7 @@ A batch is the samples of one optimizer step. Its gradient is Σ totals ÷ Σ co
 a mean of means. Each micro-batch contributes ``total ÷ D``, with one divisor D for the whole batch. Once N,
 the sum of the counts, is known, the gradient is multiplied by D ÷ N.
 
-- If the loss is a mean over samples, N is known beforehand and D = N.
+- If the loss is a mean over samples, N is known before the step and D = N.
 - For a `Loss`, and in 16 bits, D is a power of two near N, so that dividing by D rounds nothing.
 - A `WholeBatchLoss` is the loss of the batch already; see `autobatch.step.whole_batch`.
 

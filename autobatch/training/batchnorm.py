@@ -84,7 +84,7 @@ def smallest_micro_batch(
     Args:
         sampler: the batches of the run.
         micro_batch: the largest micro-batch, in samples.
-        share_of: returns the samples that this process takes of a batch of so many.
+        share_of: returns the samples that this process takes of a batch of a given size.
 
     Returns:
         None if this process takes no sample.

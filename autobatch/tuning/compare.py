@@ -6,7 +6,7 @@ if the mean logarithm of its ratios exceeds the minimum gain, and exceeds 0 with
 (Student's t, one-sided, over all rounds after which the comparison may end).
 
 Of configurations that are equally fast within the noise, the one with the fewest changes wins. So two
-searches of one machine choose alike, and a change that gains nothing is left out.
+searches on one machine choose the same, and a change that gains nothing is left out.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Joint(NamedTuple):
     """Micro-batches of a step."""
 
     def of_count(self, count: int) -> JointBatch:
-        """Return a batch of so many micro-batches on every rank."""
+        """Return a batch of this many micro-batches on every rank."""
         return self.batch._replace(samples=count * sum(self.batch.limits))
 
 

@@ -78,7 +78,7 @@ class TuneSettings:
     """Options that change the figures of a study, by name."""
 
     def trial_spec(self, samples: int, limit: int) -> TrialSpec:
-        """Return the settings of trials of so many samples a step, under a limit on the micro-batch."""
+        """Return the settings of trials with this many samples per step, under a limit on the micro-batch."""
         return TrialSpec(
             limit=limit,
             cap=self.cap,

@@ -29,7 +29,7 @@ ARGUMENT = "pad_to_multiple_of"
 LEAST = 8
 """The smallest multiple of ``auto``; tensor cores want whole multiples of it in 16 bits."""
 MOST_SIZES = 8
-"""Different padded sizes that ``auto`` allows: torch.compile gives up after so many (``recompile_limit`` in
+"""Different padded sizes that ``auto`` allows: torch.compile gives up after this many (``recompile_limit`` in
 torch/_dynamo/config.py)."""
 CHECKED = 4
 """Samples of one padded size that must make equal micro-batches."""

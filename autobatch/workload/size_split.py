@@ -32,7 +32,7 @@ from autobatch.workload.split import MicroBatchIds
 
 Sizes = NDArray[np.float64]
 MEASURED_SHARE = 16
-"""A batch whose noise is measured begins with this share of its samples, drawn at random: one in so many."""
+"""One in this many samples of a batch, drawn at random, begins a batch whose noise is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

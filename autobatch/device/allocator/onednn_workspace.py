@@ -15,11 +15,11 @@ PAGE = 4096
 PARTS = 8
 """Parts that a workspace may have whose layout is unknown."""
 SAMPLES = 64
-"""Samples of a measured layer: with so many, every part is nearly a whole number of pages."""
+"""Samples of a measured layer: with this many, every part is nearly a whole number of pages."""
 _LINE = 64
 """Bytes of a cache line. Rows begin at lines."""
 _ALIASED = 256
-"""Rows of a multiple of so many numbers would share lines of the cache, so they get one line more."""
+"""Rows of a multiple of this many numbers would share lines of the cache, so they get one more line."""
 
 
 class Workspaces:
@@ -83,7 +83,7 @@ def _row_bytes(width: int, itemsize: int) -> int:
 
 
 def _measured(args: tuple[Any, ...], steps: int, features: int, hidden: int) -> int:
-    """Run a layer of so many time steps, and return the bytes of its workspace."""
+    """Run a layer of this many time steps, and return the bytes of its workspace."""
     # The tensors must be real, also within a dispatch of fakes.
     with torch._C._DisableTorchDispatch(), torch.enable_grad():
 

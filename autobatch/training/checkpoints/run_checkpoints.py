@@ -104,7 +104,7 @@ class RunCheckpoints:
         else:
             path = str(save_sharded(loop, folder, **more))
         self.newest = Path(path)
-        # From now on the checkpoint has the smaller micro-batch. No rank goes on before, because it may run
+        # From now on the checkpoint has the smaller micro-batch. No rank continues before, because it may run
         # out of memory at once and write this file.
         ranks.once(lambda: (settings.out / OOM_FILE).unlink(missing_ok=True))
         self._saved_at = loop.clock()

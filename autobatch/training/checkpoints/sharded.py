@@ -2,7 +2,7 @@
 
     rank 0: step-N.tmp-PID ──► all: their parts, flushed and summed ──► rank 0: state, manifest, step-N
 
-No rank goes on before the folder has its name. If one fails, all of them do, and earlier checkpoints are
+No rank continues before the folder has its name. If one fails, all of them do, and earlier checkpoints are
 intact. A checkpoint of shards is read by any number of ranks, sharded or not, and the other way round.
 """
 

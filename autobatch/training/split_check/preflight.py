@@ -55,7 +55,7 @@ def check_loss_splits(
         sampler: the batches of the run.
         check: raise an error or return a note if batches are split and the loss cannot be; ``off`` skips the
             loss and checks only BatchNorm.
-        share_of: returns the samples that this process takes of a batch of so many.
+        share_of: returns the samples that this process takes of a batch of a given size.
 
     Returns:
         Notes, one per line; and what was found about the loss.

@@ -68,7 +68,7 @@ class GradientRunner:
         self._scale = FP16_SCALE if precision == "fp16" else 1.0
 
     def run(self, batch: Collated, samples: int) -> SampleGradient:
-        """Run a collated batch of so many samples forward and backward in one micro-batch."""
+        """Run a collated batch of this many samples forward and backward in one micro-batch."""
         with self._autocast():
             loss = self._setup.workload.loss(self._model, self.placed(batch))
         total, count = loss if isinstance(loss, Loss) else (loss, None)

@@ -37,7 +37,7 @@ FEW_SAMPLES = 32
 """Samples that the odd ones of a batch are compared with."""
 SECONDS = 5.0
 TIME_SHARE = 0.01
-"""Time that the watch may take: so many seconds, or this share of the run if that is more."""
+"""Time that the watch may take: these seconds, or this share of the run if that is more."""
 COPIES = 6
 """Copies of a batch on the host while it is compared: samples, whole, parts, cuts, and copies to run on."""
 HOST_SHARE = 0.25
