@@ -71,6 +71,15 @@ def test_private_pools_give_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (History(0, recording=True).trace() is not None) is traced
 
 
+def test_a_recording_that_lost_its_beginning_gives_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps the last entries of a recording that is too long, so that a full one may be incomplete."""
+    monkeypatch.setattr("autobatch.device.cuda_history.MOST_EVENTS", 3)
+    for count in (2, 3):
+        entries = [entry("alloc", number, 8) for number in range(count)]
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _, e=entries: {"device_traces": [e]})
+        assert (History(0, recording=True).trace() is not None) is (count < 3)
+
+
 @pytest.mark.parametrize(
     ("device", "pool", "traced"), [(0, (0, 0), True), (0, (0, 3), False), (1, (0, 3), True)]
 )
