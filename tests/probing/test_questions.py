@@ -16,7 +16,7 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.probing import questions
-from autobatch.probing.attempt import attempt, attempt_at
+from autobatch.probing.attempt import Outcome, attempt, attempt_at
 from autobatch.probing.child import ChildCrashed, ThisProcess
 from autobatch.probing.limits import ReplayPredictor
 from autobatch.probing.search import search
@@ -57,6 +57,18 @@ OPTIONAL: dict[str, tuple[Callable[[ThisProcess], Any], Any]] = {
     "remedies": (questions.remedies, []),
 }
 """Each question that a probe can do without, and its answer if there is none."""
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_child_whose_driver_ran_out_of_memory_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    process = Failing(CRASHED)
+    ran = Attempt(micro_batch=3, fits=False, peak_allocated_bytes=None, peak_reserved_bytes=None, seconds=0.0)
+    outcome = Outcome(ran, None, is_context_lost=is_lost)
+    monkeypatch.setattr(process, "call", lambda *_, **__: outcome)
+    assert questions.run_attempt(process, 3) is outcome
+    assert process.restarts == is_lost
 
 
 @pytest.mark.parametrize("question", OPTIONAL)
