@@ -20,7 +20,8 @@ from autobatch.probing.confirm import JointBatch, joint_batch, meet, run_joint_b
 from autobatch.tuning.configuration import MEMORY, RUNS, Measurement, infeasible
 from autobatch.tuning.lead import OTHER_ENDED, reason_of
 from autobatch.tuning.timing import Joint
-from autobatch.tuning.trial import TrialSpec, confirm_trial, runner_of, size_trial
+from autobatch.tuning.trial import confirm_trial, runner_of, size_trial
+from autobatch.tuning.trial_limit import TrialSpec
 
 if TYPE_CHECKING:
     from autobatch.distributed.meeting import MeetingPlace
@@ -30,7 +31,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class JointTrials:
-    """Trials of ranks that share a model, each at the same call; see `autobatch.tuning.trials.Trials`.
+    """Trials of ranks that share a model, each at the same call; see `autobatch.tuning.trial_source.Trials`.
 
     Args:
         process: holds the setup of this rank.

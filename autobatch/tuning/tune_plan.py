@@ -26,7 +26,7 @@ from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.distributed.rank_plan import layout_of, limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.probing.child import SetupProcess
-from autobatch.tuning.chosen import with_choice, with_learning_rate
+from autobatch.tuning.apply_choice import with_choice, with_learning_rate
 from autobatch.tuning.common_axes import common_axes
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
@@ -34,8 +34,9 @@ from autobatch.tuning.find_learning_rate import find_learning_rate
 from autobatch.tuning.joint_trial import JointTrials
 from autobatch.tuning.lr_runs import JointRuns, SharedRuns, ShortRuns
 from autobatch.tuning.lr_trial import LrTrialSpec, Runs
-from autobatch.tuning.trial import TrialSpec, look_at_workload
-from autobatch.tuning.trials import OwnTrials, SharedTrials, Trials
+from autobatch.tuning.trial import look_at_workload
+from autobatch.tuning.trial_limit import TrialSpec
+from autobatch.tuning.trial_source import OwnTrials, SharedTrials, Trials
 
 TRIAL_SECONDS = 0.5
 """Approximate time that a trial measures for."""

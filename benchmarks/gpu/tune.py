@@ -23,7 +23,8 @@ from autobatch.probing.child import Session, ThisProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
+from autobatch.tuning.trial import TrialRunner, look_at_workload
+from autobatch.tuning.trial_limit import TrialSpec
 from benchmarks.gpu.machine import Machine
 
 KNOBS = "micro_batch_shift,precision,checkpointing,optimizer,expandable_segments"

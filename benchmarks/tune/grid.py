@@ -25,7 +25,8 @@ from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.tuning.compare import compare
 from autobatch.tuning.configuration import Measure, Measurement, every, key_of
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
+from autobatch.tuning.trial import TrialRunner, look_at_workload
+from autobatch.tuning.trial_limit import TrialSpec
 
 REFINED = 6
 REFINING_ROUNDS = 8

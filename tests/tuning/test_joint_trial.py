@@ -17,7 +17,7 @@ from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.probing.open_process import open_process
 from autobatch.probing.setup import SetupSettings
 from autobatch.tuning.joint_trial import JointTrials
-from autobatch.tuning.trials import SharedTrials
+from autobatch.tuning.trial_source import SharedTrials
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.training import make_workload, points

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import autobatch
 from autobatch.core.knobs import LOADER_WORKERS, applicable
-from autobatch.device.allocator.caching import CachingAllocator
-from autobatch.planning import micro_batches
-from autobatch.probing.attempt import attempt
 from autobatch.probing.child import ChildProcess, Session
-from autobatch.probing.setup import SetupSettings, with_knobs
+from autobatch.probing.setup import SetupSettings
 from autobatch.tuning import trial as trial_module
 from autobatch.tuning.configuration import MEMORY, RUNS
 from autobatch.tuning.timing import Timing
-from autobatch.tuning.trial import TrialRunner, confirm_trial, measure_trial, micro_batch_of
+from autobatch.tuning.trial import TrialRunner, confirm_trial, measure_trial
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
 from tests.support.processes import loader_workers
@@ -33,16 +28,12 @@ from tests.support.trials import (
     Time,
     changed,
     context_of,
-    deep_layers,
-    deep_rows,
     loading_runner,
     make_runner,
     signed,
-    simulated_gpu,
     task_with,
     timed_fields,
     trial_setup,
-    trial_workload,
 )
 
 
@@ -51,7 +42,6 @@ def test_halving_the_micro_batch_runs_more_of_them() -> None:
     found = make_runner(trial_setup(clock=time, **timed_fields(time))).measure(changed(micro_batch_shift=2))
     assert found.micro_batch == 2
     assert found.samples_per_s == pytest.approx(64 / (64 + 5))
-    assert [micro_batch_of(6, 64, {"micro_batch_shift": shift}) for shift in range(4)] == [6, 3, 1, 1]
 
 
 def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,38 +79,6 @@ def test_a_trial_leaves_nothing_behind() -> None:
         assert torch.equal(after[name], tensor)
         assert after[name].grad is None
     assert torch.equal(capture_random_state().torch, random_state.torch)
-
-
-def test_a_configuration_that_needs_less_memory_gets_a_larger_micro_batch_that_fits() -> None:
-    made = trial_setup(budget=400_000, train_data=deep_rows(512))
-    limit = autobatch.probe(
-        trial_workload(train_data=deep_rows(512)), device="cpu", memory_budget=400_000
-    ).micro_batch
-    opened = make_runner(made, limit=limit, cap=512, samples=512)
-    found = opened.measure(changed(checkpointing="full"))
-    assert found.micro_batch > 1.5 * limit
-    assert opened.confirm_fits(changed(checkpointing="full")) is None
-    assert attempt(with_knobs(made, changed(checkpointing="full")), found.micro_batch).attempt.fits
-
-
-def test_a_prediction_far_from_the_limit_is_not_confirmed_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = []
-    monkeypatch.setattr(trial_module, "attempt", lambda *given: attempts.append(given) or attempt(*given))
-    assert make_runner(trial_setup()).measure(changed(optimizer="foreach")).feasible
-    assert not attempts
-    tight = trial_setup(budget=60_000)
-    refused = make_runner(tight, limit=1).measure(changed(optimizer="foreach"))
-    assert (refused.failure or "").startswith("not even a micro-batch of 1 is predicted to fit in")
-    assert refused.constraints[MEMORY] > 0
-    assert not attempts
-
-
-def test_without_a_prediction_runs_find_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_module, "trace_footprint", lambda _: None)
-    made = trial_setup(budget=400_000, train_data=deep_rows(512))
-    found = make_runner(made, limit=8, cap=512, samples=512).measure(changed(optimizer="fused"))
-    assert found.feasible
-    assert attempt(made, found.micro_batch).attempt.fits
 
 
 def test_an_error_is_raised_at_the_default_and_makes_other_configurations_infeasible() -> None:
@@ -204,26 +162,6 @@ def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> No
     assert "the workload's data raised ValueError: not here" in (refused.failure or "")
     assert not loader_workers()
     assert runner.measure(LOADING).feasible
-
-
-@pytest.mark.program
-def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: list[CachingAllocator]) -> None:
-    """The oracle is attempts on a GPU whose segments are expandable from the start."""
-    workload = signed(set(), model=deep_layers)
-    device = simulated_gpu(tmp_path, "60MiB")
-    runner = loading_runner(workload, device, cap=4096, samples=4096, limit=16)
-    values = {**LOADING, "expandable_segments": True}
-    limit = runner._limit(values)
-    assert isinstance(limit, int)
-    oracle = replace(runner.setup, device=simulated_gpu(tmp_path, "60MiB", expandable_segments=True))
-    assert attempt(oracle, limit).attempt.fits
-    assert not attempt(oracle, limit + 1).attempt.fits
-    assert limit != autobatch.probe(workload, device="sim:rtx-4090", memory_budget="60MiB").micro_batch
-    assert runner.confirm_fits(values) is None
-    assert device.new_allocator().config.expandable_segments is False
-    allocators.clear()
-    assert runner.measure(values).micro_batch == micro_batches(4096, limit)[0]
-    assert {one.config.expandable_segments for one in allocators} == {True}
 
 
 def test_the_trials_of_one_study_share_their_checks_and_those_of_another_do_not() -> None:

@@ -9,7 +9,7 @@ import pytest
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.planning import make_plan
-from autobatch.tuning.chosen import with_choice, with_learning_rate
+from autobatch.tuning.apply_choice import with_choice, with_learning_rate
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
 

@@ -14,7 +14,7 @@ from autobatch.probing.child import ChildProcess
 from autobatch.probing.setup import SetupSettings
 from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Measurement, infeasible
 from autobatch.tuning.trial import look_at_workload
-from autobatch.tuning.trials import OwnTrials, SharedTrials, slowest
+from autobatch.tuning.trial_source import OwnTrials, SharedTrials, slowest
 from tests.support.commandline import SMALL
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group

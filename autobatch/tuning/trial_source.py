@@ -17,7 +17,8 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.probing.child import ChildCrashed, SetupProcess
 from autobatch.tuning.configuration import RUNS, Key, Measurement, infeasible, key_of
 from autobatch.tuning.lead import answer, ask, failed_rank, follow
-from autobatch.tuning.trial import TrialSpec, confirm_trial, measure_trial
+from autobatch.tuning.trial import confirm_trial, measure_trial
+from autobatch.tuning.trial_limit import TrialSpec
 
 
 class Trials(Protocol):
