@@ -46,7 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "fp32", "weights"],
         OptionHelp(
             "Type in which the gradients of 16-bit weights are summed. weights takes half the memory of "
-            "float32, and loses small micro-batches. auto: fp32.",
+            "float32, and rounds the sum after each micro-batch. auto: fp32.",
             "memory",
         ),
     ] = "auto"
