@@ -12,12 +12,20 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.leftovers import no_leftovers
 from tests.support.rank_server import RankServer, rank_server
 from tests.support.warm_children import fork_children
 
 # An example may take longer on a busy machine.
 settings.register_profile("without-clock", deadline=None)
 settings.load_profile("without-clock")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Let the last test fail if the tests of this process leave a file or a process behind."""
+    with no_leftovers():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,9 @@ def start(folder: Path, *options: str, extra: str = "pass", launch: tuple[str, .
         *("-m", "autobatch", "fit", "work.py", "--out", "run", *options),
     ]
     root = str(Path(__file__).parents[2])
-    environ = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    # It leaves a folder for the logs of ranks.
+    (folder / "tmp").mkdir(exist_ok=True)
+    environ = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     return subprocess.Popen(
         command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

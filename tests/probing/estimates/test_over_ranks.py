@@ -68,6 +68,7 @@ def test_a_rank_holds_its_part_and_gathers_layers(tmp_path):
 
 @pytest.mark.slow
 def test_the_table_has_more_ranks_and_larger_gpus(tmp_path):
+    before = multiprocessing.active_children()
     found = estimate(tmp_path, parallel="shard", budget=None)
     assert sorted({cell.world_size for cell in found.over_ranks}) == [2, 4, 8, 16]
     gpus = list(dict.fromkeys(cell.profile for cell in found.over_ranks))
@@ -78,7 +79,7 @@ def test_the_table_has_more_ranks_and_larger_gpus(tmp_path):
     budgets = {cell.profile: cell.budget_bytes for cell in found.over_ranks}
     assert budgets["a100-40gb"] < min(budgets[name] for name in gpus[1:])
     assert not dist.is_initialized()
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_auto_shards_only_what_does_not_fit(tmp_path):
