@@ -22,8 +22,9 @@ settings.load_profile("without-clock")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_stays() -> Iterator[None]:
+def nothing_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let the last test fail if the tests of this process leave a file or a process behind."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder, which stays for some runs, is elsewhere
     with no_leftovers():
         yield
 

@@ -7,8 +7,11 @@ here, until the store answers and all ranks have said that they are there.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from autobatch.distributed.bell import Store
 from autobatch.distributed.messages import RankLost
@@ -18,6 +21,10 @@ ASSEMBLY_S = 300.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.25
 CONNECT_S = 5.0
 """Longest try to connect."""
+ANSWER_S = 60.0
+"""Seconds in which a store answers that has taken a connection."""
+
+T = TypeVar("T")
 
 
 def wait_for_store(address: str, port: int, seconds: float = ASSEMBLY_S) -> None:
@@ -42,6 +49,41 @@ def wait_for_store(address: str, port: int, seconds: float = ASSEMBLY_S) -> None
             f"nobody answers at {address}:{port}, where the ranks meet, for {seconds:g} s ({reason}): check "
             "MASTER_ADDR, MASTER_PORT, the firewall, and that rank 0 runs"
         )
+
+
+def connect_in_time(connect: Callable[[], T], address: str, port: int, seconds: float = ANSWER_S) -> T:
+    """Connect to the store of the run, and return it.
+
+    torch waits for its first answer without a limit, and no signal ends that. So it waits in a thread, which
+    lasts as long as this process if no answer comes.
+
+    Args:
+        connect: connects.
+        address: address of the store, for the error.
+        port: its port, for the error.
+        seconds: longest wait.
+
+    Raises:
+        RankLost: whatever listens there does not answer.
+    """
+    answer: Future[T] = Future()
+
+    def fetch() -> None:
+        try:
+            answer.set_result(connect())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=fetch, name="connect", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():
+            raise
+        raise RankLost(
+            f"what listens at {address}:{port} took the connection and gave no answer for {seconds:g} s, so "
+            "it is no store of torch: another program uses MASTER_PORT; give all ranks another"
+        ) from None
 
 
 def wait_for_ranks(store: Store, name: str, rank: int, world: int, seconds: float = ASSEMBLY_S) -> None:

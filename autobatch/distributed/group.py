@@ -24,7 +24,7 @@ from autobatch.core.files import write_atomic
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
 from autobatch.distributed.arrivals import Arrivals
-from autobatch.distributed.assembly import ASSEMBLY_S, wait_for_ranks, wait_for_store
+from autobatch.distributed.assembly import ASSEMBLY_S, connect_in_time, wait_for_ranks, wait_for_store
 from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
 from autobatch.distributed.bell import Store as BellStore
 from autobatch.distributed.deadline import STOP_S, SignalDeadline
@@ -61,9 +61,7 @@ class Group(Messages):
         self._deadline = SignalDeadline()
         with as_rank_lost("meet the other ranks"):
             hosts_store = launch.rank == 0 and not launch.has_agent_store
-            if not hosts_store:
-                wait_for_store(launch.address, launch.port)
-            store = self._prefixed(self._connect(is_master=hosts_store))
+            store = self._prefixed(self._connect(is_master=True) if hosts_store else self._reach())
             check_earlier_starts(store, launch.restart)
             self._store = store
             self._bell = Bell(store, launch.restart)
@@ -193,6 +191,12 @@ class Group(Messages):
     def _count_openings(self, launch: Launch) -> int:
         """Count how often this rank has joined: a process may train several times, with keys of their own."""
         return self._store.add(f"opened/{launch.restart}/{launch.rank}", 1)
+
+    def _reach(self) -> TCPStore:
+        """Connect for the first time to a store that another process keeps."""
+        launch = self._launch
+        wait_for_store(launch.address, launch.port)
+        return connect_in_time(self._connect, launch.address, launch.port)
 
     def _connect(self, seconds: float = ASSEMBLY_S, *, is_master: bool = False) -> TCPStore:
         launch = self._launch

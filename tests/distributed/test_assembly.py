@@ -9,9 +9,12 @@ import socket
 import threading
 
 import pytest
+from torch.distributed import TCPStore
 
-from autobatch.distributed.assembly import wait_for_ranks, wait_for_store
+from autobatch.distributed.assembly import connect_in_time, wait_for_ranks, wait_for_store
 from autobatch.distributed.messages import RankLost
+from autobatch.distributed.ranks import open_ranks
+from autobatch.distributed.start import open_store
 from tests.distributed.test_bell import Store
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -42,6 +45,31 @@ def test_a_store_that_starts_later_is_waited_for() -> None:
         wait_for_store("127.0.0.1", listener.getsockname()[1])
 
 
+def connect_to(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+
+
+def test_a_program_that_takes_connections_and_never_answers_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        wait_for_store("127.0.0.1", port)
+        message = f"what listens at here:{port} took the connection and gave no answer for 0.2 s.*MASTER_PORT"
+        with pytest.raises(RankLost, match=message):
+            connect_in_time(lambda: connect_to(port), "here", port, 0.2)
+
+
+def test_a_store_that_answers_is_returned_and_its_error_is_raised() -> None:
+    kept = open_store()
+    kept.set("key", "value")
+    assert connect_in_time(lambda: connect_to(kept.port), "here", kept.port).get("key") == b"value"
+
+    def fail() -> TCPStore:
+        raise TimeoutError("of torch")
+
+    with pytest.raises(TimeoutError, match="of torch"):
+        connect_in_time(fail, "here", 1)
+
+
 @pytest.mark.parametrize(
     ("there", "message"),
     [([0, 2], "WORLD_SIZE is 3, and rank 1 did not start within 0 s"), ([0], "and ranks 1, 2 did not start")],
@@ -66,6 +94,24 @@ def wait_alone() -> str:
     except KeyboardInterrupt:
         return "interrupted"
     return "joined"
+
+
+def wait_for_a_stranger() -> str:
+    if os.environ["RANK"] == "1":
+        return "never joins"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        try:
+            open_ranks({**os.environ, "MASTER_PORT": str(listener.getsockname()[1])})
+        except KeyboardInterrupt:
+            return "interrupted"
+    return "joined"
+
+
+@pytest.mark.distributed
+def test_a_signal_ends_the_wait_for_a_program_that_never_answers(server: RankServer) -> None:
+    assert server.values(wait_for_a_stranger) == ["interrupted", "never joins"]
 
 
 @pytest.mark.distributed
