@@ -11,7 +11,7 @@ the workers first, and the checkpoint would never be written. The kernel ends th
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
+import multiprocessing.util
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -121,6 +121,8 @@ class WorkerFeed:
         self._stop.value = False
         # The thread that pins memory uses the current GPU.
         on_gpu = nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
+        # Workers send tensors through sockets in this folder. One that is killed cannot remove its own.
+        multiprocessing.util.get_temp_dir()
         try:
             blocked = hold_back_signals(STOPPING, with_tracker=start_method() != "fork")
             with self._exits.starting(), blocked, _worker_warnings_ignored(), on_gpu:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing.util
 import os
 import random
 import shutil
@@ -116,6 +117,8 @@ def main(root: Path, kills: int, seed: int, *, fed: bool) -> None:
     for name in ("safetensors.torch", "multiprocessing.sharedctypes", "torch.utils.tensorboard"):
         with suppress(ImportError):
             import_module(name)
+    # Each killed child would leave one of its own.
+    multiprocessing.util.get_temp_dir()
     draw = random.Random(seed)
     straight = root / "straight"
     straight.mkdir(parents=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -33,6 +32,7 @@ def no_leftovers() -> Iterator[None]:
     # After `multiprocessing` has removed its own folder, which it does when this process ends.
     util.Finalize(None, shutil.rmtree, (name,), {"ignore_errors": True}, exitpriority=AFTER_ALL)
     os.environ["TMPDIR"] = tempfile.tempdir = name
+    own = util.get_temp_dir()  # forked processes use it too
     try:
         yield
     finally:
@@ -42,14 +42,8 @@ def no_leftovers() -> Iterator[None]:
             os.environ["TMPDIR"] = before[0]
     found = _orphans(name)
     assert not found, f"processes that nobody waits for: {found}"
-    files = [path.name for path in Path(name).iterdir() if path != _own_folder()]
+    files = [path.name for path in Path(name).iterdir() if path != Path(own)]
     assert not [one for one in files if not one.startswith(OF_TORCH)], f"temporary files: {files}"
-
-
-def _own_folder() -> Path | None:
-    """Return the folder that `multiprocessing` removes when this process ends; None if it has none."""
-    found = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    return None if found is None else Path(found)
 
 
 def _orphans(folder: str) -> dict[int, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -230,6 +232,17 @@ def test_a_worker_killed_between_waits_is_reported_at_the_next_micro_batch() -> 
             list(run)
     assert not loader_workers()
     assert signal.getsignal(signal.SIGCHLD) is before
+
+
+def test_a_killed_worker_leaves_no_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    with fed_loop(make_workload(), workers=2, steps=50) as loop:
+        next(loop.run())
+        for worker in loader_workers():
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.join()
+    assert list(tmp_path.iterdir()) == [Path(multiprocessing.util.get_temp_dir())]
 
 
 class Hanging(Rows):
