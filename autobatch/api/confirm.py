@@ -21,18 +21,18 @@ STEP_DOWN = 8
 """Part of a micro-batch by which it shrinks after a failure."""
 
 
-class Together(NamedTuple):
+class JointSettings(NamedTuple):
     """Settings of joint training on which a probe and a plan depend."""
 
     shard: ShardLayout | None = None
-    """The model that they share; None if each has a whole one."""
+    """The layout of a shared model; None if each rank has a whole one."""
     may_share: bool = False
-    """True if they may share a model that does not fit whole."""
+    """True if ranks may share a model that does not fit whole."""
     grad_sync: Literal["auto", "overlap", "after"] = "auto"
-    """The engine that was asked for if each has a whole model."""
+    """The engine that was asked for if each rank has a whole model."""
 
 
-class Confirmed(NamedTuple):
+class JointLimits(NamedTuple):
     """The limits of all ranks, and the attempts of this rank in batches of all ranks."""
 
     limits: list[RankLimit]
@@ -45,10 +45,10 @@ def confirmed_limits(  # noqa: PLR0917 - what a batch over ranks is made of
     process: SetupProcess,
     sizes_for: Callable[[list[RankLimit]], Sequence[Sequence[int]]],
     limit: int,
-    together: Together,
+    together: JointSettings,
     ranks: Ranks,
     progress: Progress,
-) -> Confirmed:
+) -> JointLimits:
     """Return limits whose micro-batches ran over all ranks; all of them call it.
 
     A process that cannot be replaced runs no such batch, because a failure would end the run.
@@ -70,10 +70,10 @@ def confirmed_limits(  # noqa: PLR0917 - what a batch over ranks is made of
 
     limits, attempts = of_all(limit), list[Attempt]()
     if ranks.world == 1:
-        return Confirmed(limits, attempts)
+        return JointLimits(limits, attempts)
     skipped = _obstacle(process, ranks, progress)
     if skipped is not None:
-        return Confirmed(limits, attempts, skipped)
+        return JointLimits(limits, attempts, skipped)
     for _ in range(MOST_TRIES):
         place = meeting_place(ranks)
         if place is None:
@@ -98,7 +98,7 @@ def confirmed_limits(  # noqa: PLR0917 - what a batch over ranks is made of
         if ranks.rank in failed:
             limit = _smaller(found, process.info.device.budget_bytes, ranks.world)
         limits = of_all(limit)
-    return Confirmed(limits, attempts, skipped)
+    return JointLimits(limits, attempts, skipped)
 
 
 def _obstacle(process: SetupProcess, ranks: Ranks, progress: Progress) -> str | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from autobatch.api import unpack
-from autobatch.api.confirm import Together
+from autobatch.api.confirm import JointSettings
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
 from autobatch.api.probe_stage import open_setup_process, uninterrupted
@@ -26,17 +26,17 @@ from autobatch.workload.contract import Workload
 
 WHOLE = "a whole model fits on each rank, so each has its own"
 _Options = TypeVar("_Options", bound=SearchOptions)
-Stage = Callable[[SetupProcess, _Options, RunContext, Together], Result]
+Stage = Callable[[SetupProcess, _Options, RunContext, JointSettings], Result]
 """Function that probes in an open process, and may plan."""
 
 
-class Probed(NamedTuple):
+class StageResult(NamedTuple):
     """A plan, and the process that it was probed in."""
 
     process: SetupProcess
     result: Result
     shard: ShardLayout | None
-    """The way in which ranks share the model; None if each has a whole one."""
+    """The layout of a shared model; None if each rank has a whole one."""
 
 
 def check_parallel(options: SearchOptions, ranks: Ranks) -> None:
@@ -57,7 +57,7 @@ def asked_layout(options: SearchOptions, ranks: Ranks) -> ShardLayout | None:
     return unpack.shard_layout(options, ranks.world) if options.parallel == "shard" else None
 
 
-class Opened(NamedTuple):
+class OpenSetup(NamedTuple):
     """The process that holds the setup, and the layout that it was opened with."""
 
     process: SetupProcess
@@ -73,7 +73,7 @@ def open_choice(
     opened: ExitStack,
     *,
     keeps_batches: bool = False,
-) -> Opened:
+) -> OpenSetup:
     """Open the setup as asked; ``auto`` shares the model if its weights alone are too large for some rank.
 
     Args:
@@ -88,7 +88,7 @@ def open_choice(
         process = opened.enter_context(
             open_setup_process(workload, options, context, shard, keeps_batches=keeps_batches)
         )
-        return Opened(process, process.info.layout, None)
+        return OpenSetup(process, process.info.layout, None)
 
     def whole() -> SetupProcess:
         return opened.enter_context(
@@ -96,7 +96,7 @@ def open_choice(
         )
 
     try:
-        return Opened(agree_on_fit(whole, ranks), None, WHOLE)
+        return OpenSetup(agree_on_fit(whole, ranks), None, WHOLE)
     except WholeModelTooLargeError as error:
         return _open_shared(workload, options, context, opened, str(error))
 
@@ -105,11 +105,11 @@ def probe_choice(
     workload: Workload | str | None,
     options: _Options,
     context: RunContext,
-    first: Opened,
+    first: OpenSetup,
     opened: ExitStack,
     *,
     stage: Stage[_Options],
-) -> Probed:
+) -> StageResult:
     """Probe as asked; ``auto`` shares the model if it does not fit whole on some rank.
 
     All ranks call it, and make the same choice. An interrupted probe of one process answers, but not one
@@ -126,14 +126,14 @@ def probe_choice(
     process, shard, reason = first
     may_share = shard is None and _may_share(options, context.ranks)
     try:
-        together = Together(shard, may_share, options.grad_sync)
+        together = JointSettings(shard, may_share, options.grad_sync)
         result = stage(process, options, context, together)
     except WholeModelTooLargeError as error:
         process, shard, reason = _open_shared(workload, options, context, opened, str(error))
-        result = stage(process, options, context, Together(shard, grad_sync=options.grad_sync))
+        result = stage(process, options, context, JointSettings(shard, grad_sync=options.grad_sync))
     if context.ranks.world == 1:
-        return Probed(process, result, shard)
-    return Probed(process, with_parallel(uninterrupted(result), options, shard, reason, context), shard)
+        return StageResult(process, result, shard)
+    return StageResult(process, with_parallel(uninterrupted(result), options, shard, reason, context), shard)
 
 
 def with_parallel(
@@ -176,13 +176,13 @@ def _open_shared(
     context: RunContext,
     opened: ExitStack,
     reason: str,
-) -> Opened:
+) -> OpenSetup:
     """Open the setup of a shared model in place of a whole one."""
     opened.close()
     context.progress.note(reason)
     shard = unpack.shard_layout(options, context.ranks.world)
     process = opened.enter_context(open_setup_process(workload, options, context, shard))
-    return Opened(process, process.info.layout, reason)
+    return OpenSetup(process, process.info.layout, reason)
 
 
 def layout_of_resume(plan: Plan, options: FitOptions, ranks: Ranks) -> ShardLayout | None:

@@ -23,7 +23,7 @@ from autobatch.api import unpack
 from autobatch.api.checks import note_split
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import check_count, options_of_rank
-from autobatch.api.parallel import Probed, check_parallel, open_choice, probe_choice
+from autobatch.api.parallel import StageResult, check_parallel, open_choice, probe_choice
 from autobatch.api.probe_stage import probe_and_plan, probe_only, uninterrupted, write_memory_viz
 from autobatch.api.split import add_split
 from autobatch.api.tune_stage import (
@@ -175,7 +175,7 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
 
 
 def _finished(
-    found: Probed, options: SearchOptions, context: RunContext, *, checks_split: bool = True
+    found: StageResult, options: SearchOptions, context: RunContext, *, checks_split: bool = True
 ) -> Result:
     """Return the result of a probe, after the extras that were asked for."""
     write_memory_viz(found.process, found.result, options, context.progress)

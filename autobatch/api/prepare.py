@@ -12,7 +12,7 @@ import msgspec
 
 from autobatch.api import unpack
 from autobatch.api.checks import CHECKING_SPLIT, refuse_split, refuse_weights
-from autobatch.api.confirm import Together
+from autobatch.api.confirm import JointSettings
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import (
     claim_of_ranks,
@@ -206,7 +206,7 @@ def _planned_again(
     ranks, settings = context.ranks, unpack.loop_settings(options, is_demo=workload is None)
     with open_setup_process(workload, options, context, shard) as process:
         shard = process.info.layout
-        together = Together(shard=shard, grad_sync=options.grad_sync)
+        together = JointSettings(shard=shard, grad_sync=options.grad_sync)
         result = uninterrupted(probe_and_plan(process, options, context, together))
         if ranks.world > 1:
             result = with_parallel(result, options, shard, None, context)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from autobatch.api import unpack
-from autobatch.api.confirm import Confirmed, Together, confirmed_limits
+from autobatch.api.confirm import JointLimits, JointSettings, confirmed_limits
 from autobatch.api.context import RunContext
 from autobatch.api.one_size import one_size_if_asked
 from autobatch.api.over_ranks import agree_on_fit
@@ -74,7 +74,7 @@ def open_setup_process(
 
 
 def probe_only(
-    process: SetupProcess, options: ProbeOptions, context: RunContext, together: Together
+    process: SetupProcess, options: ProbeOptions, context: RunContext, together: JointSettings
 ) -> Result:
     """Find the largest micro-batch, or check the one that was asked for; all ranks call it.
 
@@ -131,7 +131,7 @@ def _twice(limits: Sequence[RankLimit]) -> list[list[int]]:
     return [[one.limit] * 2 for one in limits]
 
 
-def _over_ranks(probe: Probe, joint: Confirmed) -> Probe:
+def _over_ranks(probe: Probe, joint: JointLimits) -> Probe:
     """Put what was found over several ranks into the probe of one of them."""
     return msgspec.structs.replace(
         probe,
@@ -142,7 +142,7 @@ def _over_ranks(probe: Probe, joint: Confirmed) -> Probe:
 
 
 def _limit(
-    process: SetupProcess, limits: ProbeLimits, order: Order, context: RunContext, together: Together
+    process: SetupProcess, limits: ProbeLimits, order: Order, context: RunContext, together: JointSettings
 ) -> Limit:
     """Find the largest micro-batch on this rank alone, after a check that all ranks have the same workload.
 
@@ -166,7 +166,7 @@ def probe_and_plan(
     process: SetupProcess,
     options: PlanOptions,
     context: RunContext,
-    together: Together = Together(),  # noqa: B008 - plain values
+    together: JointSettings = JointSettings(),  # noqa: B008 - plain values
     *,
     world_size: int = 1,
 ) -> Result:

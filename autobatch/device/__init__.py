@@ -1,1 +1,1 @@
-"""The devices: what memory there is, how a budget is enforced, and what a step really took."""
+"""Devices: their memory, the enforcement of a budget, and the memory that a step took."""

@@ -285,7 +285,7 @@ class CudaDevice:
             self._loaded_bytes = 0 if before is None or after is None else max(0, after - before)
 
     def _bytes_outside(self) -> int | None:
-        """Return the bytes that are held outside of this process's allocator, by anybody; None if unknown."""
+        """Return the bytes that any process holds outside of this process's allocator; None if unknown."""
         gpu = read_nvml(self._uuid)
         if not isinstance(gpu, nvml.NvmlGpu):
             return None

@@ -29,7 +29,7 @@ def usable_cores() -> int:
 
 
 def is_wsl() -> bool:
-    """Return whether this is Linux within Windows, which the name of its kernel tells."""
+    """Return whether this is Linux within Windows, by the name of its kernel."""
     return "microsoft" in platform.release().lower()
 
 

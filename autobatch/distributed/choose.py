@@ -40,7 +40,7 @@ def choose_engine(
     spare: Spare,
     asked: GradSync,
 ) -> Choice:
-    """Choose the engine of a loop; all ranks call it, and choose alike.
+    """Choose the engine of a loop; all ranks call it, and make the same choice.
 
     Args:
         group: the ranks.

@@ -66,7 +66,7 @@ class Children(Messages):
 
 
 def forget_group() -> list[object]:
-    """Forget the process group that a copy of a rank has from it, so that the copy can make its own.
+    """Forget the process group that this copy of a rank inherited, so that it can make its own.
 
     Returns:
         What must live until the copy ends: its end would wait for threads that the copy does not have.

@@ -135,7 +135,7 @@ class Overlap(GroupEngine):
         self._has_no_counts = not self.divide_alike(train_state, found, size)
 
     def _give_up(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> OutOfMemory:
-        """Let the other ranks know, unless they do, and build DDP anew, which has prepared a reduction."""
+        """Tell the other ranks, unless they know, and rebuild DDP, which has prepared a reduction."""
         has_failed_alone = not self._peer_failed
         if has_failed_alone:
             self._vote(failed=True)

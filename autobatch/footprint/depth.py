@@ -174,7 +174,7 @@ def _form_of(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _switches_of(module: nn.Module) -> tuple[object, ...]:
-    """Return the attributes that tell what a module does; of a rate, for example of dropout, if it is 0."""
+    """Return the attributes that decide what a module does; of a rate, such as dropout, if it is 0."""
     values = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)

@@ -14,7 +14,7 @@ ALONE = (
 )
 
 
-class Agreed(NamedTuple):
+class Agreement(NamedTuple):
     """A plan of this rank, and what all ranks have in common."""
 
     plan: PlanResult
@@ -24,7 +24,7 @@ class Agreed(NamedTuple):
     """Remark if another rank limits this one, or the others could not be asked."""
 
 
-def plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> Agreed:
+def plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> Agreement:
     """Plan on this rank, and agree with the others on the smallest limit; all ranks call it.
 
     Args:
@@ -36,14 +36,14 @@ def plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> Agreed:
     """
     if world_size == 1:
         found = find()
-        return Agreed(found, found.micro_batch, None)
+        return Agreement(found, found.micro_batch, None)
     # Only here: one process needs no torch.distributed.
     from autobatch.distributed.messages import join_existing
 
     ranks = join_existing(world_size)
     if ranks is None:
         found = find()
-        return Agreed(found, found.micro_batch, ALONE)
+        return Agreement(found, found.micro_batch, ALONE)
     try:
         found = find()
     except Exception:
@@ -54,6 +54,6 @@ def plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> Agreed:
         raise DoesNotFitError(f"rank {limits.index(0)} has no plan: its own message says why")
     least = min(limits)
     if least == found.micro_batch:
-        return Agreed(found, least, None)
+        return Agreement(found, least, None)
     rank = limits.index(least)
-    return Agreed(found, least, f"all ranks run micro-batches of at most {least}, as fit on rank {rank}")
+    return Agreement(found, least, f"all ranks run micro-batches of at most {least}, as fit on rank {rank}")

@@ -73,7 +73,7 @@ def size_of(axes: Sequence[SearchAxis]) -> int:
     return math.prod(len(axis.choices) for axis in axes)
 
 
-def every(axes: Sequence[SearchAxis]) -> Iterator[dict[str, Value]]:
+def all_configurations(axes: Sequence[SearchAxis]) -> Iterator[dict[str, Value]]:
     """Yield all configurations in order."""
     names = [axis.name for axis in axes]
     for one in itertools.product(*(axis.choices for axis in axes)):
@@ -88,7 +88,7 @@ def nearest_unseen(
     Returns:
         None if all were tried.
     """
-    unseen = [values for values in every(axes) if key_of(values) not in taken]
+    unseen = [values for values in all_configurations(axes) if key_of(values) not in taken]
     if not unseen:
         return None
     distances = [sum(values[name] != base.get(name) for name in values) for values in unseen]

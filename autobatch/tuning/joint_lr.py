@@ -17,7 +17,7 @@ from autobatch.probing.attempt import TrainSetup, open_train_state
 from autobatch.probing.child import Session
 from autobatch.probing.confirm import meet, share_of
 from autobatch.probing.setup_model import build_shared_model
-from autobatch.tuning.lr_trial import Losses, LrTrialSpec, Trainee, configured, guarded, train
+from autobatch.tuning.lr_trial import Losses, LrTrialSpec, ModelInTraining, configured, guarded, train
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.split import CountSplit
 
@@ -82,8 +82,8 @@ def _train_together(session: Session, task: LrTrialSpec, rate: float, seed: int,
     with meet(session, meeting.place) as children:
         try:
             with preserved_random_state(), setup.device.training() as meter:
-                trainee = _open(setup, first.model, children, meeting, meter=meter, rate=rate)
-                yield from train(setup, task, trainee, seed)
+                training = _open(setup, first.model, children, meeting, meter=meter, rate=rate)
+                yield from train(setup, task, training, seed)
         except GeneratorExit:
             # No failure, which would end the children of the others: all ranks close their runs at once.
             return
@@ -91,7 +91,7 @@ def _train_together(session: Session, task: LrTrialSpec, rate: float, seed: int,
 
 def _open(
     setup: TrainSetup, first: nn.Module, children: Children, meeting: Meeting, *, meter: Meter, rate: float
-) -> Trainee:
+) -> ModelInTraining:
     """Return a model that the ranks share, with its first weights, and what trains it."""
     # Importing FSDP takes a second, which a run without it saves.
     from autobatch.distributed.group import Group
@@ -108,4 +108,4 @@ def _open(
     train_state = open_train_state(replace(setup, model=model), meter, learning_rate=rate)
     shared.attach(train_state)
     split = RankSplit(CountSplit(), meeting.place.rank, meeting.limits)
-    return Trainee(train_state, meter, share_of(setup, children, split, train_state), split)
+    return ModelInTraining(train_state, meter, share_of(setup, children, split, train_state), split)

@@ -153,7 +153,7 @@ def parts_of(losses: Iterable[StepLoss], steps: int) -> Iterator[Segment]:
             total = count = 0.0
 
 
-class Trainee(NamedTuple):
+class ModelInTraining(NamedTuple):
     """A model on temporary weights, and what trains it."""
 
     train_state: TrainState
@@ -169,7 +169,7 @@ def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Loss
         setup.device.training() as meter,
         on_copies(setup, meter, learning_rate=rate) as train_state,
     ):
-        yield from train(setup, task, Trainee(train_state, meter, OneProcess(), CountSplit()), seed)
+        yield from train(setup, task, ModelInTraining(train_state, meter, OneProcess(), CountSplit()), seed)
 
 
 def configured(setup: TrainSetup, task: LrTrialSpec) -> TrainSetup:
@@ -177,24 +177,26 @@ def configured(setup: TrainSetup, task: LrTrialSpec) -> TrainSetup:
     return replace(with_knobs(setup, task.knobs), precision=task.precision)
 
 
-def train(setup: TrainSetup, task: LrTrialSpec, trainee: Trainee, seed: int) -> Losses:
+def train(setup: TrainSetup, task: LrTrialSpec, training: ModelInTraining, seed: int) -> Losses:
     """Train, and yield the losses of the steps."""
-    seed_rank(seed, trainee.engine.ranks.rank)
-    for result in _train_batches(setup, task, trainee, seed):
+    seed_rank(seed, training.engine.ranks.rank)
+    for result in _train_batches(setup, task, training, seed):
         # Training would end here, unless a loss scale is still falling, which skips such a step.
-        if result.count and not result.applied and trainee.train_state.scaler is None and not task.skips:
+        if result.count and not result.applied and training.train_state.scaler is None and not task.skips:
             yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
             return
         yield StepLoss(result.loss, result.count)
 
 
-def _train_batches(setup: TrainSetup, task: LrTrialSpec, trainee: Trainee, seed: int) -> Iterator[StepResult]:
+def _train_batches(
+    setup: TrainSetup, task: LrTrialSpec, training: ModelInTraining, seed: int
+) -> Iterator[StepResult]:
     """Train the first steps of a run with this seed."""
     samples, order = epoch_of(setup.workload, seed)
     sampler = GlobalBatchSampler(
         samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps, order=order
     )
-    train_state, meter, engine, split = trainee
+    train_state, meter, engine, split = training
     for batch in sampler.batches():
         parts = split.parts(batch, task.micro_batch)
         placed = batches_of(setup, meter, _fetched(setup.workload, parts))

@@ -113,7 +113,7 @@ def time_steps(
         count = min(ACCUMULATED, len(sizes))
         timed: list[tuple[float, float]] = []
         start = setup.clock()
-        while clock.goes_on(len(timed) < LEAST_STEPS or setup.clock() - start < seconds):
+        while clock.wants_another(len(timed) < LEAST_STEPS or setup.clock() - start < seconds):
             timed.append(clock.step(sizes[0], count))
         del clock
     micro, step = (statistics.median(column) for column in zip(*timed, strict=True))
@@ -186,7 +186,7 @@ def _time_fed(
         timed: list[tuple[float, float]] = []
         start = setup.clock()
         least = max(LEAST_STEPS * count, 2 * workers)
-        while clock.goes_on(len(timed) * count < least or setup.clock() - start < seconds):
+        while clock.wants_another(len(timed) * count < least or setup.clock() - start < seconds):
             timed.append(clock.step(sizes[0], count, feed=feed, batch=next(sampler)))
     micro, step = (statistics.fmean(column) for column in zip(*timed, strict=True))
     return Timing(micro, step, max(0.0, first[0] - micro) * count)
@@ -224,7 +224,7 @@ class _Stopwatch:
         self._meter = meter
         self._draw = torch.Generator().manual_seed(0)
 
-    def goes_on(self, is_wanted: bool) -> bool:
+    def wants_another(self, is_wanted: bool) -> bool:
         """Return whether some rank wants one more step; all of them run it then."""
         return self._engine.ranks.agree(is_wanted)
 

@@ -23,7 +23,7 @@ from autobatch.probing.child import Session, ThisProcess
 from autobatch.probing.find_limit import ProbeLimits, find_limit
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.tuning.compare import compare
-from autobatch.tuning.configuration import Measure, Measurement, every, key_of
+from autobatch.tuning.configuration import Measure, Measurement, all_configurations, key_of
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
 from autobatch.tuning.trial import TrialRunner, look_at_workload
 from autobatch.tuning.trial_limit import TrialSpec
@@ -101,10 +101,10 @@ def measure_grid(case: Case, *, passes: int, seconds: float) -> Grid:
     """Measure every configuration in every pass, in a new order for each pass."""
     runner = open_runner(case, seconds)
     base = defaults(case.axes)
-    found: dict[Any, list[float]] = {key_of(values): [] for values in every(case.axes)}
+    found: dict[Any, list[float]] = {key_of(values): [] for values in all_configurations(case.axes)}
     sizes: dict[Any, int] = {}
     for number in range(passes):
-        order = list(every(case.axes))
+        order = list(all_configurations(case.axes))
         random.Random(number).shuffle(order)
         for first in range(0, len(order), ANCHOR_EVERY):
             anchors = [runner.measure(base).samples_per_s]

@@ -60,7 +60,7 @@ def confirmed(
     *,
     replaceable: bool = True,
     crashes: bool = False,
-) -> tuple[confirm.Confirmed, list[str]]:
+) -> tuple[confirm.JointLimits, list[str]]:
     """Confirm a plan on ranks that fit so many samples at a time."""
 
     def run(process: object, place: object, batch: Any) -> Attempt:
@@ -78,7 +78,7 @@ def confirmed(
         is_replaceable=replaceable, reason="it trains here", info=SimpleNamespace(device=device)
     )
     notes = Notes()
-    found = confirm.confirmed_limits(process, one_each, limit, confirm.Together(), Two(), notes)
+    found = confirm.confirmed_limits(process, one_each, limit, confirm.JointSettings(), Two(), notes)
     return found, notes.lines
 
 

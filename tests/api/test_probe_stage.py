@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from autobatch.api import probe_stage
-from autobatch.api.confirm import Confirmed, Together
+from autobatch.api.confirm import JointLimits, JointSettings
 from autobatch.api.context import RunContext
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import ProbeOptions
@@ -31,10 +31,10 @@ class Second(Alone):
 def probe(monkeypatch: pytest.MonkeyPatch, limits: list[int], **options: Any) -> Any:
     """Probe up to four samples on the second of two ranks, of which so many fit over all ranks."""
     found = [RankLimit(rank=n, host="h", device="d", kind=n, limit=one) for n, one in enumerate(limits)]
-    monkeypatch.setattr(probe_stage, "confirmed_limits", lambda *_: Confirmed(found, [], "no reason"))
+    monkeypatch.setattr(probe_stage, "confirmed_limits", lambda *_: JointLimits(found, [], "no reason"))
     process = ThisProcess(open_setup(make_workload(), SetupSettings(device="cpu", memory_budget="1GiB")))
     asked = msgspec.structs.replace(ProbeOptions(max_micro_batch=4), **options)
-    return probe_stage.probe_only(process, asked, RunContext(ranks=Second()), Together()).probe
+    return probe_stage.probe_only(process, asked, RunContext(ranks=Second()), JointSettings()).probe
 
 
 def test_a_limit_that_a_batch_of_all_ranks_has_lowered_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from autobatch.tuning.configuration import (
     Measurement,
     StoredResult,
     StudySpec,
-    every,
+    all_configurations,
     infeasible,
     key_of,
     nearest_unseen,
@@ -26,12 +26,12 @@ def distance(one: Configuration, other: Configuration) -> int:
 
 
 def test_every_lists_each_configuration_once_and_the_default_first() -> None:
-    points = list(every(AXES))
+    points = list(all_configurations(AXES))
     assert points[0] == defaults(AXES)
     assert len(points) == size_of(AXES) == 4 * 2 * 2 * 3
     assert len({key_of(values) for values in points}) == len(points)
     assert all(values[axis.name] in axis.choices for values in points for axis in AXES)
-    assert (list(every([])), size_of([])) == ([{}], 1)
+    assert (list(all_configurations([])), size_of([])) == ([{}], 1)
 
 
 def test_a_key_does_not_depend_on_the_order_of_names() -> None:
@@ -40,7 +40,7 @@ def test_a_key_does_not_depend_on_the_order_of_names() -> None:
 
 def test_the_nearest_unseen_point_is_as_near_as_any() -> None:
     draw = random.Random(0)
-    points = list(every(AXES))
+    points = list(all_configurations(AXES))
     for _ in range(20):
         base = draw.choice(points)
         taken = [base, *draw.sample(points, draw.randrange(len(points) - 2))]
@@ -51,7 +51,7 @@ def test_the_nearest_unseen_point_is_as_near_as_any() -> None:
 
 
 def test_no_point_is_unseen_when_all_are_taken() -> None:
-    taken = {key_of(values) for values in every(SMALL_AXES)}
+    taken = {key_of(values) for values in all_configurations(SMALL_AXES)}
     assert nearest_unseen(SMALL_AXES, taken, defaults(SMALL_AXES), random.Random(0)) is None
 
 

@@ -12,7 +12,14 @@ import pytest
 from autobatch.core.knobs import Configuration, SearchAxis, defaults
 from autobatch.core.records.tuning import Tuning
 from autobatch.tuning.compare_rates import MINIMUM_GAIN
-from autobatch.tuning.configuration import MEMORY, Measurement, every, infeasible, key_of, size_of
+from autobatch.tuning.configuration import (
+    MEMORY,
+    Measurement,
+    all_configurations,
+    infeasible,
+    key_of,
+    size_of,
+)
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
 from tests.support.studies import AXES, SMALL_AXES, CountingMeasure, exact, search, speed_of
 
@@ -30,7 +37,7 @@ def test_the_first_trial_is_the_default_and_no_configuration_is_tried_twice() ->
 
 
 def test_the_answer_is_close_to_the_true_best() -> None:
-    best = max(map(speed_of, every(AXES)))
+    best = max(map(speed_of, all_configurations(AXES)))
     for seed in range(2):
         found = search(trials=20, seed=seed).tuning
         assert speed_of(found.best) >= 0.97 * best
@@ -119,7 +126,7 @@ def test_the_sampler_takes_part_of_the_time() -> None:
 def test_the_search_hardly_ever_chooses_a_slower_configuration() -> None:
     for seed in range(4):
         draw = random.Random(seed)
-        speeds = {key_of(v): math.exp(draw.gauss(-0.05, 0.1)) for v in every(SMALL_AXES)}
+        speeds = {key_of(v): math.exp(draw.gauss(-0.05, 0.1)) for v in all_configurations(SMALL_AXES)}
         speeds[key_of(defaults(SMALL_AXES))] = 1.0
 
         def measure(

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 
 from autobatch.core.errors import InputError
 from autobatch.tuning import storage as storages
-from autobatch.tuning.configuration import every
+from autobatch.tuning.configuration import all_configurations
 from autobatch.tuning.storage import check_storage
 from autobatch.tuning.worker import this_worker
 from tests.support.studies import AXES, SMALL_AXES, open_journal, search
@@ -128,7 +128,7 @@ def test_trials_of_ended_processes_are_closed_and_others_are_not(tmp_path: Path)
         "alive": me,
     }
     numbers = {}
-    for (who, owner), values in zip(owners.items(), list(every(AXES))[1:], strict=False):
+    for (who, owner), values in zip(owners.items(), list(all_configurations(AXES))[1:], strict=False):
         study.enqueue_trial(dict(values))
         trial = study.ask()
         trial.set_user_attr("worker", list(owner))

@@ -17,7 +17,7 @@ from autobatch.tuning.configuration import (
     LogRange,
     Measurement,
     MedianStop,
-    every,
+    all_configurations,
     infeasible,
     key_of,
 )
@@ -126,7 +126,7 @@ def test_two_processes_never_try_the_same_point(tmp_path: Path) -> None:
         assert request is not None
         assert request.known is None
         given.append(key_of(request.values))
-    assert sorted(given) == sorted(key_of(values) for values in every(SMALL_AXES))
+    assert sorted(given) == sorted(key_of(values) for values in all_configurations(SMALL_AXES))
     assert [study.ask() for study in studies] == [None, None]
     assert studies[0].num_taken() == 8
 
