@@ -143,7 +143,7 @@ def _rehearsal(machine: Machine, out: Path) -> list[Unit]:
         Unit("fit/resume", 1, lambda: commands.resume(machine, 60)),
         Unit("loop/small", 1, lambda: loop.ratio(machine, perceptron(), 32, 4)),
         Unit("loop/graphs", 1, lambda: graphs.steps_of_modes(machine, perceptron(), 32)),
-        Unit("tune/perceptron", 1, lambda: tune.gain(machine, perceptron, 64, 3, 10.0)),
+        Unit("tune/perceptron", 20, lambda: tune.gain(machine, perceptron, 64, 3, 10.0)),
     ]
 
 
