@@ -21,10 +21,13 @@ def examine() -> dict[str, Any]:
     import torch
 
     from autobatch.device.cuda_gpus import visible_gpus
+    from autobatch.device.cuda_open import lacking_kernels
     from autobatch.device.host import cpu_name, host_memory
     from autobatch.device.nvml import NvmlAbsent, read_gpus, read_holders
 
     memory = host_memory()
+    gpus = visible_gpus()
+    lacking = [lacking_kernels(gpu.index, _numbers(gpu.capability)) for gpu in gpus]
     reading = read_gpus()
     absent = isinstance(reading, NvmlAbsent)
     nvml: dict[str, Any] = {"available": not absent}
@@ -39,12 +42,15 @@ def examine() -> dict[str, Any]:
         "cuda": {
             "available": torch.cuda.is_available(),
             "built_for": torch.version.cuda,
-            "gpus": msgspec.to_builtins(visible_gpus()),
+            "gpus": msgspec.to_builtins(gpus),
         },
         "nvml": nvml,
         "versions": {"python": platform.python_version(), **_versions()},
         "home": str(data_home(os.environ)),
-        "missing": _missing(torch.version.cuda, torch.cuda.is_available(), nvml),
+        "missing": [
+            *_missing(torch.version.cuda, torch.cuda.is_available(), nvml),
+            *(f"kernels: {one}" for one in lacking if one is not None),
+        ],
     }
 
 
@@ -76,6 +82,11 @@ def doctor_lines(findings: dict[str, Any]) -> list[str]:
     lines.append(f"home     {findings['home']}")
     lines += [f"missing  {line}" for line in findings["missing"]]
     return lines
+
+
+def _numbers(capability: str) -> tuple[int, int]:
+    major, minor = capability.split(".")
+    return int(major), int(minor)
 
 
 def _holders(found: Any) -> list[Any]:

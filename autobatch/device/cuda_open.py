@@ -41,13 +41,20 @@ def require_kernels(index: int, capability: tuple[int, int]) -> None:
     Raises:
         InputError: It was not; then every kernel fails with "no kernel image is available".
     """
+    lacking = lacking_kernels(index, capability)
+    if lacking is not None:
+        raise InputError(f"{lacking}, or use --device cpu")
+
+
+def lacking_kernels(index: int, capability: tuple[int, int]) -> str | None:
+    """Return in words that torch was built without kernels for a GPU; None if it has them, or if unknown."""
     built_for = [] if torch.version.hip else torch.cuda.get_arch_list()
-    if built_for and not has_kernels(built_for, capability):
-        raise InputError(
-            f"cuda:{index} has compute capability {capability[0]}.{capability[1]}, and torch "
-            f"{torch.__version__} has kernels for {', '.join(built_for)} only: install a build of torch "
-            "for another version of CUDA, or use --device cpu"
-        )
+    if not built_for or has_kernels(built_for, capability):
+        return None
+    return (
+        f"cuda:{index} has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} "
+        f"has kernels for {', '.join(built_for)} only: install a build of torch for another version of CUDA"
+    )
 
 
 def has_kernels(built_for: Sequence[str], capability: tuple[int, int]) -> bool:

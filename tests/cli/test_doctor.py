@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from autobatch.cli.doctor import PACKAGES, doctor_lines, examine
 from autobatch.core.units import GiB
+from autobatch.device.cuda_gpus import VisibleGpu
 
 FINDINGS: dict[str, Any] = {
     "host": {
@@ -84,3 +86,12 @@ def test_the_findings_agree_with_torch_and_the_installed_packages(monkeypatch: p
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert any(one.startswith("a CUDA GPU that torch can use") for one in examine()["missing"])
+
+
+def test_a_gpu_without_kernels_is_missing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = VisibleGpu(index=1, name="V100", uuid=None, total_bytes=16 * GiB, free_bytes=None, capability="7.0")
+    new = msgspec.structs.replace(old, index=0, capability="9.0")
+    monkeypatch.setattr("autobatch.device.cuda_gpus.visible_gpus", lambda: [new, old])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    (line,) = [one for one in examine()["missing"] if one.startswith("kernels: ")]
+    assert line.startswith("kernels: cuda:1 has compute capability 7.0, and torch ")
