@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -59,16 +59,24 @@ class CpuDevice(CpuOperators):
         memory_budget: Taken literally: a size, or a share of the total such as ``"80%"``. None for the
             available memory less a headroom.
         memory: Memory of the host. None to read it from the system.
+        notes: For the description.
 
     Raises:
         InputError: The budget is no size, exceeds the total, or is needed because the system reports nothing.
         DoesNotFitError: No memory is left after the headroom.
     """
 
-    def __init__(self, *, memory_budget: str | int | None = None, memory: HostMemory | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        memory_budget: str | int | None = None,
+        memory: HostMemory | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
         self._memory = host_memory() if memory is None else memory
         self._budget_bytes, self._budget_source = _budget(memory_budget, self._memory)
         self._name = cpu_name()
+        self._notes = notes
 
     @property
     def kind(self) -> str:
@@ -97,6 +105,7 @@ class CpuDevice(CpuOperators):
             total_bytes=self._budget_bytes if total is None else total,
             budget_bytes=self._budget_bytes,
             budget_source=self._budget_source,
+            notes=list(self._notes),
         )
 
     @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from autobatch.core.errors import InputError
+from autobatch.device import nvml
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.cuda import CudaDevice
@@ -31,13 +32,32 @@ def open_device(spec: str, *, memory_budget: str | int | None, environ: Mapping[
     """
     kind, which = device_kind(spec), spec.partition(":")[2]
     if kind == "cpu" and not which:
-        return CpuDevice(memory_budget=memory_budget, memory=_share_of_host(environ))
+        notes = unused_gpu_notes(environ) if spec == "auto" else []
+        return CpuDevice(memory_budget=memory_budget, memory=_share_of_host(environ), notes=notes)
     if kind == "cuda" and (not which or which.isdecimal()):
         return CudaDevice(index=int(which or 0), memory_budget=memory_budget)
     if kind == "sim" and which:
         profile = load_profile(which, user_dir=data_home(environ))
         return SimulatedDevice(profile, memory_budget=memory_budget)
     raise InputError(f"--device {spec} names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE")
+
+
+def unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
+    """Return a note if the driver shows a GPU that torch cannot use; nothing if the environment hides it."""
+    if environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return []
+    reading = nvml.read_gpus()
+    if isinstance(reading, nvml.NvmlAbsent) or not reading.gpus:
+        return []
+    built, advice = "without CUDA", "install a build with CUDA"
+    if torch.version.cuda is not None:
+        built = f"for CUDA {torch.version.cuda}"
+        advice = "update the driver, or install a build for the CUDA version that nvidia-smi shows"
+    return [
+        f"this runs on the CPU: the driver (version {reading.driver_version}) shows "
+        f"{reading.gpus[0].name or 'a GPU'}, which torch {torch.__version__}, built {built}, cannot use; "
+        f"{advice}"
+    ]
 
 
 def _share_of_host(environ: Mapping[str, str]) -> HostMemory:

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from autobatch.core.errors import InputError
+from autobatch.device import nvml
+from autobatch.device.nvml import NvmlReading
 from autobatch.device.select import device_kind, device_of_rank, gpu_uuid, open_device
+from tests.support.fake_cuda import gpu_reading
 
 
 @pytest.mark.parametrize(("spec", "kind"), [("cpu", "cpu"), ("sim:t4", "sim"), ("sim:l4", "sim")])
@@ -15,6 +18,36 @@ def test_a_name_opens_a_device_of_its_kind(spec: str, kind: str) -> None:
     assert (device.kind, device.budget_bytes) == (kind, 64 * 2**20)
     assert device.describe().total_bytes > device.budget_bytes
     assert device_kind(spec) == kind
+
+
+@pytest.mark.parametrize(
+    ("spec", "visible", "cuda", "words"),
+    [
+        ("auto", {}, "13.0", "built for CUDA 13.0, cannot use; update the driver"),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "0"}, None, "built without CUDA, cannot use; install a build"),
+        # The user hides the GPU, or names the CPU.
+        ("auto", {"CUDA_VISIBLE_DEVICES": ""}, "13.0", None),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "-1"}, "13.0", None),
+        ("cpu", {}, "13.0", None),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_noted(
+    monkeypatch: pytest.MonkeyPatch, spec: str, visible: dict[str, str], cuda: str | None, words: str | None
+) -> None:
+    """A build for CUDA 13 finds no GPU under an older driver, and ``auto`` is the CPU then."""
+    shown = NvmlReading(driver_version="550.54.15", gpus=[gpu_reading()], notes=[])
+    monkeypatch.setattr(nvml, "read_gpus", lambda: shown)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    notes = open_device(spec, memory_budget="64MiB", environ=visible).describe().notes
+    if words is None:
+        assert notes == []
+        return
+    (note,) = notes
+    assert note.startswith("this runs on the CPU: the driver (version 550.54.15) shows Alpha, which torch ")
+    assert words in note
+    monkeypatch.setattr(nvml, "read_gpus", lambda: NvmlReading(driver_version="550", gpus=[], notes=[]))
+    assert open_device(spec, memory_budget="64MiB", environ=visible).describe().notes == []
 
 
 def test_ranks_share_the_memory_of_their_host() -> None:
