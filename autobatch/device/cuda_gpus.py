@@ -8,6 +8,7 @@ import torch
 
 from autobatch.core.errors import InputError
 from autobatch.core.records.base import Record
+from autobatch.core.units import MiB, format_bytes
 from autobatch.device import nvml
 from autobatch.device.host import host_memory
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from autobatch.core.records.device import MemoryHolder
+
+
+NOTABLE_BYTES = 256 * MiB
+"""Difference between the free memory of NVML and of the CUDA driver above which a limit explains it."""
 
 
 class VisibleGpu(Record, frozen=True, kw_only=True):
@@ -85,10 +90,15 @@ def read_free(index: int, properties: Any, gpu: nvml.NvmlGpu | nvml.NvmlAbsent) 
         host = host_memory()
         if host.available_bytes is not None:
             return host.available_bytes, host.source, ["the GPU shares the host's memory"]
-    if isinstance(gpu, nvml.NvmlGpu) and gpu.free_bytes is not None:
-        return gpu.free_bytes, "NVML", []
-    reason = gpu.reason if isinstance(gpu, nvml.NvmlAbsent) else "the GPU does not report free memory"
     free_bytes, _ = torch.cuda.mem_get_info(index)
+    if isinstance(gpu, nvml.NvmlGpu) and gpu.free_bytes is not None:
+        if gpu.free_bytes - free_bytes <= NOTABLE_BYTES:
+            return gpu.free_bytes, "NVML", []
+        note = (
+            f"NVML reports {format_bytes(gpu.free_bytes)} free, and the CUDA driver grants this process less"
+        )
+        return free_bytes, "the CUDA driver", [f"{note}: a limit of MPS or of a virtual GPU"]
+    reason = gpu.reason if isinstance(gpu, nvml.NvmlAbsent) else "the GPU does not report free memory"
     return free_bytes, "the CUDA driver", [f"no figures from NVML: {reason}"]
 
 

@@ -217,6 +217,7 @@ def test_the_driver_is_read_if_nvml_has_no_figures(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, answer: NvmlGpu | NvmlAbsent, words: str
 ) -> None:
     answer_nvml(monkeypatch, lambda uuid: answer if uuid == "GPU-a1" else NvmlAbsent(reason="no such slice"))
+    fake.driver_free = 10 * GIB
     device = CudaDevice(index=0, memory_budget=None)
     assert device.budget_bytes == 12 * GIB - int(1.2 * GIB)
     record = device.describe()
@@ -224,6 +225,24 @@ def test_the_driver_is_read_if_nvml_has_no_figures(
     assert len(record.notes) == 1
     assert words in record.notes[0]
     assert "(the CUDA driver)" in record.budget_source
+
+
+@pytest.mark.parametrize(
+    ("less", "source", "words"),
+    [
+        (200 * MIB, "20.0 GiB free (NVML)", []),
+        (12 * GIB, "8.00 GiB free (the CUDA driver)", ["NVML reports 20.0 GiB free, and the CUDA driver"]),
+    ],
+)
+def test_a_limit_of_the_driver_counts_if_nvml_does_not_know_it(
+    fake: FakeCuda, less: int, source: str, words: list[str]
+) -> None:
+    """A client of MPS may have a limit (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT), which NVML does not report."""
+    fake.driver_free = 20 * GIB - less
+    record = CudaDevice(index=0, memory_budget=None).describe()
+    assert record.budget_source.startswith(source)
+    told = [note for note in record.notes if note.startswith("NVML reports")]
+    assert [said in note for note, said in zip(told, words, strict=True)] == [True] * len(words)
 
 
 def test_unified_memory_is_counted_by_the_host(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

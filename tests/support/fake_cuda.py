@@ -40,6 +40,7 @@ class FakeCuda:
         self.allowed = self.total
         self.integrated = 0
         self.held = 0
+        self.driver_free = 24 * GiB
         self.current = 7
         self.lost = ""
         """Error of every call that reaches the GPU, once its context is lost."""
@@ -106,7 +107,7 @@ class FakeCuda:
         self.calls.append("empty")
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
-        return 10 * GiB, 24 * GiB
+        return self.driver_free, 24 * GiB
 
     def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
         assert isinstance(fraction, float)
