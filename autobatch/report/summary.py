@@ -175,15 +175,16 @@ def describe_reached(training: Training) -> str:
     return "held-out " + ", ".join(metric_in_words(name, value) for name, value in figures) + whose
 
 
-def describe_training(training: Training) -> str:
-    """Describe the work of the training."""
+def describe_training(training: Training, *, with_loss: bool = True) -> str:
+    """Describe the work of the training, with its loss or without."""
     steps = plural(training.optimizer_steps, "step")
     if training.resumed_from is not None and training.samples_per_s is None:
         return f"nothing was left to train after {steps}"
     words = [f"{steps}, {plural(training.samples, 'sample')}"]
     if training.samples_per_s is not None:
         words.append(f"{training.samples_per_s:,.0f} samples/s")
-    words.append(_loss(training))
+    if with_loss:
+        words.append(_loss(training))
     if training.skipped_steps:
         words.append(f"{plural(training.skipped_steps, 'step')} skipped")
     if training.oom_recoveries:
@@ -246,7 +247,8 @@ def _detail_lines(result: RunRecord, report: Path | None) -> Iterator[Line]:
     if tuning is not None and tuning.learning_rate is not None:
         yield Line("rate", describe_rate(tuning.learning_rate))
     if training is not None:
-        yield Line("trained", describe_training(training))
+        # Without held-out figures the line above has the loss.
+        yield Line("trained", describe_training(training, with_loss=bool(training.validation)))
         if training.noise_advice is not None:
             yield Line("noise", training.noise_advice)
     if report is not None:

@@ -152,7 +152,7 @@ def _explain(
         failure = "it was not run" if known is None else known.failure
         return [f"kept the plan: the default configuration could not be measured ({failure})"]
     if not choice.ranking and choice.contenders:
-        return [f"kept the default configuration: none was faster by {100 * MINIMUM_GAIN:g} % and the noise"]
+        return [f"kept the default: no other was faster by {100 * MINIMUM_GAIN:g} % beyond the noise"]
     return []
 
 

@@ -43,7 +43,7 @@ def load_workload(reference: str) -> Workload:
         return make
     if not callable(make):
         raise InputError(f"{reference} is {kind_of(make)}, not a function or an autobatch.Workload")
-    with user_code(f"function {reference}"):
+    with user_code(f"function {function} in {place}"):
         workload = make()
     if not isinstance(workload, Workload):
         raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")

@@ -186,6 +186,7 @@ def test_the_training_says_what_it_reached_and_a_finished_run_says_that_nothing_
     assert describe_training(training) == (
         "120 steps, 122,880 samples, 1,824 samples/s, loss 2.4212 → 0.3618, 1 recovery from out of memory"
     )
+    assert "loss" not in describe_training(training, with_loss=False)
 
 
 def test_four_lines_answer_and_the_others_give_the_details() -> None:

@@ -68,7 +68,7 @@ def test_the_default_is_kept_if_nothing_is_faster() -> None:
 
     found = search(slower).tuning
     assert found.best == defaults(AXES)
-    assert found.notes == ["kept the default configuration: none was faster by 2 % and the noise"]
+    assert found.notes == ["kept the default: no other was faster by 2 % beyond the noise"]
     assert found.best_samples_per_s == found.baseline_samples_per_s
 
 
