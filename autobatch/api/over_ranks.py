@@ -141,12 +141,12 @@ def claim_of_ranks(
     return out
 
 
-def _check_shared(out: Path, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:
+def _check_shared(out: Path, ranks: Ranks) -> None:
     if ranks.world == 1:
         return
     name = ranks.once(lambda: _make_token(out))
-    deadline = clock() + SHARED_SECONDS
-    while not (out / name).exists() and clock() < deadline:
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (out / name).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     found = ranks.gather([(out / name).exists(), ranks.host])
     with suppress(OSError):

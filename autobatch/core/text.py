@@ -53,12 +53,12 @@ def one_line(text: object, *, limit: int | None = LONGEST_LINE) -> str:
     return printable(" ".join(str(text).split()), limit=limit)
 
 
-def quoted(value: object, *, limit: int = LONGEST_VALUE) -> str:
+def quoted(value: object) -> str:
     """Return the representation of a value, cut; its type if Python cannot represent it."""
     if isinstance(value, str):
-        return repr(cut(value, limit))
+        return repr(cut(value, LONGEST_VALUE))
     try:
-        return printable(repr(value), limit=limit)
+        return printable(repr(value), limit=LONGEST_VALUE)
     except (ValueError, RecursionError):  # over 4,300 digits, or nested too deep
         return f"a value of type {type(value).__name__} that is too long to show"
 

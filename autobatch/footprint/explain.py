@@ -11,7 +11,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator, CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.predict import Footprint
-from autobatch.footprint.program import Rule, Untraceable
+from autobatch.footprint.program import Untraceable
 
 MODULES = 3
 """Modules that an explanation names."""
@@ -30,6 +30,8 @@ KINDS = (
     "temporaries",
 )
 """Kinds of memory from the bottom of a chart upwards, in the order of how long they stay."""
+DEPTH = 2
+"""Parts of a module's name that an explanation keeps."""
 CACHED = "cached"
 """Memory that the allocator holds without any tensor in it."""
 
@@ -46,8 +48,6 @@ class Explanation(NamedTuple):
     """Bytes of parameters, gradients and so on, the largest first."""
     by_module: dict[str, int]
     """Bytes of activations by the module that made them, the largest first."""
-    per_sample_bytes: int
-    """Bytes that one more sample adds to this peak."""
 
     def text(self) -> str:
         """Write the explanation in one line."""
@@ -59,34 +59,31 @@ class Explanation(NamedTuple):
         return f"{format_bytes(self.peak_bytes)} at the peak in the {self.phase}: {parts}{modules}"
 
 
-def explain(step: Footprint, micro_batch: int, *, depth: int = 2) -> Explanation:
+def explain(step: Footprint, micro_batch: int) -> Explanation:
     """Explain the peak of a step.
 
     Args:
         step: the footprint.
         micro_batch: the size to explain.
-        depth: parts of a module's name that count.
 
     Raises:
         Untraceable: the footprint is invalid at that size.
     """
     trace = step.program.at(micro_batch)
     outcome = replay(trace, CountingAllocator())
-    live: dict[int, Rule] = {}
-    for (block, size), (_, rule) in zip(
-        trace.events[: outcome.peak_at + 1], step.program.events[: outcome.peak_at + 1], strict=True
-    ):
+    live: dict[int, int] = {}
+    for block, size in trace.events[: outcome.peak_at + 1]:
         if size == FREE:
             live.pop(block, None)
-        elif rule is not None:
-            live[block] = rule
+        else:
+            live[block] = size
     activations = [block for block in live if step.labels[block].kind == "activations"]
 
     def group(blocks: list[int], name: Callable[[int], str]) -> dict[str, int]:
         totals: dict[str, int] = {}
         for block in blocks:
             key = name(block)
-            totals[key] = totals.get(key, 0) + live[block].at(micro_batch)
+            totals[key] = totals.get(key, 0) + live[block]
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     return Explanation(
@@ -94,8 +91,7 @@ def explain(step: Footprint, micro_batch: int, *, depth: int = 2) -> Explanation
         peak_bytes=outcome.peak_allocated_bytes,
         phase=outcome.peak_phase or "setup",
         by_kind=group(list(live), lambda block: step.labels[block].kind),
-        by_module=group(activations, lambda block: _shorten(step.labels[block].module, depth)),
-        per_sample_bytes=sum(rule.at(micro_batch + 1) - rule.at(micro_batch) for rule in live.values()),
+        by_module=group(activations, lambda block: _shorten(step.labels[block].module)),
     )
 
 
@@ -160,8 +156,8 @@ def predicted_points(
     return points
 
 
-def _shorten(module: str, depth: int) -> str:
-    return ".".join(module.split(".")[:depth]) or "(the model itself)"
+def _shorten(module: str) -> str:
+    return ".".join(module.split(".")[:DEPTH]) or "(the model itself)"
 
 
 def _last_step(trace: Trace) -> int:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
@@ -141,7 +141,6 @@ def predict(
     cap: int,
     micro_batch: int | None = None,
     workspaces: tuple[int, int] | None = None,
-    config: AllocatorConfig | None = None,
 ) -> Prediction:
     """Predict the largest micro-batch that fits in a budget.
 
@@ -151,7 +150,6 @@ def predict(
         cap: the largest micro-batch to try.
         micro_batch: predict this size in place of the largest.
         workspaces: bytes of one cuBLAS workspace and their number per process, None for no workspaces.
-        config: how the allocator grows, None for torch's default.
 
     Raises:
         Unpredictable: the footprint is invalid at a size that was tried.
@@ -159,7 +157,7 @@ def predict(
     program = with_workspaces(step, workspaces)
 
     def allocator(share: float = 1) -> CachingAllocator:
-        return CachingAllocator(int(budget_bytes * share), config)
+        return CachingAllocator(int(budget_bytes * share))
 
     try:
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
@@ -171,7 +169,7 @@ def predict(
         outcome = replay(program.at(max(1, asked)), allocator())
         fits = outcome.fits and asked > 0
         if not outcome.fits:
-            outcome = replay(program.at(max(1, asked)), CachingAllocator(None, config))
+            outcome = replay(program.at(max(1, asked)), CachingAllocator(None))
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
     return Prediction(asked, low, high, fits, outcome)

@@ -80,8 +80,7 @@ def test_an_explanation_adds_up():
         assert sum(found.by_module.values()) == found.by_kind.get("activations", 0)
         assert found.phase in found.text()
     # An image of 432 numbers, one hidden layer of 48: all per sample, in bytes.
-    assert large.per_sample_bytes >= 4 * 432
-    assert explain(step, 4097).peak_bytes == large.peak_bytes + large.per_sample_bytes
+    assert explain(step, 4097).peak_bytes >= large.peak_bytes + 4 * 432
 
 
 def test_an_explanation_is_one_sentence():
@@ -91,7 +90,6 @@ def test_an_explanation_is_one_sentence():
         phase="backward",
         by_kind={"activations": 4 * MiB, "parameters": 2 * MiB, "temporaries": 0},
         by_module={"a": 2 * MiB, "b": MiB, "c": MiB, "d": 0},
-        per_sample_bytes=MiB,
     )
     assert found.text() == (
         "6.00 MiB at the peak in the backward: activations 4.00 MiB, parameters 2.00 MiB "

@@ -120,22 +120,19 @@ class CountingAllocator:
         self.peak_allocated_bytes = self.allocated_bytes
 
 
-def cuda_oom_text(
-    error: BudgetExceeded, *, total_bytes: int, context_bytes: int = 0, device_index: int = 0
-) -> str:
+def cuda_oom_text(error: BudgetExceeded, *, total_bytes: int, context_bytes: int = 0) -> str:
     """Return the message of CUDA's own error (``DeviceCachingAllocator::malloc``) for a refusal.
 
     Args:
         error: The refusal of a `CachingAllocator`.
         total_bytes: Capacity of the GPU.
         context_bytes: Memory outside the allocator: the CUDA context and loaded kernels.
-        device_index: The number after "GPU" in the text.
     """
     reserved = error.allocated if error.reserved is None else error.reserved
     in_use = reserved + context_bytes
     allowed = f"{_cuda_size(error.limit)} allowed; " if error.limit < total_bytes else ""
     return (
-        f"CUDA out of memory. Tried to allocate {_cuda_size(error.attempted)}. GPU {device_index} has a total"
+        f"CUDA out of memory. Tried to allocate {_cuda_size(error.attempted)}. GPU 0 has a total"
         f" capacity of {_cuda_size(total_bytes)} of which {_cuda_size(max(0, total_bytes - in_use))} is free."
         f" Including non-PyTorch memory, this process has {_cuda_size(in_use)} memory in use. {allowed}"
         f"Of the allocated memory {_cuda_size(error.allocated)} is allocated by PyTorch, and"
