@@ -97,7 +97,7 @@ def read_free(index: int, properties: Any, gpu: nvml.NvmlGpu | nvml.NvmlAbsent) 
         note = (
             f"NVML reports {format_bytes(gpu.free_bytes)} free, and the CUDA driver grants this process less"
         )
-        return free_bytes, "the CUDA driver", [f"{note}: a limit of MPS or of a virtual GPU"]
+        return free_bytes, "the CUDA driver", [f"{note}, as under a limit of MPS or of a virtual GPU"]
     reason = gpu.reason if isinstance(gpu, nvml.NvmlAbsent) else "the GPU does not report free memory"
     return free_bytes, "the CUDA driver", [f"no figures from NVML: {reason}"]
 

@@ -16,6 +16,7 @@ from autobatch.footprint.program import Program
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.limits import (
     ReplayPredictor,
+    first_size,
     has_ample_room,
     peak_bytes,
 )
@@ -128,6 +129,22 @@ def test_scratch_of_libraries_costs_few_runs(slope, fixed, appears, tile) -> Non
     assert machine.asked[0] == 8
     # The next size is the first with scratch, or the first with one tile more, in the worst case.
     assert len(machine.asked) <= math.log2(limit) + 8
+
+
+def test_a_search_on_a_gpu_begins_past_the_sizes_at_which_its_libraries_differ() -> None:
+    """Below 6 samples a kernel keeps another block, so that a run at 2 tells nothing of larger sizes."""
+
+    def trace(m: int) -> Trace:
+        small = [(9, 50)] if m < 6 else []
+        return Trace((*small, (0, 90 * m + 100), (1, 3 * m), (0, FREE), (2, 5)))
+
+    runs = {}
+    for capability in ((9, 0), None):
+        machine = Machine(lambda m: replay(trace(m), CountingAllocator()).peak_allocated_bytes, trace)
+        predictor = ReplayPredictor(lambda: CountingAllocator(BUDGET), first_size=first_size(capability))
+        assert search(machine.run, cap=10_000, predictor=predictor).micro_batch == machine.limit(10_000)
+        runs[capability] = len(machine.asked)
+    assert runs[9, 0] == 3 < runs[None]
 
 
 def test_two_bounds_that_agree_prove_that_the_next_size_fails() -> None:
