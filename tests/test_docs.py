@@ -137,3 +137,14 @@ def test_the_readme_names_files_that_exist() -> None:
         for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", text_of(path)):
             roots = (ROOT, ROOT / "autobatch")
             assert any((root / name).exists() for root in roots), f"{path.name} names {name}"
+
+
+def test_the_places_that_the_architecture_names_exist() -> None:
+    places = re.findall(r"`([a-z_/]+\.py):(\w+)`", text_of(ROOT / "docs/architecture.md"))
+    assert len(places) >= 10
+    for file, name in places:
+        tree = ast.parse(text_of(ROOT / "autobatch" / file))
+        assert name in {getattr(node, "name", None) for node in tree.body}, f"{file}:{name}"
+    for file in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", text_of(ROOT / "docs/architecture.md")):
+        root = ROOT if file.startswith("tests/") else ROOT / "autobatch"
+        assert (root / file).is_file(), file

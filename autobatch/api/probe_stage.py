@@ -105,7 +105,7 @@ def probe_only(
             is_rough=found.is_rough,
         )
     else:
-        # Of a larger size, that it does not fit is no reason to share the model.
+        # A larger size that does not fit is no reason to share the model.
         found = agree_on_fit(check, ranks) if together.may_share and asked == 1 else check()
         probe = found.probe
     joint = confirmed_limits(process, _twice, probe.micro_batch, together, ranks, progress)
@@ -156,7 +156,7 @@ def _limit(
 
     limit = agree_on_fit(probe, context.ranks) if together.may_share else probe()
     limit = survive_real_batches(process, limit, order, home=context.home, progress=progress)
-    # Of a stream, this is what the plan looked at, and rank 0 reads it for all.
+    # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     samples = None if info.epoch_samples is None else info.samples
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
     return limit

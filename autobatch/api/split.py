@@ -58,7 +58,7 @@ def add_split(
     ranks = ranks or Alone()
     if plan.world_size > 1 and not _may_cut_jointly(plan, options, ranks):
         return result
-    # What one rank takes of a batch is about what it takes of a joint cut.
+    # A rank's share of a batch is about its share of a joint cut.
     share = max(1, plan.ranks[ranks.rank].samples) if plan.ranks else plan.target_batch
     settings = _settings_of(probe, options, share)
     by_count = of_rank = msgspec.structs.replace(plan, target_batch=share)
@@ -123,7 +123,7 @@ def _may_cut_jointly(plan: Plan, options: PlanOptions, ranks: Ranks) -> bool:
             f"--split size over {plan.world_size} ranks is for autobatch fit: use --split count to plan for "
             "another loop"
         )
-    # For each size, the least limit of all ranks holds: too low for some of unlike GPUs.
+    # A joint cut has the least limit of all ranks for each size, which is too low for larger GPUs.
     is_alike = len({one.kind for one in plan.ranks}) == 1
     return ranks.world > 1 and (is_alike or options.split == "size")
 

@@ -135,5 +135,5 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
-        # It ended before the kernel was asked, and would be waited for for ever.
+        # The parent ended before this call, so the kernel would never report it.
         os._exit(1)

@@ -143,7 +143,7 @@ def _last_settings() -> str:
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if read is not None:
         return str(read())
-    # torch 2.11 tells them in a snapshot only.
+    # torch 2.11 reports them in a snapshot only.
     try:
         told = torch.cuda.memory._snapshot()["allocator_settings"]
         return str(next((told[name] for name in _VARIABLES if name in told), ""))

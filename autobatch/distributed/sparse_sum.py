@@ -47,6 +47,6 @@ def sum_sparse(own: Tensor, counts: Sequence[int], rank: int, reduce: Callable[[
 
 
 def _of_entries(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    # Before torch 2.13, an argument of the call does not keep it from warning that nothing is checked.
+    # Before torch 2.13 it warns that nothing is checked, even if an argument asks for that.
     with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
         return torch.sparse_coo_tensor(indices, values, shape)

@@ -95,7 +95,7 @@ class BufferSnapshot:
             for name, buffer in entries.items():
                 if buffer is None:
                     continue
-                # A version does not tell everything: BatchNorm kernels update statistics without a new one.
+                # A version counter misses writes: BatchNorm kernels update statistics without raising it.
                 if buffer.numel() <= self._largest or (number, name) in self._changing:
                     self._copies.append((buffer, buffer.detach().clone()))
                 else:

@@ -36,7 +36,7 @@ def evaluate_shared(
     with eval_mode(train_state.model):
         for _ in range(math.ceil(max(sizes) / micro_batch)):
             own = range(start, min(start + micro_batch, end))
-            # A rank that is done keeps the others company, and its figures do not count.
+            # A rank that is done still joins the collectives of the others. Its figures do not count.
             ids = own or range(1)
             found = evaluate_micro_batch(
                 workload, train_state, meter, ids, WholeBatchRows(ids), any_error=False

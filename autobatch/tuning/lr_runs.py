@@ -105,7 +105,7 @@ class SharedRuns:
             self._ask(_CLOSE)
             raise
         if seen is not None:
-            # It may go on in ranks that have not failed.
+            # Ranks that have not failed may continue it.
             self._ask(_CLOSE)
             yield seen
 

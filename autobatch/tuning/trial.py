@@ -157,6 +157,6 @@ def runner_of(session: Session, task: TrialSpec) -> TrialRunner:
     runner = session.find(TrialRunner)
     if runner is None or runner.task != task:
         return session.keep(TrialRunner(session.setup, task))
-    # A meeting with other ranks leaves another one.
+    # A meeting with other ranks replaces the setup of the session.
     runner.setup = runner.limits.setup = session.setup
     return runner

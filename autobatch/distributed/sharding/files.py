@@ -97,7 +97,7 @@ def read_shards(
         is_fit = target is not None and list(target.shape) == note["shape"]
         found[place] = target.detach() if target is not None and is_fit else _empty(note, mesh)
     with warnings.catch_warnings():
-        # It tells that ranks do not read together, which is wanted.
+        # It warns that ranks do not read together, which is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
             load(dict(found), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)

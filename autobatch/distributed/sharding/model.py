@@ -96,7 +96,7 @@ class ShardedModel:
                 "them to the optimizer"
             )
         loss = train_state.loss
-        # What autocast would do, the gathered weights do.
+        # The gathered weights replace autocast.
         train_state.precision = "fp32"
         train_state.loss = lambda _, batch: self._weighted(self.run(loss, batch))
         train_state.shared = self

@@ -111,11 +111,11 @@ def examine_loss(setup: TrainSetup, micro_batch: int) -> Finding:
             try:
                 more, _ = compare_samples(setup, meter, samples, [mode])
             except Exception as error:
-                # It may take no more samples at once than a micro-batch has, which is no fault of the loss.
+                # A model may refuse more samples than a micro-batch has. That is no fault of the loss.
                 if failed_part(error) != COLLATE:
                     raise
                 return finding
-    # The few samples tell already that the loss can be split, if memory is too small for many.
+    # If memory is too small for many samples, the few show already that the loss can be split.
     return finding if more.fault is None and finding.unchecked is None else more
 
 
