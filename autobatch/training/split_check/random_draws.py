@@ -28,6 +28,8 @@ DROPOUTS = {
     for prefix in ("", "alpha_", "feature_", "feature_alpha_")
     for suffix in ("", "_", "1d", "2d", "3d")
 }
+RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+"""Layers with a dropout between them, their only argument that is a float."""
 FILLS = {
     "uniform_",
     "normal_",
@@ -62,6 +64,11 @@ class NoDropout(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             kwargs.pop("dropout_p", None)
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        if name in RECURRENT:
+            args = tuple(0.0 if isinstance(one, float) else one for one in args)
+        if name == "multi_head_attention_forward":
+            # This function of Python calls the others where no mode sees them.
+            kwargs["training"] = False
         return func(*args, **kwargs)
 
 

@@ -6,7 +6,9 @@ import random
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from autobatch.training.split_check.random_draws import NoDropout, SampleDraws
 
@@ -112,3 +114,23 @@ def test_dropout_returns_its_input() -> None:
         found = scaled_dot_product_attention(values, values, values, dropout_p=0.9)
         assert torch.equal(found, scaled_dot_product_attention(values, values, values, None, 0.9))
     assert torch.allclose(found, scaled_dot_product_attention(values, values, values))
+
+
+@pytest.mark.parametrize(
+    ("layer", "run"),
+    [
+        (nn.MultiheadAttention(8, 2, dropout=0.5), lambda layer, x: layer(x, x, x, need_weights=False)[0]),
+        (nn.MultiheadAttention(8, 2, dropout=0.5), lambda layer, x: layer(x, x, x)[0]),
+        (nn.LSTM(8, 4, 2, dropout=0.5), lambda layer, x: layer(x)[0]),
+        (nn.GRU(8, 4, 2, dropout=0.5), lambda layer, x: layer(pack_padded_sequence(x, [5, 5, 5]))[0].data),
+        (nn.RNN(8, 4, 2, dropout=0.5), lambda layer, x: layer(x)[0]),
+    ],
+    ids=["attention", "attention with weights", "LSTM", "packed GRU", "RNN"],
+)
+def test_layers_that_call_dropout_themselves_do_without_it(layer, run) -> None:
+    x = torch.ones(5, 3, 8)
+    with NoDropout():
+        without = run(layer, x)
+    assert not torch.equal(run(layer, x), without)
+    layer.eval()
+    assert torch.equal(run(layer, x), without)
