@@ -54,8 +54,7 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
             vars(module).clear()
             vars(module).update(attributes)
             for registry, entries in registries:
-                registry.clear()
-                registry.update(entries)
+                _refill(registry, entries)
         for tensor, data, gradient, requires_grad in kept:
             tensor.grad = None
             tensor.data = data
@@ -129,7 +128,8 @@ class BufferSnapshot:
         """
         with torch.no_grad():
             for module, entries in self._entries:
-                module._buffers.update(entries)
+                for name, buffer in entries.items():
+                    module._buffers[name] = buffer
             copied = {id(tensor) for tensor, _ in self._copies}
             is_complete = all(buffer._version == version for buffer, version, _ in self._watched) and all(
                 id(p) in copied or not mark.differs(p) for _, p, mark in self._watched_frozen
@@ -155,6 +155,17 @@ class _Mark:
     def differs(self, tensor: Tensor) -> bool:
         """Check whether the tensor was written since."""
         return tensor._version != self._version or tensor.untyped_storage()._cdata != self._storage._cdata
+
+
+def _refill(registry: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Give a registry the entries that it had; that of a TorchScript module never gains or loses any."""
+    if isinstance(registry, dict):
+        registry.clear()
+        registry.update(entries)
+        return
+    for name, entry in entries.items():
+        if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter):
+            registry[name] = entry
 
 
 def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
