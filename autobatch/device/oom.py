@@ -95,6 +95,8 @@ _PATTERNS = (
     _Pattern(Verdict.SUSPECT, r"\bunable to find an engine to execute this computation\b"),
     # oneDNN under an address-space limit. "… primitive descriptor" is an unsupported shape.
     _Pattern(Verdict.SUSPECT, r"\bcould not create a primitive\b(?! descriptor)"),
+    # An error that Python raises within TorchScript loses its text, also that of a budget which is counted.
+    _Pattern(Verdict.SUSPECT, r"(?s)\bfailed in the TorchScript interpreter\b.*\nRuntimeError:\s*\Z"),
     # SIGKILL is the kernel's OOM killer or a kill -9, SIGBUS a full /dev/shm or a broken file: the text does
     # not show which. Other signals (segmentation fault, abort) are bugs.
     _Pattern(Verdict.SUSPECT, r"\bDataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Bus error)"),

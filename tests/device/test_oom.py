@@ -54,6 +54,10 @@ CUDNN_ATTENTION = 'cuDNN SDPA execution failed with error code ["CUDNN_BACKEND_A
 OUTSIDE = (
     "\nCUDA ran out of memory outside PyTorch's allocator. If this workload uses many dynamic shapes, cuDNN"
 )
+IN_TORCHSCRIPT = (
+    "The following operation failed in the TorchScript interpreter.\n"
+    "Traceback of TorchScript (most recent call last):\n    return torch.neg(b) + a\n"
+)
 KILLED = "DataLoader worker (pid 4711) is killed by signal: "
 
 
@@ -157,6 +161,8 @@ BY_TEXT = [
     (Verdict.SUSPECT, "GET was unable to find an engine to execute this computation"),
     (Verdict.SUSPECT, "FIND was unable to find an engine to execute this computation"),
     (Verdict.SUSPECT, "could not create a primitive"),
+    (Verdict.SUSPECT, IN_TORCHSCRIPT + "RuntimeError: \n"),
+    (Verdict.NONE, IN_TORCHSCRIPT + "RuntimeError: The size of tensor a (3) must match the size of b (4)\n"),
     (Verdict.SUSPECT, KILLED + "Killed. "),
     (
         Verdict.SUSPECT,
