@@ -7,7 +7,7 @@ buffers, gradients and modes are the same objects with the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -157,7 +157,7 @@ class _Mark:
         return tensor._version != self._version or tensor.untyped_storage()._cdata != self._storage._cdata
 
 
-def _refill(registry: dict[str, Any], entries: dict[str, Any]) -> None:
+def _refill(registry: MutableMapping[str, Any], entries: dict[str, Any]) -> None:
     """Give a registry the entries that it had; that of a TorchScript module never gains or loses any."""
     if isinstance(registry, dict):
         registry.clear()
@@ -168,5 +168,5 @@ def _refill(registry: dict[str, Any], entries: dict[str, Any]) -> None:
             registry[name] = entry
 
 
-def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
+def _registries(module: nn.Module) -> tuple[MutableMapping[str, Any], ...]:
     return module._parameters, module._buffers, module._modules

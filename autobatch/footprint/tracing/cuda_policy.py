@@ -103,7 +103,9 @@ def prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = not group.get("differentiable", False)
+            # torch updates one after the other if the rate is a tensor that no graph captures.
+            on_host = isinstance(group.get("lr"), Tensor) and not group.get("capturable", False)
+            group["foreach"] = not (group.get("differentiable", False) or on_host)
 
 
 def missing_parts() -> list[str]:

@@ -36,6 +36,10 @@ _DEVICE = torch.ops.prim.device.default
 _QUERIES = frozenset({_DEVICE, aten._local_scalar_dense.default})
 _RECURRENT = aten.mkldnn_rnn_layer.default
 _OVERFLOW_CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
+_CHECK = aten._is_all_true.default
+"""The check of the arguments of a distribution."""
+_PASSED = "_passed_a_check"
+"""Attribute of the result of a check."""
 _SELECTIONS = frozenset({aten.nonzero.default, aten.masked_select.default, aten.index.Tensor})
 """Operators whose result has a size that depends on values."""
 GATHERED = "gathered layers"
@@ -168,6 +172,8 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             self._products.append(self.position)
         if func is _RECURRENT:
             out = (*out[:3], self._workspace(args))
+        if func is _CHECK:
+            vars(out)[_PASSED] = True
         scratch = backward_scratch_bytes(func, args)
         if self._on_gpu and scratch:
             self.transient(scratch)
@@ -206,15 +212,16 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             self._resizes = before
 
     def _value_of(self, tensor: Tensor) -> float | int | bool:
-        """Return a value for ``.item()`` with which a step succeeds: no overflow, counts of 1."""
+        """Return a value for ``.item()`` with which a step succeeds: no overflow, valid values, 1 of each."""
         if tensor.untyped_storage()._cdata in self._found_inf:
             return 0.0
-        value = self._known_of(tensor)
+        # Torch computes with single numbers of the user's code, also if a trace keeps no others.
+        value = value_of(tensor)
         if value is not None:
             with no_dispatch():
                 return value.item()
         if tensor.dtype is torch.bool:
-            return False
+            return _PASSED in vars(tensor)
         # Neither 0 nor 1, because optimizers divide by a value and by its difference from 1.
         return 0.5 if tensor.is_floating_point() else 1
 

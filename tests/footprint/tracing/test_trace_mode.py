@@ -107,6 +107,24 @@ def test_values_let_a_step_succeed():
     assert answers == [0.5, False, 1]
 
 
+def test_distributions_accept_their_arguments():
+    def loss(model, batch):
+        chosen = torch.distributions.Normal(model(batch[0]), torch.ones(5))
+        return -chosen.log_prob(chosen.rsample().detach()).mean()
+
+    one = setup(make(perceptron, loss=loss))
+    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == attempt(one, 7).trace.canonical()
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    def adam(params, learning_rate):
+        return torch.optim.Adam(params, lr=torch.tensor(learning_rate))
+
+    one = setup(make(perceptron, optimizer=adam))
+    assert record(setting(one, steps=ATTEMPT_STEPS), 7).trace == attempt(one, 7).trace.canonical()
+    assert record(setting(one, capability=(8, 0)), 7).trace.events
+
+
 def test_a_repetition_is_refused_if_memory_has_grown():
     kept, answers = [], []
 
