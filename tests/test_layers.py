@@ -38,6 +38,11 @@ ONLY = {
 """Libraries that few modules, or the modules of one layer, may import."""
 TORCH_FREE = ("core", "planning", "report")
 MAY_PRINT = "cli.main"
+MAKERS = {
+    "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "tensor", "zeros",
+}  # fmt: skip
+"""Functions that make a tensor on the default device."""
 
 
 @cache
@@ -114,6 +119,21 @@ def test_core_and_report_never_import_torch(layer: str) -> None:
     for module in modules():
         if module.partition(".")[0] == layer:
             assert not [one for one in imports(module) if one.split(".")[0] == "torch"], module
+
+
+def test_tensors_are_made_on_a_named_device() -> None:
+    """Else they are on a GPU in a program with ``torch.set_default_device("cuda")``, where a draw fails."""
+    found = [
+        f"{module}:{node.lineno}"
+        for module, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in MAKERS
+        and not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+    assert found == []
 
 
 def test_only_the_command_line_prints_or_exits() -> None:

@@ -90,7 +90,7 @@ class Exchange:
             own[number] = None
         write_row(self._table, [*row, *(float(one._nnz()) for one in entries)], rank)
         if any(one is None for one in own):
-            self._flags.copy_(torch.tensor([float(one is not None) for one in own]))
+            self._flags.copy_(torch.tensor([float(one is not None) for one in own], device="cpu"))
         else:
             self._flags.fill_(1.0)
         for part, reduction in enumerate(self._reductions):

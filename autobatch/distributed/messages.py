@@ -52,10 +52,10 @@ class Messages:
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return the bytes of every rank, in order of the ranks."""
         with as_rank_lost("exchange messages"):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-            dist.all_gather(sizes, torch.tensor([len(content)]), group=self._side)
+            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
+            dist.all_gather(sizes, torch.tensor([len(content)], device="cpu"), group=self._side)
             longest = max(int(size) for size in sizes)
-            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: len(content)] = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[
                 : len(content)
             ]
@@ -67,12 +67,12 @@ class Messages:
     def broadcast_bytes(self, content: bytes) -> bytes:
         """See `autobatch.distributed.ranks.Ranks.broadcast_bytes`."""
         with as_rank_lost("receive the data of rank 0"):
-            size = torch.tensor([len(content)])
+            size = torch.tensor([len(content)], device="cpu")
             dist.broadcast(size, 0, group=self._side)
             if not int(size):
                 return b""
             sent = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.rank == 0 else None
-            found = torch.empty(int(size), dtype=torch.uint8) if sent is None else sent
+            found = torch.empty(int(size), dtype=torch.uint8, device="cpu") if sent is None else sent
             dist.broadcast(found, 0, group=self._side)
         return content if self.rank == 0 else found.numpy().tobytes()
 
@@ -82,7 +82,7 @@ class Messages:
 
     def vote(self, flag: bool) -> Callable[[], bool]:
         """Send a flag to all ranks; return a function that waits for theirs, and tells if any is true."""
-        vote = torch.tensor([int(flag)])
+        vote = torch.tensor([int(flag)], device="cpu")
         with as_rank_lost("vote"):
             work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._side, async_op=True)
 

@@ -74,8 +74,10 @@ class Overlap(GroupEngine):
         self._is_passing = False
         self._is_spare = False
         self._table = torch.zeros(
-            table_size(self.ranks.world, len(Figures._fields), torch.float64), dtype=torch.float64
-        ).to(train_state.device)
+            table_size(self.ranks.world, len(Figures._fields), torch.float64),
+            dtype=torch.float64,
+            device=train_state.device,
+        )
         # DDP has buckets of its own.
         train_state.exchange = None
         train_state.gradients.keeps_memory = True

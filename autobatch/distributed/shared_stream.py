@@ -81,5 +81,5 @@ class _Pickler(pickle.Pickler):
 
 def _tensor_of(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not content:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)

@@ -49,7 +49,7 @@ def self_test() -> str | None:
     setting = Setting(
         workload=workload,
         model=_KnownModel(),
-        batch_of=lambda size: torch.zeros(size, _WIDTH),
+        batch_of=lambda size: torch.zeros(size, _WIDTH, device="cpu"),
         precision="bf16",
         capability=(8, 0),
         steps=(1,),

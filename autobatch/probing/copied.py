@@ -81,7 +81,7 @@ def _can_train(connection: Connection) -> bool:
     """Check that autograd runs here, and tell the parent if it does not."""
     try:
         # A CUDA build of torch refuses autograd in a copy if it ran before it.
-        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        torch.ones((), requires_grad=True, device="cpu").backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         reason = f"{NO_COPY} it has trained before: {str(error).splitlines()[0]}"
         connection.send((0, "error", CannotCopyError(reason), False))

@@ -81,7 +81,7 @@ def _optimizer_line(workload: Workload) -> str:
 
 def stand_in_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
     """Build the workload's optimizers for a stand-in parameter; none if they need the model's own."""
-    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1, device="cpu"))])
     try:
         made = workload.optimizer(argument_of(workload, stand_in), workload.learning_rate)
     except Exception:

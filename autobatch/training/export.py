@@ -101,7 +101,7 @@ def _not_exportable(value: object) -> str | None:
     if value.layout is not torch.strided:
         return f"a tensor in the layout {str(value.layout).removeprefix('torch.')}"
     try:
-        save({"one": torch.zeros(1, dtype=value.dtype)})
+        save({"one": torch.zeros(1, dtype=value.dtype, device="cpu")})
     except Exception as error:  # whatever it raises for a type that it does not know
         if is_oom(error):
             raise

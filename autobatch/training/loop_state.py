@@ -231,7 +231,7 @@ def to_plain(value: Any) -> Any:
 def _skeleton(value: Any) -> Any:
     """Return the same structure with every sharded tensor empty, which has a file of its own."""
     if hasattr(value, "device_mesh"):
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):
         if isinstance(value, dict):
             return {key: _skeleton(item) for key, item in value.items()}

@@ -88,5 +88,5 @@ def _losses(setup: TrainSetup, size: int, *, seed: int) -> list[float]:
 def _fetched(setup: TrainSetup, size: int, draw: torch.Generator) -> Iterator[tuple[Collated, int]]:
     samples = len(setup.workload.train_data)  # type: ignore[arg-type]
     for _ in range(MICRO_BATCHES):
-        ids = torch.randint(samples, (size,), generator=draw).tolist()
+        ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
         yield load_micro_batch(setup.workload, ids), size

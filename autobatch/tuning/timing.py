@@ -148,7 +148,9 @@ def fetch_share(setup: TrainSetup, size: int) -> float:
     with preserved_random_state():
         for _ in range(FETCHES):
             start = setup.clock()
-            load_micro_batch(setup.workload, torch.randint(samples, (size,), generator=draw).tolist())
+            load_micro_batch(
+                setup.workload, torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
+            )
             fetching.append(setup.clock() - start)
     seconds = statistics.median(fetching)
     if seconds < QUICK_S:
@@ -202,7 +204,7 @@ def _random_batches(samples: int, size: int, first: int = 0) -> Iterator[GlobalB
     """Yield batches of samples without end, drawn at random but always the same."""
     draw = torch.Generator().manual_seed(0)
     for index in itertools.count():
-        ids = torch.randint(samples, (size,), generator=draw).tolist()
+        ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
         if index >= first:
             yield GlobalBatch(index, 0, ids)
 
@@ -271,5 +273,6 @@ class _Stopwatch:
         samples = len(self._setup.workload.train_data)  # type: ignore[arg-type]
         for _ in range(count):
             yield load_micro_batch(
-                self._setup.workload, torch.randint(samples, (size,), generator=self._draw).tolist()
+                self._setup.workload,
+                torch.randint(samples, (size,), generator=self._draw, device="cpu").tolist(),
             )

@@ -53,7 +53,7 @@ def digits() -> tuple[Dataset[Any], Dataset[Any]]:
     with resources.files(__package__).joinpath("digits.npz").open("rb") as file, np.load(file) as data:
         images = torch.from_numpy(data["images"]).float().div_(16).unsqueeze_(1)
         labels = torch.from_numpy(data["labels"]).long()
-    held_out = torch.arange(len(labels)) % HELD_OUT == 0
+    held_out = torch.arange(len(labels), device="cpu") % HELD_OUT == 0
     return (
         TensorDataset(images[~held_out], labels[~held_out]),
         TensorDataset(images[held_out], labels[held_out]),

@@ -56,6 +56,11 @@ def test_the_share_of_fetching_is_measured(a_fetch: float, share: float) -> None
     assert here.fetch_share == pytest.approx(share if usable_cores() > 1 else 0.0)
 
 
+def test_samples_are_drawn_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert fetch_share(replace(setup_of(signed(set())), clock=lambda: 0.0), 8) == 0.0
+
+
 def test_the_share_of_fetching_is_zero_if_memory_runs_out() -> None:
     ticks = iter(range(10**6))
 

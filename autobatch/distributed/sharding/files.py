@@ -110,7 +110,7 @@ def read_shards(
 def _empty(note: Mapping[str, Any], mesh: DeviceMesh | None) -> Tensor:
     dtype = getattr(torch, note["dtype"])
     if mesh is None:
-        return torch.empty(note["shape"], dtype=dtype)
+        return torch.empty(note["shape"], dtype=dtype, device="cpu")
     placement: Placement = Replicate() if note["dim"] is None else Shard(note["dim"])
     return empty_sharded(*note["shape"], dtype=dtype, device_mesh=mesh, placements=[placement])
 

@@ -222,7 +222,7 @@ def _serve(connection: Connection, function: Callable[[], object]) -> None:
     answer: Answer
     try:
         # A CUDA build of torch refuses autograd in a fork if it ran before it, even without a GPU.
-        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        torch.ones((), requires_grad=True, device="cpu").backward()  # type: ignore[no-untyped-call]
         answer = "result", function()
     except AutobatchError as error:
         answer = "error", error

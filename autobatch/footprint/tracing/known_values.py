@@ -69,7 +69,7 @@ def _packed(x: Tensor, lengths: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     known = value_of(lengths)
     assert known is not None
     with no_dispatch():
-        steps = torch.arange(int(known.max()))
+        steps = torch.arange(int(known.max()), device=known.device)
         sizes = (known[None, :] > steps[:, None]).sum(1)
         rows = int(known.sum())
     return x.new_empty([rows, *x.shape[2:]]), sizes

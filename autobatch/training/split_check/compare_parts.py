@@ -162,7 +162,8 @@ class _Comparison:
                 f"is not: {_cause(whole, [], mixes_samples=False)}"
             )
         columns = torch.stack([part.elements for part in found], dim=1)
-        mean = columns @ torch.tensor([part.weight / total for part in found], dtype=torch.float64)
+        shares = [part.weight / total for part in found]
+        mean = columns @ torch.tensor(shares, dtype=torch.float64, device=columns.device)
         error = self._error(mean)
         if error <= tolerance:
             return None

@@ -144,7 +144,7 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags or "attention" in name:
             return func(*args, **kwargs)
         # From the generator, so that a recomputed forward pass finds the same keys.
-        key = int(torch.randint(2**62, ()))
+        key = int(torch.randint(2**62, (), device="cpu"))
         own = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
         states = [(one, one.get_state()) for one in own]
         after = torch.get_rng_state()
