@@ -143,8 +143,8 @@ def real_batches_in_words(probe: Probe) -> str | None:
 
 def fits_in_words(probe: Probe) -> str:
     """Describe the largest micro-batch and the evidence for it."""
-    remembered = probe.source.startswith("saved")
-    saved = f" One run confirmed the limit that was {probe.source}." if remembered else ""
+    date = probe.source.removeprefix("saved ")
+    saved = f" One run confirmed the limit saved on {date}." if date != probe.source else ""
     in_precision = "" if probe.precision is None else f" in {probe.precision}"
     ran = plural(len(probe.attempts), "size")
     ooms = plural(probe.oom_count, "out-of-memory error") if probe.oom_count else "no out-of-memory error"

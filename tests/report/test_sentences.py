@@ -126,7 +126,7 @@ def test_the_learning_rate_names_its_rule_factor_and_source(rule, factor, words)
         ),
         (
             {"source": "saved 2026-11-20"},
-            "93 ran and fits. One run confirmed the limit that was saved 2026-11-20.",
+            "93 ran and fits. One run confirmed the limit saved on 2026-11-20.",
         ),
         ({"oom_count": 0}, "The probe ran 6 sizes with no out-of-memory error."),
     ],

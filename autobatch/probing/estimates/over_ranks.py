@@ -122,7 +122,7 @@ class RankEstimator:
         notes += self.traces.notes()
         if self.settings.memory_budget is None:
             notes.append(
-                f"each budget leaves {format_bytes(NCCL_BYTES)} for NCCL, a figure of others for its buffers"
+                f"each budget leaves {format_bytes(NCCL_BYTES)} for the buffers of NCCL, not measured here"
             )
         return notes
 
