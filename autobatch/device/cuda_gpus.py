@@ -22,6 +22,13 @@ NOTABLE_BYTES = 256 * MiB
 """Difference between the free memory of NVML and of the CUDA driver above which a limit explains it."""
 
 
+FORKED = (
+    "this process was forked from one that had started CUDA, which no fork survives: start it with the "
+    "method spawn of multiprocessing"
+)
+"""Reason and advice for `is_forked_from_cuda`."""
+
+
 class VisibleGpu(Record, frozen=True, kw_only=True):
     """A GPU that torch can use, for reports."""
 
@@ -57,12 +64,20 @@ def visible_gpus() -> list[VisibleGpu]:
     return gpus
 
 
+def is_forked_from_cuda() -> bool:
+    """Return whether this process was forked from one that had started CUDA, so that it has no GPU."""
+    asked = getattr(torch._C, "_cuda_isInBadFork", None)
+    return asked is not None and bool(asked())
+
+
 def require_gpu(index: int) -> None:
     """Check that torch finds the GPU of an index.
 
     Raises:
         InputError: It does not.
     """
+    if is_forked_from_cuda():
+        raise InputError(f"cuda:{index} was asked for, and {FORKED}")
     if not torch.cuda.is_available():
         raise InputError(
             f"cuda:{index} was asked for, and torch {torch.__version__} finds no CUDA GPU: "

@@ -11,6 +11,7 @@ from autobatch.device import nvml
 from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.cuda import CudaDevice
+from autobatch.device.cuda_gpus import FORKED, is_forked_from_cuda
 from autobatch.device.host import HostMemory, host_memory
 from autobatch.device.profiles import data_home, load_profile
 from autobatch.device.simulated import SimulatedDevice
@@ -49,6 +50,8 @@ def unused_gpu_notes(environ: Mapping[str, str]) -> list[str]:
     reading = nvml.read_gpus()
     if isinstance(reading, nvml.NvmlAbsent) or not reading.gpus:
         return []
+    if is_forked_from_cuda():
+        return [f"this runs on the CPU: {FORKED}"]
     built, advice = "without CUDA", "install a build with CUDA"
     if torch.version.cuda is not None:
         built = f"for CUDA {torch.version.cuda}"

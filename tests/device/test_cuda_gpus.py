@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autobatch.core.errors import InputError
 from autobatch.core.units import GiB, MiB
@@ -53,6 +54,13 @@ def test_there_are_no_gpus_without_cuda(fake: FakeCuda, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert visible_gpus() == []
     with pytest.raises(InputError, match=r"cuda:0 was asked for.*autobatch doctor.*--device cpu"):
+        require_gpu(0)
+
+
+def test_a_fork_of_a_process_with_cuda_has_no_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda: True, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match=r"cuda:0 was asked for, and this process was forked .* spawn"):
         require_gpu(0)
 
 

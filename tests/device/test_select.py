@@ -46,6 +46,9 @@ def test_a_gpu_that_torch_cannot_use_is_noted(
     (note,) = notes
     assert note.startswith("this runs on the CPU: the driver (version 550.54.15) shows Alpha, which torch ")
     assert words in note
+    monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda: True, raising=False)
+    (note,) = open_device(spec, memory_budget="64MiB", environ=visible).describe().notes
+    assert note.startswith("this runs on the CPU: this process was forked")
     monkeypatch.setattr(nvml, "read_gpus", lambda: NvmlReading(driver_version="550", gpus=[], notes=[]))
     assert open_device(spec, memory_budget="64MiB", environ=visible).describe().notes == []
 
