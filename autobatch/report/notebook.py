@@ -22,8 +22,9 @@ from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Mark, Picture, Table
 from autobatch.report.charts.memory import memory_figure
+from autobatch.report.charts.rates import rates_figure
 from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import comparison_figure, rates_figure, trials_figure
+from autobatch.report.charts.trials import comparison_figure, trials_figure
 from autobatch.report.html import Markup, element, join
 from autobatch.report.sentences import (
     fits_in_words,

@@ -14,13 +14,12 @@ from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import training_figure
 from autobatch.report.charts.drawing import Picture, Table
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure
+from autobatch.report.charts.rates import pairs_table, rates_figure
 from autobatch.report.charts.sizes import lengths_figure, padding_figure
 from autobatch.report.charts.split import plan_figure
 from autobatch.report.charts.trials import (
     comparison_figure,
     knee_figure,
-    pairs_table,
-    rates_figure,
     trials_figure,
 )
 from autobatch.report.html import (

@@ -20,8 +20,9 @@ from autobatch.report.charts.drawing import (
     series,
 )
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure
+from autobatch.report.charts.rates import rates_figure
 from autobatch.report.charts.split import plan_figure
-from autobatch.report.charts.trials import comparison_figure, rates_figure, trials_figure
+from autobatch.report.charts.trials import comparison_figure, trials_figure
 from autobatch.report.theme import LIGHT
 from tests.support.sample_run import a_run, a_step, some_rates
 

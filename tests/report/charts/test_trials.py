@@ -8,17 +8,14 @@ from autobatch.core.records.tuning import Trial
 from autobatch.report.charts.trials import (
     comparison_figure,
     knee_figure,
-    pairs_table,
-    rates_figure,
     trials_figure,
 )
-from tests.support.sample_run import some_comparisons, some_rates, some_trials
+from tests.support.sample_run import some_comparisons, some_trials
 
 
 def test_nothing_to_draw_gives_no_picture():
     assert trials_figure([]) is None
     assert comparison_figure([]) is None
-    assert rates_figure(msgspec.structs.replace(some_rates(), history=[])) is None
 
 
 def test_infeasible_trials_have_no_throughput_and_many_trials_are_thinned():
@@ -58,33 +55,6 @@ def test_trials_are_drawn_relative_to_the_default_with_a_mark_where_the_study_wa
 def test_dollars_and_distant_alphabets_are_not_read_as_formulas():
     odd = msgspec.structs.replace(some_comparisons()[0], changes={"precision": "$x^2$ <b> 学習率"})
     assert "$x^2$ &lt;b&gt; 学習率" in comparison_figure([odd]).svg
-
-
-def test_learning_rates_use_a_logarithmic_axis_with_plain_numbers():
-    picture = rates_figure(some_rates())
-    assert "0.0001</text>" in picture.svg
-    assert "mathdefault" not in picture.svg
-    assert [mark.label for mark in picture.legend] == [
-        "run", "chosen, 0.0009", "default, 0.0003", "diverged or stopped early"
-    ]  # fmt: skip
-    assert [row[2] for row in picture.table.rows] == ["1.31", "1.12", "1.9", "not finite", "2.2", "1.1"]
-
-
-def test_a_single_learning_rate_has_an_axis_too():
-    found = some_rates()
-    picture = rates_figure(msgspec.structs.replace(found, history=found.history[:1]))
-    assert "0.0003" in picture.svg or "0.0001" in picture.svg
-
-
-def test_the_deciding_runs_are_in_a_table():
-    found = some_rates()
-    table = pairs_table(found)
-    assert table.rows == [["0", "1.31", "1.1", "+15.0%"], ["1", "1.32", "1.111", "+15.0%"],
-                          ["2", "1.33", "1.122", "+15.0%"]]  # fmt: skip
-    lost = msgspec.structs.replace(found.pairs[0], other_loss=None, gain=-1.0)
-    assert pairs_table(msgspec.structs.replace(found, pairs=[lost])).rows == [
-        ["0", "1.31", "not finite", "-100.0%"]
-    ]
 
 
 def test_the_knee_has_the_fastest_trial_of_each_size_and_precision():
