@@ -86,7 +86,8 @@ def test_a_call_tells_its_listener(tmp_path: Any) -> None:
 
     result = autobatch.probe(max_micro_batch=2, device="cpu", progress=Acts())
     assert acts[0] == "opening the workload"
-    assert str(result).startswith("2 samples fit at a time; more is not allowed by --max-micro-batch")
+    assert str(result).startswith("2 samples fit at a time in ")
+    assert str(result).partition("; ")[2].startswith("more is not allowed by --max-micro-batch")
     assert repr(result).startswith("<ProbeResult: 2 samples fit")
     assert len(repr(result)) < 200
 

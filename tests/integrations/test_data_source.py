@@ -76,11 +76,11 @@ def ragged(samples):
         (lambda: autobatch.batches([], small_plan()), "0 samples"),
         (
             lambda: autobatch.batches(points(), small_plan(30, last_batch="drop")),
-            "no batch, for the data has 24 samples and the target batch is 30",
+            "no batch, because the data has 24 samples and the target batch is 30",
         ),
         (
             lambda: autobatch.batches(Stream(9), small_plan(30, last_batch="drop")),
-            "no batch, for an epoch has 9 samples and the target batch is 30",
+            "no batch, because an epoch has 9 samples and the target batch is 30",
         ),
         (lambda: autobatch.batches(Stream(0), small_plan()), "gave no sample: at least 1"),
         (lambda: autobatch.batches(iter(Stream(30)), small_plan(8), steps=9), "no sample in epoch 2"),
