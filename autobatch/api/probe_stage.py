@@ -30,6 +30,7 @@ from autobatch.planning import rank_share
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.find_limit import Limit, ProbeLimits, check_size, find_limit
 from autobatch.probing.open_process import open_process
+from autobatch.probing.planned_sizes import limit_of_plan
 from autobatch.probing.sizes.limits_by_size import find_limits_by_size
 from autobatch.probing.sizes.real_batches import Order
 from autobatch.probing.sizes.survive import survive_real_batches
@@ -190,6 +191,8 @@ def probe_and_plan(
     limits = unpack.probe_limits(options, share)
     limit = _limit(process, limits, Order(share, options.seed), context, together)
     alone = limit.probe.micro_batch
+    if ranks.world == 1:  # of several ranks, the batch itself runs
+        limit, alone = limit_of_plan(process, limit, share, progress)
     plan = unpack.plan_for(info, alone, options, world_size)
 
     def planned(limits: Sequence[RankLimit]) -> Plan:
@@ -204,13 +207,9 @@ def probe_and_plan(
         progress,
     )
     plan = one_size_if_asked(planned(joint.limits), alone, options, progress)
-    progress.planned(plan)
-    if info.epoch_samples is not None and plan.target_batch > info.epoch_samples:
-        progress.note(_several_epochs(plan.target_batch, info.epoch_samples))
-    if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
-        progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
+    _tell(plan, info.epoch_samples, progress)
     progress.doing("predicting the memory of a step")
-    predicted, curve = predicted_memory(limit.footprint, info, alone)
+    predicted, curve = predicted_memory(limit.footprint, info, limit.probe.micro_batch)
     return Result(
         device=info.device,
         probe=_over_ranks(limit.probe, joint),
@@ -229,6 +228,15 @@ def _several_epochs(target_batch: int, epoch_samples: int) -> str:
         f"the batch of {target_batch:,} is larger than the data: each step takes {epochs} epochs of "
         f"{epoch_samples:,} sample{'s' if epoch_samples > 1 else ''}"
     )
+
+
+def _tell(plan: Plan, epoch_samples: int | None, progress: Progress) -> None:
+    """Report a plan, that its batch exceeds an epoch, and that its learning rate is that of another batch."""
+    progress.planned(plan)
+    if epoch_samples is not None and plan.target_batch > epoch_samples:
+        progress.note(_several_epochs(plan.target_batch, epoch_samples))
+    if plan.learning_rate_rule == "none" and plan.base_batch not in (None, plan.target_batch):
+        progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
 
 
 def write_memory_viz(
