@@ -17,7 +17,7 @@ for version in "${versions[@]}"; do
     venv=$folder/torch-$version
     [ -x "$venv/bin/pytest" ] || {
         python3 -m venv "$venv"
-        "$venv/bin/pip" install --quiet "torch==$version" -e '.[dev]'
+        "$venv/bin/pip" install --quiet "torch==$version" -e '.[dev,integrations]'
     }
     echo "+ torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)')"
     # PYTHONPATH, because an environment that stays may have been installed from another checkout.

@@ -12,7 +12,7 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
-from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.device.allocator.tracker import StorageMeter, StorageTracker
 from autobatch.footprint.program import Program
 
 F32 = 4
@@ -436,3 +436,17 @@ def test_a_compiled_model_under_the_tracker_compiles_nothing() -> None:
             model(torch.ones(size, 4)).sum().backward()
         assert meter.stats().peak_allocated_bytes > 0
     assert torch._dynamo.utils.counters["frames"]["total"] == 0
+
+
+def test_a_torch_without_its_private_rule_wraps_the_tracker_and_counts_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def peak() -> int | None:
+        with tracker() as meter:
+            nn.Linear(8, 16)(torch.zeros(32, 8)).sum().backward()
+        return meter.stats().peak_allocated_bytes
+
+    usual = peak()
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy")
+    assert StorageTracker._should_skip_dynamo()
+    assert peak() == usual
