@@ -382,7 +382,7 @@ def test_an_unwritable_data_directory_keeps_the_study_in_memory(tmp_path: Path, 
     )
     assert ran.code == 0, ran.err
     assert "is kept in memory and cannot be continued later: " in ran.out
-    assert "set AUTOBATCH_HOME to a directory that can be written" in ran.out
+    assert "set AUTOBATCH_HOME to a writable directory" in ran.out
 
 
 BROKEN = """
