@@ -113,7 +113,7 @@ def footprint_beside(
         Unpredictable: a step cannot be traced, or that of the first setting follows no rule.
     """
     start = clock()
-    reason = None if tested else _why_untrusted()
+    reason = None if tested else why_untrusted()
     if reason:
         raise Unpredictable(f"cannot predict: {reason}")
     try:
@@ -128,7 +128,7 @@ def footprint_beside(
         first_products=first.first_products,
         products=first.products,
         margin=CONVOLUTION_MARGIN if first.has_convolutions else MARGIN,
-        notes=tuple(_notes(setting, first)),
+        notes=tuple(notes_on(setting, first)),
         seconds=clock() - start,
     )
     return step, recordings
@@ -198,13 +198,14 @@ def with_workspaces(
     return step.program.with_blocks([(index, size) for index in step.first_products[:count]])
 
 
-def _why_untrusted() -> str | None:
+def why_untrusted() -> str | None:
     """Return the reason why this torch allows no predictions, None if it does."""
     missing = missing_parts()
     return f"this torch has no {', '.join(missing)}" if missing else self_test()
 
 
-def _notes(setting: Setting, recording: Recording) -> list[str]:
+def notes_on(setting: Setting, recording: Recording) -> list[str]:
+    """Return remarks on what a trace does not show, one per line."""
     notes = []
     if recording.has_convolutions:
         notes.append(

@@ -7,9 +7,8 @@ largest micro-batch that fits and the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 from autobatch.device.allocator.ledger import Allocator
@@ -18,6 +17,7 @@ from autobatch.footprint.fit_sizes import recorded
 from autobatch.footprint.largest import largest
 from autobatch.footprint.scratch import in_proportion
 from autobatch.footprint.tracing.apart import run_apart
+from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.workload.rng import preserved_random_state
 
@@ -47,14 +47,45 @@ def trace_single_sizes(
     Raises:
         Unpredictable: the step cannot be traced.
     """
-    known = replace(setting, has_values=True)
+    return {size: one.trace for size, one in record_single_sizes(setting, new_allocator, cap).items()}
 
-    def trace_of(size: int, steps: int | None = None) -> Trace:
-        with preserved_random_state():
-            shortened = replace(known, steps=known.steps[:steps])
-            return recorded(shortened, size, known.batch_of(size)).trace
 
-    return run_apart(partial(closed_in, trace_of, new_allocator, cap))
+def record_single_sizes(
+    setting: Setting,
+    new_allocator: Callable[[], Allocator],
+    cap: int,
+    *,
+    known: Mapping[int, Recording] | None = None,
+) -> dict[int, Recording]:
+    """Do as `trace_single_sizes`, and return the recordings.
+
+    Args:
+        setting: what to trace.
+        new_allocator: returns an empty allocator with the budget as its limit.
+        cap: the largest micro-batch to try, at least 1.
+        known: recordings of an earlier call, which are not made again.
+
+    Raises:
+        Unpredictable: the step cannot be traced.
+    """
+    setting = replace(setting, has_values=True)
+
+    def search() -> dict[int, Recording]:
+        made = dict(known or {})
+
+        def trace_of(size: int, steps: int | None = None) -> Trace:
+            if size in made:
+                return made[size].trace
+            with preserved_random_state():
+                shortened = replace(setting, steps=setting.steps[:steps])
+                one = recorded(shortened, size, setting.batch_of(size))
+            if steps is None:
+                made[size] = one
+            return one.trace
+
+        return {size: made[size] for size in closed_in(trace_of, new_allocator, cap)}
+
+    return run_apart(search)
 
 
 class TraceOf(Protocol):

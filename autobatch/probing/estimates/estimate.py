@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from autobatch.core.records.plan import Plan
 from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.simulated import simulated_budget
+from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.memory_viz import dump
 from autobatch.footprint.predict import predict
 from autobatch.footprint.remedies import find_remedies
@@ -39,6 +41,7 @@ from autobatch.probing.estimates.settings import (
     precision_on,
     spending_on,
 )
+from autobatch.probing.estimates.single import SinglePrediction, predict_single
 from autobatch.probing.estimates.sizes import with_sizes
 from autobatch.probing.estimates.traces import Traces
 from autobatch.report.result import Estimates
@@ -108,20 +111,37 @@ def _estimate(
     start = time.perf_counter()
     budget, source = simulated_budget(gpu, settings.memory_budget)
     precision = precision_on(settings, gpu.compute_capability)
-    step = traces.step(ALONE, gpu.compute_capability)
-    # Runs that took more than predicted widen the interval by as much.
-    margins = [step.margin, *(1 - 1 / (1 + residual) for residual in prediction_errors)]
-    step = replace(step, margin=max(margins))
-    found = predict(
-        step,
-        budget_bytes=budget,
-        cap=cap_of(traces.workload, settings),
-        micro_batch=settings.micro_batch,
-        workspaces=gpu.workspaces,
-    )
+    cap = cap_of(traces.workload, settings)
+    try:
+        step = traces.step(ALONE, gpu.compute_capability)
+    except Unpredictable:
+        step, found = _predict_single(traces, gpu, budget, cap, settings)
+    else:
+        # Runs that took more than predicted widen the interval by as much.
+        margins = [step.margin, *(1 - 1 / (1 + residual) for residual in prediction_errors)]
+        step = replace(step, margin=max(margins))
+        found = predict(
+            step,
+            budget_bytes=budget,
+            cap=cap,
+            micro_batch=settings.micro_batch,
+            workspaces=gpu.workspaces,
+        )
     plan = _plan(traces, found.micro_batch, precision, settings) if found.fits else None
     made = estimate_from(step, found, gpu, (budget, source), precision)
     return msgspec.structs.replace(made, plan=plan, seconds=time.perf_counter() - start)
+
+
+def _predict_single(
+    traces: Traces, gpu: HardwareProfile, budget: int, cap: int, settings: EstimateSettings
+) -> SinglePrediction:
+    try:
+        return predict_single(traces, gpu, budget_bytes=budget, cap=cap, micro_batch=settings.micro_batch)
+    except Unpredictable as error:
+        raise Unpredictable(
+            f"{error}. autobatch probe --device sim:{gpu.name} runs the step, on the CPU in a model of that "
+            "GPU's allocator"
+        ) from error
 
 
 def _write_snapshot(path: Path, traces: Traces, gpu: HardwareProfile, one: Estimate) -> None:
@@ -134,11 +154,13 @@ def _write_snapshot(path: Path, traces: Traces, gpu: HardwareProfile, one: Estim
 def _remedies(
     traces: Traces, gpu: HardwareProfile, one: Estimate, settings: EstimateSettings
 ) -> list[Remedy]:
+    """Return what would let more fit; nothing if the step follows no rule."""
     capability = gpu.compute_capability
     spending = spending_on(gpu, one.budget_bytes, cap_of(traces.workload, settings))
-    with preserved_random_state():
+    with preserved_random_state(), suppress(Unpredictable):
         step, setting = traces.step(ALONE, capability), traces.setting(capability)
         return find_remedies(setting, step, spending, trace=traces.tracer(ALONE, capability))
+    return []
 
 
 def _by_size(traces: Traces, gpu: HardwareProfile, one: Estimate, settings: EstimateSettings) -> Estimate:

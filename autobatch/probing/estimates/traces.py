@@ -18,15 +18,18 @@ from torch import nn
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.records.base import GradientDtype
 from autobatch.core.units import format_bytes
+from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.host import host_memory
 from autobatch.device.oom import first_line, is_oom
 from autobatch.footprint.depth import DeepFootprint, deep_footprint, is_deep, record_few
-from autobatch.footprint.predict import Footprint
+from autobatch.footprint.fit_sizes import Unpredictable
+from autobatch.footprint.predict import Footprint, notes_on
 from autobatch.footprint.remedies import NATIVE_BF16, OF_THE_OPTIMIZER, Trace, changes_of
+from autobatch.footprint.single_sizes import record_single_sizes
 from autobatch.footprint.tracing.apart import run_in_copies
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Arrange, Setting
-from autobatch.probing.estimates.layouts import Layout, arranged
+from autobatch.probing.estimates.layouts import ALONE, Layout, arranged
 from autobatch.probing.estimates.settings import EstimateSettings, precision_on
 from autobatch.probing.setup import whole_batch_of
 from autobatch.probing.setup_model import build_model
@@ -63,6 +66,8 @@ class Traces:
     _found: dict[TraceKey, DeepFootprint] = field(default_factory=dict)
     _recorded: dict[TraceKey, Recording] = field(default_factory=dict)
     _failed: dict[TraceKey, AutobatchError] = field(default_factory=dict)
+    _single: dict[TraceKey, dict[int, Recording]] = field(default_factory=dict)
+    """By size, for a step that follows no rule in the micro-batch."""
     _capabilities: dict[bool, Capability] = field(default_factory=dict)
     """The GPU of each kind that was asked about first."""
 
@@ -118,9 +123,28 @@ class Traces:
         """
         key = self._key(layout, capability)
         if key not in self._found:
+            if key in self._failed:
+                raise self._failed[key]
             other = None if like is None else self._found.get(self._key(like, capability))
-            self._found[key] = self._trace(key, other)
+            try:
+                self._found[key] = self._trace(key, other)
+            except Unpredictable as error:
+                self._failed[key] = error
+                raise
         return self._found[key].step
+
+    def at_single_sizes(
+        self, capability: Capability, new_allocator: Callable[[], Allocator], cap: int
+    ) -> dict[int, Recording]:
+        """Return recordings of one rank's step at a few sizes, up to the largest that fits and the next.
+
+        Raises:
+            Unpredictable: the step cannot be traced.
+        """
+        known = self._single.setdefault(self._key(ALONE, capability), {})
+        made = record_single_sizes(self.setting(capability), new_allocator, cap, known=known)
+        known |= made
+        return made
 
     def tracer(self, layout: Layout, capability: Capability) -> Trace:
         """Return a function that traces a change of a step, once for all GPUs that run it in the same way.
@@ -179,6 +203,13 @@ class Traces:
         for key, found in self._found.items():
             if not key.change:
                 yield from found.step.notes
+        for key, recordings in self._single.items():
+            yield (
+                "the step follows no rule in the micro-batch, so it was traced at single sizes "
+                f"({', '.join(map(str, sorted(recordings)))}), with the whole numbers of real batches"
+            )
+            setting = self.setting(self._capabilities[key.is_new])
+            yield from notes_on(setting, next(iter(recordings.values())))
 
     def _key(self, layout: Layout, capability: Capability, change: str = "") -> TraceKey:
         is_new = capability >= NATIVE_BF16
