@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 _PACK = torch.ops.aten._pack_padded_sequence.default
+_CTC = torch.ops.aten._ctc_loss.Tensor
 MOST_ELEMENTS = 1 << 16
 """Elements up to which a tensor keeps its values: enough for lengths, and quick to compute with."""
 
@@ -58,7 +59,9 @@ def kernel_of_known(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | No
     Returns:
         None for other operators, and if the values are unknown.
     """
-    return _packed if func is _PACK and value_of(args[1]) is not None else None
+    if func is _PACK and value_of(args[1]) is not None:
+        return _packed
+    return _aligned if func is _CTC and value_of(args[3]) is not None else None
 
 
 def _packed(x: Tensor, lengths: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -73,6 +76,20 @@ def _packed(x: Tensor, lengths: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         sizes = (known[None, :] > steps[:, None]).sum(1)
         rows = int(known.sum())
     return x.new_empty([rows, *x.shape[2:]]), sizes
+
+
+def _aligned(log_probs: Tensor, _: Tensor, __: Tensor, lengths: Tensor, *___: Any) -> tuple[Tensor, Tensor]:
+    """Return the losses of CTC, and the probabilities that it keeps for its backward pass.
+
+    These have a column for each label of the longest target, and for the blanks around them
+    (ATen/native/LossCTC.cpp).
+    """
+    known = value_of(lengths)
+    assert known is not None
+    with no_dispatch():
+        longest = int(known.max())
+    steps, samples, _classes = log_probs.shape
+    return log_probs.new_empty([samples]), log_probs.new_empty([samples, steps, 2 * longest + 1])
 
 
 def own_copy(tensor: Tensor) -> Tensor:

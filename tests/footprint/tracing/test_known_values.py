@@ -47,6 +47,33 @@ def test_selections_by_known_values_keep_what_a_run_keeps() -> None:
     assert not known.has_selections
 
 
+class Spoken(torch.utils.data.Dataset):
+    """Sounds of many lengths, with texts of many lengths."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(20 + index * index % 13, 4), torch.ones(1 + index % 7, dtype=torch.long)
+
+
+def aligned(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sounds, texts = zip(*samples, strict=True)
+    lengths = (torch.tensor([len(one) for one in each]) for each in (sounds, texts))
+    return nn.utils.rnn.pad_sequence(list(sounds)), torch.cat(texts), *lengths
+
+
+def test_ctc_keeps_columns_for_the_longest_text() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        sounds, *texts = batch
+        return nn.functional.ctc_loss(model(sounds).log_softmax(-1), texts[0], texts[1], texts[2])
+
+    workload = work(lambda: nn.Linear(4, 6), train_data=Spoken(), collate=aligned, loss=loss)
+    made = open_setup(workload, SetupSettings(device="cpu", memory_budget="1GiB"))
+    known = record(replace(setting_of(made), has_values=True), 7)
+    assert known.trace == attempt(made, 7).trace.canonical()
+
+
 def test_a_fake_keeps_its_values_while_the_real_tensor_changes() -> None:
     known = KnownValues(new_mode())
     real = torch.tensor([3, 1, 2])
