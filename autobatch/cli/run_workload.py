@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autobatch.api.context import RunContext
     from autobatch.cli.failures import RunLog
     from autobatch.core.options import EstimateOptions, FitOptions
-    from autobatch.core.search_options import Options
+    from autobatch.core.search_options import Options, SearchOptions
     from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
 
@@ -61,16 +61,19 @@ def run_workload(name: str, workload: str | None, options: Options, log: RunLog,
 def _result_of(
     name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
 ) -> Result | Estimates:
-    from autobatch.probing.spare import spare_child
+    from autobatch.probing.spare import may_copy, spare_child
     from autobatch.report.terminal import Terminal
     from autobatch.workload.reference import check_reference
 
     with contextlib.ExitStack() as held:
         if workload is not None:
             check_reference(workload)  # before the seconds that torch takes to import
-        # It imports torch while this process does.
         is_resume = name == "fit" and cast("FitOptions", options).resume
-        spare = None if is_resume or name == "estimate" else held.enter_context(spare_child())
+        needs_child = not (is_resume or name == "estimate")
+        # Threads of a group of ranks do not survive a copy.
+        is_copy = needs_child and ranks.world == 1 and may_copy(cast("SearchOptions", options).device)
+        # A child that is no copy imports torch while this process does.
+        spare = held.enter_context(spare_child()) if needs_child and not is_copy else None
         terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
@@ -78,6 +81,7 @@ def _result_of(
             from autobatch.api.context import RunContext
             from autobatch.api.pipeline import run_estimate
 
+            runner = None if name == "estimate" else _runner(name)
             gc.freeze()
 
         if name == "estimate":
@@ -85,6 +89,8 @@ def _result_of(
             estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
             terminal.estimated(estimates)
             return estimates
+        if is_copy:
+            spare = held.enter_context(spare_child(is_copy=True))
         context = RunContext(
             progress=terminal,
             ranks=ranks,
@@ -94,7 +100,8 @@ def _result_of(
             command=log.command,
             entered=log.enter,
         )
-        result = _runner(name)(workload, options, context)
+        assert runner is not None
+        result = runner(workload, options, context)
         terminal.finish(result)
     return result
 

@@ -33,6 +33,15 @@ def is_wsl() -> bool:
     return "microsoft" in platform.release().lower()
 
 
+_GPU_DRIVERS = ("nvidiactl", "nvmap", "kfd", "dxg")
+"""Device files of the drivers of NVIDIA, of Tegra, of AMD and of WSL."""
+
+
+def has_gpu_driver(*, devices: Path = Path("/dev")) -> bool:
+    """Return whether the driver of a GPU is loaded, without any library; False elsewhere than on Linux."""
+    return any((devices / name).exists() for name in _GPU_DRIVERS)
+
+
 class _Files(NamedTuple):
     limit: str
     usage: str

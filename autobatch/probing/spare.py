@@ -1,6 +1,8 @@
-"""A child process that imports torch while its parent does, before either knows what to open.
+"""A child process that waits for the workload that it is to open.
 
-This module imports torch in the child only, because the parent starts the child before its own import.
+It imports torch while its parent does. A copy of the parent needs no import of its own, which saves a second
+of the processor. This module imports torch in the child only, because the parent may start the child before
+its own import.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ from pkgutil import resolve_name
 from typing import IO, Any
 
 from autobatch.core.signals import end_with_parent, hold_back_signals
+from autobatch.device.host import has_gpu_driver
 
 SERVE = "autobatch.probing.serve:serve"
 """What the child runs, by its name: an import would bring torch into the parent."""
@@ -72,22 +77,43 @@ class Spare:
         return self
 
 
-def start_spare() -> Spare:
-    """Start a child that imports torch, then waits for a reference and settings."""
-    context = multiprocessing.get_context("spawn")
+def may_copy(device: str) -> bool:
+    """Return whether a process that has only imported torch may be copied into a child.
+
+    Elsewhere than on Linux, system libraries do not survive a copy. A child that may use a GPU starts afresh,
+    because a driver that any library has started before a copy does not work in it.
+
+    Args:
+        device: the device of the run as it was asked for.
+    """
+    has_gpu = device.startswith("cuda") or (device == "auto" and has_gpu_driver())
+    return sys.platform == "linux" and not has_gpu
+
+
+def start_spare(*, is_copy: bool = False) -> Spare:
+    """Start a child that waits for a reference and settings.
+
+    Args:
+        is_copy: copy this process, which has imported torch and done nothing with it; see `may_copy`.
+    """
+    context: Any = multiprocessing.get_context("fork" if is_copy else "spawn")
     log = Output()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_wait_and_serve, args=(theirs, log), daemon=True)
-    with hold_back_signals({signal.SIGINT}):
+    # Only a copy has the end of its parent too, and the pipe would never close.
+    args = (theirs, ours if is_copy else None, log)
+    process = context.Process(target=_wait_and_serve, args=args, daemon=True)
+    with hold_back_signals({signal.SIGINT}, with_tracker=not is_copy), warnings.catch_warnings():
+        # Python warns of threads, such as those of the terminal, which a copy does not have.
+        warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()
     return Spare(process, ours, log)
 
 
 @contextmanager
-def spare_child() -> Iterator[Spare]:
-    """Start a child, and end it at the end of the block if nobody has taken it."""
-    spare = start_spare()
+def spare_child(*, is_copy: bool = False) -> Iterator[Spare]:
+    """Start a child, and end it at the end of the block if nobody has taken it; see `start_spare`."""
+    spare = start_spare(is_copy=is_copy)
     try:
         yield spare
     finally:
@@ -98,11 +124,14 @@ def spare_child() -> Iterator[Spare]:
             spare.log.close()
 
 
-def _wait_and_serve(connection: Connection, log: Output) -> None:
+def _wait_and_serve(connection: Connection, of_parent: Connection | None, log: Output) -> None:
     """Run the child: import everything, wait for the workload, and serve it."""
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() == parent.pid:  # unless a server of `multiprocessing` forked it
         end_with_parent()
+    if of_parent is not None:
+        of_parent.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     serve = resolve_name(SERVE)
     with suppress(EOFError, ConnectionResetError):
         reference, settings = connection.recv()

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from autobatch.probing import spare as spares
+from autobatch.probing.child import ChildCrashed, Session
 from autobatch.probing.open_process import open_process
 from autobatch.probing.setup import SetupSettings
-from autobatch.probing.spare import Output, spare_child
+from autobatch.probing.spare import Output, may_copy, spare_child
 
 SETTINGS = SetupSettings(device="cpu", memory_budget="1GiB")
 
@@ -60,3 +62,51 @@ def write_and_crash(log: Output) -> None:
 def test_the_parent_imports_no_torch_to_start_it() -> None:
     check = "import sys; import autobatch.probing.spare; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def die(session: Session) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def has_torch_of_parent(session: Session) -> bool:
+    """Return whether this process saw a module that only its parent has made."""
+    return "made_before_the_copy" in sys.modules
+
+
+def test_a_copy_serves_the_workload_with_the_modules_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "made_before_the_copy", sys)
+    with (
+        spare_child(is_copy=True) as spare,
+        open_process(None, SETTINGS, isolated=True, spare=spare) as child,
+    ):
+        assert child.call("a look", has_torch_of_parent)
+        with pytest.raises(ChildCrashed, match="SIGKILL"):
+            child.call("a crash", die)
+    assert not spare.process.is_alive()
+
+
+def test_a_copy_that_nobody_takes_is_ended() -> None:
+    with spare_child(is_copy=True) as spare:
+        assert spare.process.is_alive()
+    assert not spare.process.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("device", "has_driver", "is_copied"),
+    [
+        ("cpu", True, True),
+        ("sim:t4", True, True),
+        ("auto", False, True),
+        ("auto", True, False),
+        ("cuda", False, False),
+        ("cuda:1", True, False),
+    ],
+)
+def test_a_child_that_may_use_a_gpu_is_no_copy(
+    device: str, has_driver: bool, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spares, "has_gpu_driver", lambda: has_driver)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert may_copy(device) is is_copied
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not may_copy(device)
