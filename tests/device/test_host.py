@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autobatch.core.units import GiB, MiB
-from autobatch.device.host import count_oom_kills, cpu_name, host_memory
+from autobatch.device.host import count_oom_kills, cpu_name, has_gpu_driver, host_memory
 
 
 @pytest.fixture
@@ -118,3 +118,9 @@ def test_cpu_name(tmp_path):
 def test_killed_processes_are_counted_in_the_control_group_and_on_the_machine(tree, tmp_path, files, kills):
     tree(files)
     assert count_oom_kills(proc=tmp_path / "proc", cgroups=tmp_path / "cg") == kills
+
+
+@pytest.mark.parametrize(("name", "is_one"), [("nvidiactl", True), ("kfd", True), ("null", False)])
+def test_the_driver_of_a_gpu_is_seen_by_its_device_file(name: str, is_one: bool, tmp_path) -> None:
+    (tmp_path / name).touch()
+    assert has_gpu_driver(devices=tmp_path) is is_one

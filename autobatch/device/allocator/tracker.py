@@ -34,11 +34,13 @@ class _Kind(Enum):
     NEW = 2
     UPDATE = 3
     """In place, and never of another size."""
+    SUM = 4
+    """New, but autograd adds gradients in place."""
 
 
-_VIEW, _NEW, _UPDATE = _Kind.VIEW, _Kind.NEW, _Kind.UPDATE
+_VIEW, _NEW, _UPDATE, _SUM = _Kind.VIEW, _Kind.NEW, _Kind.UPDATE, _Kind.SUM
 _STRIDED = torch.strided
-_ADD = torch.ops.aten.add.Tensor
+_ADD = torch.ops.aten.add.Tensor._schema
 _MADE_UNSEEN = "aten::lift_fresh"
 """An alias by its schema, but of a storage that no operator made (``torch.tensor``)."""
 
@@ -203,8 +205,8 @@ class StorageTracker(TorchDispatchMode):
         if kind is _VIEW or (kind is _UPDATE and args[0].layout is _STRIDED):
             return func(*args, **kwargs)
         # The sum of two gradients takes over the memory of one of them, so it may fit where no tensor does.
-        is_sum = func is _ADD and torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
-        if kind is _NEW and self._checks_first and not is_sum:
+        is_sum = kind is _SUM and torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+        if (kind is _NEW or kind is _SUM) and self._checks_first and not is_sum:
             self._refuse_early(func, args, kwargs)
         out = func(*args, **kwargs)
         if is_sum and self._takes_over(args, out):
@@ -218,7 +220,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _note(self, out: Any, kind: _Kind) -> str | None:
         """Count the outputs. Return a refusal as text, so that no frame of its traceback keeps them alive."""
-        note = self._book.count if kind is _NEW else self._book.check
+        note = self._book.check if kind is _Kind.IN_PLACE or kind is _UPDATE else self._book.count
         try:
             if isinstance(out, Tensor):
                 note(out)
@@ -268,7 +270,7 @@ def _kind_of(func: Any) -> _Kind:
     if func in UPDATES:
         return _Kind.UPDATE
     if any(each.alias_info is None for each in schema.returns):
-        return _Kind.NEW
+        return _Kind.SUM if schema == _ADD else _Kind.NEW
     if any(each.alias_info.is_write for each in schema.returns):
         return _Kind.IN_PLACE
     return _Kind.VIEW

@@ -24,7 +24,7 @@ from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
 from autobatch.device.allocator.updates import UPDATES
 from autobatch.footprint.program import TooLong
 from autobatch.footprint.tracing.attention import backward_scratch_bytes
-from autobatch.footprint.tracing.fake_kernels import kernel_of, quick_kernel
+from autobatch.footprint.tracing.fake_kernels import QuickKernels, kernel_of
 from autobatch.footprint.tracing.known_values import KnownValues, kernel_of_known, value_of
 from autobatch.footprint.tracing.recording import Label, Recording
 
@@ -74,6 +74,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         self._known = known
         self._most_operators = most_operators
         self._operators = 0
+        self._quick = QuickKernels()
         self.modules: list[str] = []
         """Names of the modules whose forward runs, the innermost last."""
         self._labels: list[Label] = []
@@ -166,7 +167,7 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         if func in _SELECTIONS and not self._is_known(args):
             func, args, kwargs = self._select_all(func, args, kwargs)
         known = None if self._known is None else kernel_of_known(func, args)
-        kernel = known or quick_kernel(func, args) or kernel_of(func, args, on_gpu=self._on_gpu)
+        kernel = known or self._quick.of(func, args) or kernel_of(func, args, on_gpu=self._on_gpu)
         out = super().__torch_dispatch__(kernel, types, args, kwargs)
         if func in _PRODUCTS:
             self._products.append(self.position)
