@@ -28,7 +28,8 @@ from autobatch.distributed.rank_plan import spread
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
 from autobatch.probing.child import SetupProcess
-from autobatch.probing.find_limit import Limit, ProbeLimits, check_size, find_limit
+from autobatch.probing.find_limit import check_size, find_limit
+from autobatch.probing.one_probe import Limit, ProbeLimits
 from autobatch.probing.open_process import open_process
 from autobatch.probing.planned_sizes import limit_of_plan
 from autobatch.probing.sizes.limits_by_size import find_limits_by_size

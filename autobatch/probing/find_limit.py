@@ -3,93 +3,32 @@
 from __future__ import annotations
 
 import datetime
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Attempt, LimitedBy, Probe
+from autobatch.core.records.probe import Attempt, Probe
 from autobatch.core.units import MiB, format_bytes
 from autobatch.footprint.predict import Footprint
-from autobatch.planning import rank_share
 from autobatch.probing import questions
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.cache import CachedLimit, StaleEntry, entry_path, lookup, store
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.failed_sizes import FailedSizes
-from autobatch.probing.kept_trace import find_trace, keep_trace
+from autobatch.probing.kept_trace import Untraced, find_trace, keep_trace, order_of
 from autobatch.probing.known_sizes import KnownSizes
+from autobatch.probing.one_probe import Limit, ProbeLimits, Probing, caps_of
 from autobatch.probing.predictors import is_too_small, predictor_of
 from autobatch.probing.search import search
-from autobatch.probing.setup import SetupInfo
 from autobatch.probing.spill import SpillGuard
 from autobatch.workload.user_code import describe
 
 NOTABLE_GROWTH = 64 * MiB
 """Growth of other processes' memory during a probe that is worth a note: less is noise of drivers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeLimits:
-    """Bounds of a probe: plain values."""
-
-    target_batch: int | None = None
-    """None if the probe is not for a plan."""
-    max_micro_batch: int | None = None
-    time_limit_s: float = math.inf
-    has_own_budget: bool = False
-    """True if the budget was given, and does not follow free memory."""
-
-
-class Limit(NamedTuple):
-    """The answer of a probe, with its file and footprint for later stages."""
-
-    probe: Probe
-    file: Path | None = None
-    """File that keeps the answer; None if it was not saved."""
-    footprint: Footprint | None = None
-    """The traced step; None if nothing was traced."""
-    is_rough: bool = False
-    """True if the memory of a step follows no rule in the micro-batch."""
-
-
-class _Probing(NamedTuple):
-    """Surroundings of one probe, which all of its parts use."""
-
-    process: SetupProcess
-    limits: ProbeLimits
-    caps: dict[LimitedBy, int]
-    guard: SpillGuard
-    progress: Progress
-
-    @property
-    def cap(self) -> int:
-        """The largest micro-batch to try."""
-        return min(self.caps.values())
-
-    def limited_by(self, micro_batch: int) -> LimitedBy:
-        """Return what limits an answer: the first cap that it reaches, else memory."""
-        return next((name for name, cap in self.caps.items() if cap == micro_batch == self.cap), "memory")
-
-    def run(self, size: int) -> Outcome:
-        """Make one attempt and report it."""
-        return self.report(self.attempt(size))
-
-    def attempt(self, size: int) -> Outcome:
-        """Make one attempt."""
-        self.progress.doing(f"running {size:,} samples at once")
-        return self.guard.judge(questions.run_attempt(self.process, size))
-
-    def report(self, outcome: Outcome) -> Outcome:
-        """Report an attempt, and return it."""
-        self.progress.attempted(outcome.attempt)
-        return outcome
 
 
 def find_limit(
@@ -121,8 +60,9 @@ def find_limit(
     if confirmed:
         return limit
     file = _store(probing, limit.probe, home)
-    if limit.footprint is not None and file is not None:
-        keep_trace(limit.footprint, file)
+    traced = limit.footprint or limit.untraced
+    if traced is not None and file is not None:
+        keep_trace(traced, file)
     return limit._replace(file=file)
 
 
@@ -152,36 +92,26 @@ def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -
     return found
 
 
-def caps_of(info: SetupInfo, limits: ProbeLimits) -> dict[LimitedBy, int]:
-    """Return the caps of the micro-batch besides memory, in samples, by their name."""
-    caps: dict[LimitedBy, int] = {}
-    if limits.target_batch is not None:
-        caps["target_batch"] = rank_share(limits.target_batch, 1, 0)
-    if limits.max_micro_batch is not None:
-        caps["max_micro_batch"] = limits.max_micro_batch
-    caps["dataset"] = info.samples
-    return caps
-
-
-def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> _Probing:
+def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> Probing:
     """Report the device, and gather the surroundings of a probe."""
     info = process.info
     progress.opened(info.device)
     for line in info.notes:
         progress.note(line)
-    return _Probing(process, limits, caps_of(info, limits), SpillGuard(active=info.may_spill), progress)
+    return Probing(process, limits, caps_of(info, limits), SpillGuard(active=info.may_spill), progress)
 
 
-def _search(probing: _Probing, clock: Callable[[], float]) -> Limit:
+def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
     """Search from the trace of the step, which is None if it cannot be traced."""
     process, start = probing.process, clock()
     probing.progress.doing("predicting what fits")
     traced = questions.trace(process)
     step = traced if isinstance(traced, Footprint) else None
     if isinstance(traced, str):
-        probing.progress.note(f"the step was not traced, so runs alone tell what fits: {traced}")
+        _note_untraced(probing, traced)
     predictor = predictor_of(process, step, None if isinstance(traced, str) else probing.cap)
     tried: list[Attempt] = []
+    untraced: dict[int, Untraced] = {}
 
     sizes = FailedSizes(probing.attempt, process)
 
@@ -194,6 +124,8 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> Limit:
                 raise questions.nothing_fits(tried, process, step, single_error=describe(error)) from error
             raise
         tried.append(outcome.attempt)
+        if isinstance(traced, str) and outcome.trace is not None:
+            untraced[size] = Untraced(traced, order_of(outcome.trace))
         return outcome
 
     limit_s = probing.limits.time_limit_s
@@ -220,10 +152,11 @@ def _search(probing: _Probing, clock: Callable[[], float]) -> Limit:
         stopped_by=found.stopped_by,
         precision=process.info.precision,
     )
-    return Limit(probe, None, step, isinstance(predictor, KnownSizes))
+    untraced_then = untraced.get(found.micro_batch)
+    return Limit(probe, None, step, untraced_then, is_rough=isinstance(predictor, KnownSizes))
 
 
-def _look_up(probing: _Probing, home: Path) -> CachedLimit | None:
+def _look_up(probing: Probing, home: Path) -> CachedLimit | None:
     """Return the cached limit of this key; note the changed fields if there is only a stale one."""
     cached = lookup(probing.process.info.key, home)
     if not isinstance(cached, StaleEntry):
@@ -235,8 +168,8 @@ def _look_up(probing: _Probing, home: Path) -> CachedLimit | None:
     return None
 
 
-def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> Limit | None:
-    """Run the cached limit of a file once, and trace the step unless its kept trace is what ran.
+def _confirm(probing: Probing, cached: CachedLimit, file: Path) -> Limit | None:
+    """Run the cached limit of a file once, and look at its step.
 
     Returns:
         The limit, with the step if it can be traced; None if the cached limit answers another question, no
@@ -251,12 +184,7 @@ def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> Limit | None
         probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
         return None
     probing.progress.doing("checking whether more would fit")
-    step = find_trace(file, size, outcome.trace)
-    if step is None:
-        traced = questions.trace(probing.process)
-        if isinstance(traced, Footprint):
-            step = traced
-            keep_trace(step, file)
+    step = _trace_of(probing, file, outcome)
     if size < probing.cap and is_too_small(probing.process, cached, outcome, step):
         probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
         return None
@@ -273,7 +201,31 @@ def _confirm(probing: _Probing, cached: CachedLimit, file: Path) -> Limit | None
     return Limit(probe, file, step)
 
 
-def _store(probing: _Probing, found: Probe, home: Path) -> Path | None:
+def _trace_of(probing: Probing, file: Path, outcome: Outcome) -> Footprint | None:
+    """Return the step of a run: the kept one of its file if that is what ran, else a trace, which is kept.
+
+    Returns:
+        None if it cannot be traced, or would take too long.
+    """
+    traced = find_trace(file, outcome.attempt.micro_batch, outcome.trace)
+    if traced is None:
+        traced = questions.trace(probing.process)
+        if isinstance(traced, Footprint):
+            keep_trace(traced, file)
+        elif traced is not None and outcome.trace is not None:
+            keep_trace(Untraced(traced, order_of(outcome.trace)), file)
+    if isinstance(traced, Footprint):
+        return traced
+    if traced is not None:
+        _note_untraced(probing, traced)
+    return None
+
+
+def _note_untraced(probing: Probing, reason: str) -> None:
+    probing.progress.note(f"the step was not traced, so runs alone tell what fits: {reason}")
+
+
+def _store(probing: Probing, found: Probe, home: Path) -> Path | None:
     """Save the answer of a search that ran to its end, and return its file; None if it is not saved."""
     if found.upper_bound_by is None:
         return None

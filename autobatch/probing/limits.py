@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autobatch.core.records.probe import Attempt
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.largest import Fitting, largest
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.scratch import Envelope, in_proportion, order_of_tensors
 from autobatch.probing.attempt import Outcome
+from autobatch.probing.peaks import peak_bytes
 
 FIRST_SIZE = 2
 """The first size to run, because 1 is a special case for many operators (broadcasting, batch statistics)."""
@@ -26,8 +26,6 @@ FIRST_SIZE_ON_GPU = 8
 DISTANCES = (29, 23, 19, 17, 13, 11, 7, 5, 3, 2, 1)
 """Distances from the first size to the second: far enough for exact slopes and small enough to be quick. They
 are prime, so that sizes that a library rounds rarely seem to grow by whole bytes per sample."""
-AMPLE_ROOM = 0.8
-"""Share of the budget below which a predicted peak leaves so much room that a cached limit is in doubt."""
 ENOUGH_POINTS = 3
 """Number of sizes that shows whether the events are lines, parabolas or neither."""
 FAR = 4
@@ -290,20 +288,3 @@ class ReplayPredictor:
 def first_size(compute_capability: tuple[int, int] | None) -> int:
     """Return the first size to run without any prediction; None stands for a CPU."""
     return FIRST_SIZE if compute_capability is None else FIRST_SIZE_ON_GPU
-
-
-def has_ample_room(attempt: Attempt, budget_bytes: int) -> bool:
-    """Return whether the peak of a size that fits leaves room for far more than one sample more.
-
-    Memory has a fixed part, so one sample more takes at most ``peak ÷ micro_batch``. At a true limit the sum
-    therefore exceeds the budget, but for workspaces and fragments.
-    """
-    peak = peak_bytes(attempt)
-    return peak is not None and peak + peak / attempt.micro_batch < AMPLE_ROOM * budget_bytes
-
-
-def peak_bytes(attempt: Attempt) -> int | None:
-    """Return the peak that the budget limits: reserved, or allocated if the device caches nothing."""
-    if attempt.peak_reserved_bytes is not None:
-        return attempt.peak_reserved_bytes
-    return attempt.peak_allocated_bytes

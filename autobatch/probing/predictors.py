@@ -11,7 +11,8 @@ from autobatch.probing.attempt import Outcome
 from autobatch.probing.cache import CachedLimit
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.known_sizes import KnownSizes
-from autobatch.probing.limits import ReplayPredictor, first_size, has_ample_room
+from autobatch.probing.limits import ReplayPredictor, first_size
+from autobatch.probing.peaks import has_ample_room
 from autobatch.probing.search import Predictor
 from autobatch.probing.setup import new_allocator
 

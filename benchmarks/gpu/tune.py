@@ -20,7 +20,8 @@ from autobatch.core.records.tuning import Trial
 from autobatch.core.units import GiB
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import Session, ThisProcess
-from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.find_limit import find_limit
+from autobatch.probing.one_probe import ProbeLimits
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
 from autobatch.tuning.trial import TrialRunner, look_at_workload

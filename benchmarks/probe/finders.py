@@ -17,7 +17,8 @@ from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
 from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.find_limit import find_limit
+from autobatch.probing.one_probe import ProbeLimits
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload

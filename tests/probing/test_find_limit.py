@@ -23,7 +23,8 @@ from autobatch.device.host import HostMemory
 from autobatch.probing.attempt import attempt
 from autobatch.probing.cache import CachedLimit
 from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.find_limit import find_limit
+from autobatch.probing.one_probe import ProbeLimits
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.probing.traced_setup import traced_peak
 from tests.support.hardware import CpuAsGpu

@@ -14,12 +14,8 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program
 from autobatch.probing.attempt import Outcome
-from autobatch.probing.limits import (
-    ReplayPredictor,
-    first_size,
-    has_ample_room,
-    peak_bytes,
-)
+from autobatch.probing.limits import ReplayPredictor, first_size
+from autobatch.probing.peaks import peak_bytes
 from autobatch.probing.search import search
 from tests.support.sizes import (
     BUDGET,
@@ -225,16 +221,6 @@ def test_one_sample_more_is_judged_by_both_orders_of_an_attempt() -> None:
     assert next_fits(limit // 2, program, larger) is True
     assert next_fits(limit, None) is None
     assert next_fits(limit, larger) is None, "a program that the run contradicts says nothing"
-
-
-@pytest.mark.parametrize(
-    ("micro_batch", "peak", "ample"),
-    [(2, 100, True), (2, 500, True), (2, 540, False), (300, 790, True), (300, 990, False), (1, 450, False)],
-)
-def test_ample_room_is_far_more_than_one_sample_more(micro_batch: int, peak: int, ample: bool) -> None:
-    ran = outcome_of(micro_batch, True, peak).attempt
-    assert has_ample_room(ran, 1000) is ample
-    assert not has_ample_room(outcome_of(micro_batch, True, None).attempt, 1000)
 
 
 def test_a_right_trace_needs_one_run() -> None:

@@ -10,7 +10,8 @@ from torch import nn
 from autobatch.probing import traced_setup
 from autobatch.probing.attempt import attempt
 from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.find_limit import find_limit
+from autobatch.probing.one_probe import ProbeLimits
 from autobatch.probing.setup import SetupSettings, open_setup
 from tests.support.packed import WORKLOADS, packed_in_forward
 from tests.support.probes import Listener, Sequences, work

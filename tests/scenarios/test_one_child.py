@@ -9,7 +9,8 @@ import pytest
 
 from autobatch.core.records.probe import Attempt
 from autobatch.probing.child import ChildProcess
-from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.find_limit import find_limit
+from autobatch.probing.one_probe import ProbeLimits
 from autobatch.probing.setup import SetupSettings
 from autobatch.tuning.lr_runs import ShortRuns
 from autobatch.tuning.lr_trial import LrTrialSpec

@@ -12,7 +12,8 @@ from autobatch import Loss, Workload
 from autobatch.core.progress import Progress
 from autobatch.probing import attempt as attempts
 from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.find_limit import find_limit
+from autobatch.probing.one_probe import ProbeLimits
 from autobatch.probing.open_process import open_process
 from autobatch.probing.setup import SetupSettings, open_setup
 from benchmarks.workloads import WORKLOADS

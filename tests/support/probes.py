@@ -20,7 +20,8 @@ from autobatch.core.options import ProbeOptions
 from autobatch.core.progress import Progress
 from autobatch.probing.attempt import TrainSetup
 from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import Limit, ProbeLimits, find_limit
+from autobatch.probing.find_limit import find_limit
+from autobatch.probing.one_probe import Limit, ProbeLimits
 from autobatch.report.result import Result
 
 WIDTH = 16

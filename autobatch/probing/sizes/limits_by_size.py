@@ -15,9 +15,9 @@ from autobatch.footprint.scratch import in_proportion
 from autobatch.probing import questions
 from autobatch.probing.child import SetupProcess
 from autobatch.probing.failed_sizes import FailedSizes
-from autobatch.probing.find_limit import ProbeLimits, caps_of
 from autobatch.probing.kept_answers import kept_answers
 from autobatch.probing.limits import ReplayPredictor, first_size
+from autobatch.probing.one_probe import ProbeLimits, caps_of
 from autobatch.probing.search import Found, search
 from autobatch.probing.setup import new_allocator
 from autobatch.probing.sizes.curve import CurvePoint

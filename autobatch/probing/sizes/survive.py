@@ -11,8 +11,8 @@ from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe, RealBatches
 from autobatch.probing import questions
 from autobatch.probing.child import SetupProcess
-from autobatch.probing.find_limit import Limit
 from autobatch.probing.kept_answers import kept_answers
+from autobatch.probing.one_probe import Limit
 from autobatch.probing.sizes.real_batches import Order, Survivor, find_survivor
 
 

@@ -14,7 +14,8 @@ from autobatch.core.records.probe import Probe
 from autobatch.probing import questions
 from autobatch.probing.attempt import Outcome, TrainSetup, attempt_at
 from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import ProbeLimits, find_limit
+from autobatch.probing.find_limit import find_limit
+from autobatch.probing.one_probe import ProbeLimits
 from autobatch.probing.setup import SetupSettings, open_setup
 from autobatch.probing.sizes import limits_by_size
 from autobatch.probing.sizes.limits_by_size import find_limits_by_size

@@ -11,7 +11,7 @@ from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Attempt, Probe
 from autobatch.probing.attempt import Outcome
 from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import Limit
+from autobatch.probing.one_probe import Limit
 from autobatch.probing.sizes import survive
 from autobatch.probing.sizes.real_batches import Order, Survivor
 from autobatch.probing.sizes.survive import survive_real_batches
