@@ -15,7 +15,7 @@ from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
 from autobatch.probing import questions
 from autobatch.probing.child import SetupProcess
-from autobatch.probing.find_limit import Limit
+from autobatch.probing.one_probe import Limit
 from autobatch.probing.setup import new_allocator
 
 

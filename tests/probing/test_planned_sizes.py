@@ -10,7 +10,7 @@ import pytest
 from autobatch.core.records.probe import RealBatches
 from autobatch.probing.attempt import TrainSetup, attempt
 from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import Limit
+from autobatch.probing.one_probe import Limit
 from autobatch.probing.planned_sizes import limit_of_plan
 from autobatch.probing.setup import SetupSettings, open_setup
 from benchmarks.workloads import WORKLOADS

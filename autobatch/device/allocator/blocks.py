@@ -78,16 +78,14 @@ class Pool:
         The model of ``get_free_block``; None if there is no such block. A block that can grow into unmapped
         space counts with the size that it could reach, so a slightly larger block that cannot is preferred.
         """
-        at = bisect_left(self.free, (size,))
-        if at == len(self.free):
+        free = self.free
+        at = bisect_left(free, (size,))
+        if at == len(free):
             return None
-        while (
-            self.unmapped
-            and at + 1 < len(self.free)
-            and _reach(self.free[at + 1][2]) < _reach(self.free[at][2])
-        ):
-            at += 1
-        return self.free.pop(at)[2]
+        if self.unmapped:
+            while at + 1 < len(free) and _reach(free[at + 1][2]) < _reach(free[at][2]):
+                at += 1
+        return free.pop(at)[2]
 
     def lowest_with_room(self, size: int) -> Block | None:
         """Return the lowest run of free and unmapped blocks of at least ``size`` bytes.

@@ -85,6 +85,8 @@ class CachingAllocator:
         self._small = Pool(page_bytes=config.small_segment_bytes, keeps_tail_bytes=0)
         self._large = Pool(page_bytes=config.large_segment_bytes, keeps_tail_bytes=tail)
         self._next_address = 0
+        # Looked up for each request.
+        self._round_bytes, self._small_bytes = config.round_bytes, config.small_bytes
         if config.held_bytes:
             # Even if that is more than the limit, which only new segments are held against.
             self.limit = None
@@ -99,18 +101,17 @@ class CachingAllocator:
         """
         if size == 0:
             return None
-        config = self.config
-        rounded = config.rounded(size)
-        pool = self._small if rounded <= config.small_bytes else self._large
+        rounded = -(-size // self._round_bytes) * self._round_bytes
+        pool = self._small if rounded <= self._small_bytes else self._large
         block = pool.take_best_fit(rounded) or self._grow(pool, rounded)
-        if block is None and config.retries:
+        if block is None and self.config.retries:
             self.release()
             self.retries += 1
             block = self._grow(pool, rounded)
         if block is None:
             raise BudgetExceeded(
                 requested=size,
-                attempted=config.segment_bytes(rounded),
+                attempted=self.config.segment_bytes(rounded),
                 allocated=self.allocated_bytes,
                 reserved=self.reserved_bytes,
                 limit=self.limit or 0,

@@ -26,6 +26,8 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
     aten.convolution.default: lambda x, weight, *_: x.numel() * weight.shape[0],
 }
 """Upper bounds for the elements that operators produce from much smaller arguments."""
+_PRODUCT_OF = {id(func): elements for func, elements in _PRODUCTS.items()}
+"""The same by the identity of operators, whose own hash takes longer than the rest of a look-up."""
 _WIDEST_BYTES = 8
 """The widest usual element: the guess if the dtype of the output is not considered."""
 
@@ -55,7 +57,7 @@ def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, th
 
 def _guess(func: Any, args: tuple[Any, ...], threshold: int) -> int:
     """Return an upper bound in bytes for most operators, from the arguments; coarse if that suffices."""
-    product = _PRODUCTS.get(func)
+    product = _PRODUCT_OF.get(id(func))
     if product is not None:
         return product(*args) * _WIDEST_BYTES
     given: list[Tensor] = []

@@ -87,7 +87,7 @@ class StorageTable:
         if known is not None:
             if known.size != size:
                 self._resize(known, size)
-        elif self._storage_device in (None, storage.device.type):
+        elif self._storage_device is None or storage.device.type == self._storage_device:
             handle = self.allocate(size)
             self._watch(storage, key, size, handle, self._new_block(size))
 
