@@ -19,10 +19,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def local_parts(tensors: list[Tensor]) -> list[Tensor]:
     """Return the parts of tensors that this rank holds; see `local_part`."""
-    if not any(is_sharded(one) for one in tensors):
+    calls = [getattr(one, "to_local", None) for one in tensors]
+    if not any(calls):
         return tensors
     with torch.no_grad():
-        return [one.to_local() if is_sharded(one) else one for one in tensors]  # type: ignore[attr-defined]
+        return [one if call is None else call() for one, call in zip(tensors, calls, strict=True)]
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -111,10 +111,10 @@ def with_fabric(model: nn.Module, data: Rows, rank: int) -> Iterator[None]:
         yield
 
 
-def micro_batches(data: Rows, rank: int) -> Iterator[Any]:
+def micro_batches(data: Rows, rank: int, count: int = ACCUMULATION) -> Iterator[Any]:
     """Yield the collated micro-batches of a step of a rank."""
     own = range(rank * SAMPLES // WORLD, (rank + 1) * SAMPLES // WORLD)
-    for number in range(ACCUMULATION):
+    for number in range(count):
         ids = own[number * MICRO_BATCH : (number + 1) * MICRO_BATCH]
         yield torch.utils.data.default_collate([data[index] for index in ids])
 
