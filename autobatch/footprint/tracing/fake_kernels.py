@@ -192,13 +192,13 @@ class _Form(NamedTuple):
 
 
 def _key_of(values: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return what the form of a result depends on; None if more than shapes, strides and types."""
+    """Return what the form of a result depends on; None if more than shapes, strides, types and devices."""
     key: list[Any] = []
     for value in values:
         if type(value) is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return None
-            key.append((value.shape, value.stride(), value.dtype))
+            key.append((value.shape, value.stride(), value.dtype, value.fake_device))
         elif isinstance(value, list | tuple):
             inner = _key_of(value)
             if inner is None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import TensorDataset
 
 from autobatch import Workload
@@ -212,6 +213,14 @@ def test_a_remembered_result_is_a_new_one_of_the_form_that_the_mode_gives() -> N
             assert storage not in {one.untyped_storage()._cdata for one in args if torch.is_tensor(one)}
             assert storage != quick.of(func, args)(*args).untyped_storage()._cdata
     assert asked == _PLAIN
+
+
+def test_a_remembered_result_is_on_the_device_of_its_arguments() -> None:
+    quick = QuickKernels()
+    with new_mode() as mode:
+        for device in ("cpu", "cuda", "cpu"):
+            one = FakeTensor(mode, torch.empty((), device="meta"), torch.device(device))
+            assert quick.of(aten.add.Tensor, (one, one))(one, one).device.type == device
 
 
 def test_values_and_real_tensors_are_left_to_the_mode() -> None:
