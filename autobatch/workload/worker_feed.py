@@ -11,7 +11,7 @@ the workers first, and the checkpoint would never be written. The kernel ends th
 from __future__ import annotations
 
 import ctypes
-import multiprocessing.util
+import multiprocessing
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +27,7 @@ from autobatch.core.signals import STOPPING, hold_back_signals
 from autobatch.workload.contract import Collated
 from autobatch.workload.feed import SeededCollate
 from autobatch.workload.order import GlobalBatch
+from autobatch.workload.socket_folder import open_socket_folder
 from autobatch.workload.split import CountSplit, MicroBatchIds, Split
 from autobatch.workload.worker import Failure, MicroBatchDataset, start_method, start_worker
 from autobatch.workload.worker_exit import WorkerExits
@@ -121,8 +122,7 @@ class WorkerFeed:
         self._stop.value = False
         # The thread that pins memory uses the current GPU.
         on_gpu = nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
-        # Workers send tensors through sockets in this folder. One that is killed cannot remove its own.
-        multiprocessing.util.get_temp_dir()
+        open_socket_folder()
         try:
             blocked = hold_back_signals(STOPPING, with_tracker=start_method() != "fork")
             with self._exits.starting(), blocked, _worker_warnings_ignored(), on_gpu:
