@@ -20,7 +20,7 @@ def open_socket_folder() -> None:
     """Make this process's folder for sockets, which its workers then use.
 
     Without it, each worker makes one of its own, and a worker that is killed leaves it behind. If the folder
-    for temporary files has a long path, it is made in ``/tmp``, as Python 3.14 does (multiprocessing/util.py).
+    for temporary files has a long path, it is made in ``/tmp``, as by Python 3.14.
     A worker that cannot open its socket sends nothing, and the loop would wait in vain.
 
     Raises:

@@ -67,10 +67,10 @@ def test_the_bar_of_the_training_has_rate_and_loss(seen: Walk) -> None:
     assert any("/6" in line and "loss" in line and "/s" in line for line in seen.live)
 
 
-def test_the_result_ends_with_three_lines_before_the_details(seen: Walk) -> None:
+def test_the_result_begins_with_four_lines_before_the_details(seen: Walk) -> None:
     labels = [line[:11].strip() for line in seen.text.splitlines()]
     at = labels.index("fits")
-    assert [label for label in labels[at:] if label][:4] == ["fits", "reached", "saved in", "plan"]
+    assert [label for label in labels[at:] if label][:4] == ["fits", "plan", "reached", "saved in"]
     assert "held-out accuracy" in seen.text
 
 
