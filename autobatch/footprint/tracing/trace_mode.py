@@ -24,8 +24,9 @@ from autobatch.device.allocator.tracker import StorageTracker, has_wrappers
 from autobatch.device.allocator.updates import UPDATES
 from autobatch.footprint.program import TooLong
 from autobatch.footprint.tracing.attention import backward_scratch_bytes
-from autobatch.footprint.tracing.fake_kernels import QuickKernels, kernel_of
+from autobatch.footprint.tracing.fake_kernels import kernel_of
 from autobatch.footprint.tracing.known_values import KnownValues, kernel_of_known, value_of
+from autobatch.footprint.tracing.quick_kernels import QuickKernels
 from autobatch.footprint.tracing.recording import Label, Recording
 
 aten = torch.ops.aten
