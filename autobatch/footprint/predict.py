@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -122,16 +122,21 @@ def footprint_beside(
         raise
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
-    step = Footprint(
+    step = footprint_of(program, first)
+    return replace(step, notes=tuple(notes_on(setting, first)), seconds=clock() - start), recordings
+
+
+def footprint_of(program: Program, recording: Recording) -> Footprint:
+    """Return the footprint of a program, with what a recording of its step tells, and without notes."""
+    return Footprint(
         program=program,
-        labels=first.labels,
-        first_products=first.first_products,
-        products=first.products,
-        margin=CONVOLUTION_MARGIN if first.has_convolutions else MARGIN,
-        notes=tuple(notes_on(setting, first)),
-        seconds=clock() - start,
+        labels=recording.labels,
+        first_products=recording.first_products,
+        products=recording.products,
+        margin=CONVOLUTION_MARGIN if recording.has_convolutions else MARGIN,
+        notes=(),
+        seconds=0.0,
     )
-    return step, recordings
 
 
 def predict(

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
-import warnings
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
 
 from autobatch.core.errors import AutobatchError
-from autobatch.core.signals import end_with_parent, hold_back_signals
 from autobatch.footprint.tracing.apart import can_run_apart
 from autobatch.probing.serve import serve
-from autobatch.probing.spare import Output, Spare
+from autobatch.probing.spare import Output, Spare, leave_parent, start_child
 from autobatch.workload.contract import Workload
 
 NO_COPY = "this process cannot be copied, because"
@@ -41,16 +38,7 @@ def why_not_copied() -> str | None:
 
 def start_copy(workload: Workload | str | None) -> Spare:
     """Start a copy of this process, which waits for settings and then serves the workload."""
-    context = multiprocessing.get_context("fork")
-    log = Output()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_wait_and_serve, args=(theirs, ours, log, workload), daemon=True)
-    with hold_back_signals({signal.SIGINT}), warnings.catch_warnings():
-        # Python warns of threads, which the copy does not have.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    theirs.close()
-    return Spare(process, ours, log)
+    return start_child(_wait_and_serve, workload, is_copy=True)
 
 
 def _wait_and_serve(
@@ -61,10 +49,7 @@ def _wait_and_serve(
     from autobatch.distributed.meeting import forget_group
 
     try:
-        end_with_parent()
-        # Else the pipe would never close.
-        of_parent.close()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        leave_parent(of_parent)
         # The threads of OpenMP do not exist here.
         torch.set_num_threads(1)
         # Held until the process has ended, without any destructor.

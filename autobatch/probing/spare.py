@@ -96,18 +96,42 @@ def start_spare(*, is_copy: bool = False) -> Spare:
     Args:
         is_copy: copy this process, which has imported torch and done nothing with it; see `may_copy`.
     """
+    return start_child(_wait_and_serve, is_copy=is_copy)
+
+
+def start_child(serve: Callable[..., None], *more: Any, is_copy: bool) -> Spare:
+    """Start a child.
+
+    Args:
+        serve: runs in the child, with its end of the pipe, in a copy that of its parent, its output and more.
+        more: arguments for it.
+        is_copy: copy this process.
+    """
     context: Any = multiprocessing.get_context("fork" if is_copy else "spawn")
     log = Output()
     ours, theirs = context.Pipe()
-    # Only a copy has the end of its parent too, and the pipe would never close.
-    args = (theirs, ours if is_copy else None, log)
-    process = context.Process(target=_wait_and_serve, args=args, daemon=True)
+    args = (theirs, ours if is_copy else None, log, *more)
+    process = context.Process(target=serve, args=args, daemon=True)
     with hold_back_signals({signal.SIGINT}, with_tracker=not is_copy), warnings.catch_warnings():
         # Python warns of threads, such as those of the terminal, which a copy does not have.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()
     return Spare(process, ours, log)
+
+
+def leave_parent(of_parent: Connection | None) -> None:
+    """Separate a child that has just started from its parent, and end it with its parent.
+
+    Args:
+        of_parent: in a copy, the parent's end of the pipe, which else would never close.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() == parent.pid:  # unless a server of `multiprocessing` forked it
+        end_with_parent()
+    if of_parent is not None:
+        of_parent.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -126,12 +150,7 @@ def spare_child(*, is_copy: bool = False) -> Iterator[Spare]:
 
 def _wait_and_serve(connection: Connection, of_parent: Connection | None, log: Output) -> None:
     """Run the child: import everything, wait for the workload, and serve it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() == parent.pid:  # unless a server of `multiprocessing` forked it
-        end_with_parent()
-    if of_parent is not None:
-        of_parent.close()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_parent(of_parent)
     serve = resolve_name(SERVE)
     with suppress(EOFError, ConnectionResetError):
         reference, settings = connection.recv()

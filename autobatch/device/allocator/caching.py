@@ -34,7 +34,7 @@ class AllocatorConfig:
     """The same for requests from 1 to 10 MiB: ``large_segment_size()``, formerly ``kLargeBuffer``."""
 
     round_bytes: int = 512
-    """Granularity of all sizes: ``kMinBlockSize``."""
+    """Granularity of all sizes (``round_size``): ``kMinBlockSize``."""
     small_bytes: int = 1 * MiB
     """Largest request of the small pool, and largest unsplit tail of a large block: ``kSmallSize``."""
     own_segment_bytes: int = 10 * MiB
@@ -46,10 +46,6 @@ class AllocatorConfig:
     retries: bool = True
     """Release cached segments and try again before an error, as CUDA does. False if a step that needed that
     does not count as fitting."""
-
-    def rounded(self, size: int) -> int:
-        """Return the size of a block for a request of ``size`` bytes (``round_size``)."""
-        return -(-size // self.round_bytes) * self.round_bytes or self.round_bytes
 
     def segment_bytes(self, rounded: int) -> int:
         """Return the bytes to request from the driver for a new segment (``get_allocation_size``)."""

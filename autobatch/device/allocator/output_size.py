@@ -16,18 +16,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
-_PRODUCTS: dict[Any, Callable[..., int]] = {
-    aten.mm.default: lambda a, b, *_: a.shape[0] * b.shape[1],
-    aten.bmm.default: lambda a, b, *_: a.shape[0] * a.shape[1] * b.shape[2],
-    aten.addmm.default: lambda _, a, b, *__: a.shape[0] * b.shape[1],
-    aten.baddbmm.default: lambda _, a, b, *__: a.shape[0] * a.shape[1] * b.shape[2],
-    aten.embedding.default: lambda weight, ids, *_: ids.numel() * weight.shape[-1],
-    aten.repeat.default: lambda x, sizes, *_: x.numel() * prod(sizes),
-    aten.convolution.default: lambda x, weight, *_: x.numel() * weight.shape[0],
+_PRODUCTS: dict[int, Callable[..., int]] = {
+    id(aten.mm.default): lambda a, b, *_: a.shape[0] * b.shape[1],
+    id(aten.bmm.default): lambda a, b, *_: a.shape[0] * a.shape[1] * b.shape[2],
+    id(aten.addmm.default): lambda _, a, b, *__: a.shape[0] * b.shape[1],
+    id(aten.baddbmm.default): lambda _, a, b, *__: a.shape[0] * a.shape[1] * b.shape[2],
+    id(aten.embedding.default): lambda weight, ids, *_: ids.numel() * weight.shape[-1],
+    id(aten.repeat.default): lambda x, sizes, *_: x.numel() * prod(sizes),
+    id(aten.convolution.default): lambda x, weight, *_: x.numel() * weight.shape[0],
 }
-"""Upper bounds for the elements that operators produce from much smaller arguments."""
-_PRODUCT_OF = {id(func): elements for func, elements in _PRODUCTS.items()}
-"""The same by the identity of operators, whose own hash takes longer than the rest of a look-up."""
+"""Upper bounds for the elements that operators produce from much smaller arguments. Operators stand by their
+identity, because their own hash takes longer than the rest of a look-up."""
 _WIDEST_BYTES = 8
 """The widest usual element: the guess if the dtype of the output is not considered."""
 
@@ -57,7 +56,7 @@ def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, th
 
 def _guess(func: Any, args: tuple[Any, ...], threshold: int) -> int:
     """Return an upper bound in bytes for most operators, from the arguments; coarse if that suffices."""
-    product = _PRODUCT_OF.get(id(func))
+    product = _PRODUCTS.get(id(func))
     if product is not None:
         return product(*args) * _WIDEST_BYTES
     given: list[Tensor] = []

@@ -14,10 +14,9 @@ from autobatch.device.allocator.ledger import BudgetExceeded
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.predict import (
-    CONVOLUTION_MARGIN,
-    MARGIN,
     Footprint,
     Prediction,
+    footprint_of,
     predict,
     why_untrusted,
 )
@@ -81,12 +80,4 @@ def _allocator(limit: int | None, workspaces: tuple[int, int] | None) -> Caching
 def _footprint(micro_batch: int, recording: Recording) -> Footprint:
     """Return a footprint that is exact at the size of a recording."""
     events = in_proportion(micro_batch, recording.trace).events
-    return Footprint(
-        program=Program(events, recording.trace.canonical().marks),
-        labels=recording.labels,
-        first_products=recording.first_products,
-        products=recording.products,
-        margin=CONVOLUTION_MARGIN if recording.has_convolutions else MARGIN,
-        notes=(),
-        seconds=0.0,
-    )
+    return footprint_of(Program(events, recording.trace.canonical().marks), recording)
