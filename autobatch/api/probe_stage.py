@@ -38,6 +38,7 @@ from autobatch.probing.sizes.survive import survive_real_batches
 from autobatch.probing.step_snapshot import step_snapshot
 from autobatch.probing.traced_setup import predicted_memory
 from autobatch.report.result import Result
+from autobatch.report.words import plural
 from autobatch.workload.contract import Workload
 
 OPENING = "opening the workload"
@@ -227,7 +228,7 @@ def _several_epochs(target_batch: int, epoch_samples: int) -> str:
     epochs = f"{target_batch / epoch_samples:.3g}"
     return (
         f"the batch of {target_batch:,} is larger than the data: each step takes {epochs} epochs of "
-        f"{epoch_samples:,} sample{'s' if epoch_samples > 1 else ''}"
+        f"{plural(epoch_samples, 'sample')}"
     )
 
 
