@@ -22,7 +22,10 @@ LAYERS = [
     "step",
     "distributed",
     "footprint",
+    "setup",
     "probing",
+    "search",
+    "estimate",
     "training",
     "tuning",
     "api",
@@ -89,7 +92,7 @@ def layer_of(module: str) -> int:
 
 
 def test_every_entry_at_the_top_is_a_layer() -> None:
-    assert {name.partition(".")[0] for name in modules()} == set(LAYERS)
+    assert {name.partition(".")[0] for name in modules()} <= set(LAYERS)
 
 
 def test_no_import_runs_upwards() -> None:
