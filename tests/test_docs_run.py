@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,25 @@ EXCERPTS = [ROOT / "README.md", ROOT / "docs/your-own-loop.md", ROOT / "docs/dat
 
 def code_of(page: Path) -> list[str]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def form_of(line: str) -> str:
+    """Return a line without the figures and the width of its columns, which differ from run to run."""
+    return re.sub(r" +", " ", re.sub(r"\d[\d,.-]*", "#", line)).strip()
+
+
+@pytest.mark.program
+def test_the_first_command_prints_what_the_readme_quotes() -> None:
+    """The quotation is all that is printed, with ``…`` for the lines that are left out."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = re.search(r"```bash\n.* && (autobatch .*)\n```\n\n```text\n([^`]*)```", page)
+    assert first is not None
+    command = [sys.executable, "-m", *first[1].split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8", timeout=240)
+    printed = "".join(f"{form_of(line)}\n" for line in (done.stderr + done.stdout).splitlines())
+    quoted = [form_of(line) for line in first[2].splitlines()]
+    pattern = "".join(r"(?:.*\n)*" if line == "…" else f"{re.escape(line)}\n" for line in quoted)
+    assert re.fullmatch(pattern, printed), printed
 
 
 def reader() -> dict[str, Any]:
