@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.structure import Structure, opens_with_clause, read_structure, report
+from benchmarks.structure import Structure, code_lines, opens_with_clause, read_structure, report
 
 ROOT = Path(__file__).parents[1]
 MOST_ENTRIES = 16
@@ -90,22 +90,38 @@ def test_questions_to_the_options_count(tmp_path: Path) -> None:
     assert a_tree(tmp_path, one=source).options_checks == ["autobatch/one.py:1", "autobatch/one.py:2"]
 
 
-def test_modules_without_a_test_and_long_functions_are_named(tmp_path: Path) -> None:
-    body = "\n".join("    x = 1" for _ in range(400))
-    (tmp_path / "tests" / "layer").mkdir(parents=True)
-    (tmp_path / "tests" / "layer" / "test_tested.py").touch()
+def test_long_functions_single_importers_and_carriers_are_named(tmp_path: Path) -> None:
+    body = "\n".join("    x = 1" for _ in range(700))
     found = a_tree(
         tmp_path,
         layer__in____init__="",
-        layer__in__tested="x = 1\n",
-        layer__in__bare=f"def long():\n{body}\n",
+        layer__in__plan="class Plan:\n    target_batch: int\n",
+        layer__in__one="from autobatch.layer.plan import Plan\nif world > 1:\n    pass\n",
+        layer__in__bare=f"def long(options: FitOptions):\n{body}\n",
     )
-    assert (found.modules, found.untested) == (2, ["autobatch/layer/bare.py"])
-    assert found.tested_share == 0.5
-    assert (found.longest_function, found.longest_function_lines) == ("autobatch/layer/bare.py:long", 401)
+    assert (found.longest_function, found.longest_function_lines) == ("autobatch/layer/bare.py:long", 701)
     assert found.long_files == ["autobatch/layer/bare.py"]
     assert found.entries == ["layer"]
-    assert "modules with a test      50.0% (1 of 2)" in report(found)
+    assert found.one_importer == ["autobatch/layer/plan.py"]
+    assert found.carriers == ["autobatch/layer/plan.py:Plan"]
+    assert found.mode_branches == ["autobatch/layer/one.py:2"]
+    assert found.option_takers == ["autobatch/layer/bare.py:long"]
+
+
+def test_names_below_the_root_that_tests_import_count(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text(
+        "import autobatch\nfrom autobatch import fit\nfrom autobatch.core.units import MiB, GiB\n",
+        encoding="utf-8",
+    )
+    assert a_tree(tmp_path).internal_names == ["autobatch.core.units.GiB", "autobatch.core.units.MiB"]
+
+
+def test_code_lines_hold_no_comments_docstrings_or_blanks() -> None:
+    source = (
+        '"""A module.\n\nMore.\n"""\n\n# A comment.\nx = (\n    1,  # one\n)\ny = """text\nof a string"""\n'
+    )
+    assert code_lines(source) == 5
 
 
 @pytest.mark.program
