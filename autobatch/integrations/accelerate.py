@@ -14,7 +14,7 @@
             optimizer.step()
             optimizer.zero_grad()
 
-It is less exact than autobatch. The notes of the plan say by how much on your own data:
+It is less exact than autobatch, as the notes of the plan say:
 
 - Each micro-batch has the same weight, whatever it holds: a mean of means.
 - Micro-batches are equal (`autobatch.planning.even_split`). The last one of an epoch may be short and has
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
 
@@ -112,7 +112,6 @@ def plan(
     options.setdefault("precision", precision_of(accelerator.mixed_precision, _PRECISIONS, "accelerate"))
     loop = LibraryLoop(
         name="accelerate",
-        losses=partial(_losses, loss),
         world_size=accelerator.num_processes,
         device=accelerator.device,
         divides_by_plan=True,
@@ -154,11 +153,3 @@ def workload(
 
 def _rebuilder(optimizer: torch.optim.Optimizer, own: nn.Module) -> Callable[..., torch.optim.Optimizer]:
     return lambda model, _: rebuilt(optimizer, own, model)
-
-
-def _losses(loss: LossFunction, model: nn.Module, batches: list[Collated]) -> Iterator[Tensor]:
-    """Yield the losses that ``accelerator.backward`` gets for the micro-batches of a step."""
-    for batch in batches:
-        found = loss(model, batch)
-        mean = found.total / found.count if isinstance(found, Loss) else found
-        yield mean / len(batches)

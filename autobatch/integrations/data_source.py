@@ -123,7 +123,7 @@ class DataSource:
 
     def samples_of(self, drawn: list[Any]) -> list[Any]:
         """Return the samples of a drawn batch, or of a part of it; not for batches of a loader."""
-        return fetch(self._data, drawn) if self.is_map_style else drawn
+        return fetch(self._data, drawn, name="data") if self.is_map_style else drawn
 
     def collate(self, samples: list[Any]) -> Collated:
         """Collate samples."""

@@ -1,4 +1,4 @@
-"""A plan for the training loop of another library, and how far its gradient is from that of the batch.
+"""A plan for the training loop of another library, and notes on what is not exact in that loop.
 
 Such a loop runs equal micro-batches. It takes the user's model, data, loss and optimizer as they are.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,17 +17,15 @@ from typing import Any, Unpack
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autobatch.api import library
 from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.integrations.loop_error import gradient_error, last_step_note
 from autobatch.integrations.smallest_limit import plan_with_ranks
 from autobatch.planning import check_world_size, even_split, even_split_note
 from autobatch.report.result import PlanResult
-from autobatch.workload.contract import Collated, Workload, is_stream, kind_of
-from autobatch.workload.streams import scanned
+from autobatch.workload.contract import Workload, is_stream, kind_of
 
 logger = logging.getLogger("autobatch")
 
@@ -36,10 +35,6 @@ class LibraryLoop:
     """The loop of a library, as far as it decides about the gradient."""
 
     name: str
-    losses: Callable[[nn.Module, list[Collated]], Iterator[Tensor]]
-    """Yields, for the micro-batches of one step, the losses that the library calls ``backward`` on."""
-    whole: Callable[[nn.Module, Collated], Tensor] | None = None
-    """Loss of a whole batch in one micro-batch; None for that of ``losses``."""
     world_size: int
     device: torch.device
     divides_by_plan: bool
@@ -56,9 +51,6 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
     """A plan that was set in a library: equal micro-batches, and what is not exact about them."""
 
     library: str
-    gradient_error: float | None
-    """Distance of the library's gradient from that of the batch, relative to it, on the user's own data; None
-    if it was not measured."""
     loader: Any = None
     """The user's loader with the new batch size, if the library cannot change it."""
 
@@ -70,7 +62,7 @@ class LibraryPlan(PlanResult, frozen=True, kw_only=True):
 def plan_for(
     workload: Workload, loop: LibraryLoop, *, loader: Any = None, **options: Unpack[PlanKeywords]
 ) -> LibraryPlan:
-    """Probe and plan in equal micro-batches, and measure what the library's loop makes of them.
+    """Probe and plan in equal micro-batches, and note what the library's loop makes of them.
 
     Args:
         workload: what the library trains.
@@ -87,20 +79,18 @@ def plan_for(
     # These loops add the gradient of each micro-batch to ``grad``, which has the type of the weights.
     options.setdefault("gradient_dtype", "weights")
     options["split"] = "count"
-    # The error below is measured with the library's own losses, and its remark names what to change there.
+    # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
     found, limit, alone = plan_with_ranks(lambda: library.plan(workload, **options), loop.world_size)
     check_world_size(found, loop.world_size, loop.name)
     found = msgspec.structs.replace(found, micro_batch=limit)
     size, steps = even_split(found)
-    known = scanned(workload, options.get("scan"))
-    error, measured = gradient_error(known, loop.losses, loop.device, size, steps, whole=loop.whole)
     remarks = (
         alone,
         _rate_note(found.learning_rate, workload.learning_rate, loop),
         even_split_note(found, min(limit, found.probe.micro_batch)),
-        measured,
-        last_step_note(
+        _weights_note(loop, steps),
+        _last_step_note(
             _epoch(workload),
             found.target_batch,
             size,
@@ -114,7 +104,7 @@ def plan_for(
     fields |= {"micro_batch": size, "accumulation_steps": steps, "micro_batches": [size] * steps}
     fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks if one is not None)]
     made = None if loader is None else loader(size)
-    return LibraryPlan(**fields, library=loop.name, gradient_error=error, loader=made)
+    return LibraryPlan(**fields, library=loop.name, loader=made)
 
 
 def _rate_note(planned: float, declared: float, loop: LibraryLoop) -> str | None:
@@ -122,6 +112,59 @@ def _rate_note(planned: float, declared: float, loop: LibraryLoop) -> str | None
     if loop.sets_rate or planned == declared:
         return None
     return f"the optimizer keeps its rate of {declared:g}: build it with plan.learning_rate, {planned:g}"
+
+
+def _weights_note(loop: LibraryLoop, steps: int) -> str | None:
+    """Return a remark on the weight of a micro-batch in the gradient; None if a step has only one."""
+    if steps == 1:
+        return None
+    if loop.averages_means:
+        return (
+            "each micro-batch has the same weight, which is exact for a loss that is a mean over samples and "
+            "not for one over tokens: autobatch.batches is exact for both"
+        )
+    return (
+        "the losses of micro-batches are added up, which is exact if each is a sum divided by the "
+        f"num_items_in_batch that it is given; a loss that ignores it makes the gradient {steps} times too "
+        "long: set trainer.loss_is_scaled_for_ga = False"
+    )
+
+
+def _last_step_note(
+    epoch: int | None,
+    target: int,
+    size: int,
+    steps: int,
+    *,
+    divides_by_plan: bool,
+    averages_means: bool,
+    drop_last: bool,
+) -> str | None:
+    """Describe the last step of an epoch; None if it is like the others, or unknown.
+
+    Args:
+        epoch: samples of an epoch; None if unknown.
+        target: samples of a step.
+        size: samples of a micro-batch.
+        steps: micro-batches of a step.
+        divides_by_plan: whether the sum over the last step is divided by ``steps``.
+        averages_means: whether each micro-batch weighs the same.
+        drop_last: whether a last micro-batch that is short is dropped.
+    """
+    rest = 0 if epoch is None else epoch % target
+    rest -= rest % size if drop_last else 0
+    if not rest:
+        return None
+    text = f"the last step of each epoch has {rest} of {target} samples"
+    done = math.ceil(rest / size)
+    if divides_by_plan and done < steps:
+        text += (
+            f" in {done} of {steps} micro-batches and is still divided by {steps}, so its gradient is "
+            f"{1 - done / steps:.0%} too small"
+        )
+    if averages_means and rest % size and done > 1:
+        text += f"; the samples of its last micro-batch weigh {size / (rest % size):.2g} times as much"
+    return f"{text}: autobatch.batches carries them into the next epoch"
 
 
 def tell_plan(plan: LibraryPlan, *, is_first: bool) -> None:

@@ -20,7 +20,7 @@ Lightning's ``BatchSizeFinder``:
     )
     trainer.fit(module, datamodule)
 
-Its loop is less exact than autobatch. The notes of the plan say by how much on your own data:
+Its loop is less exact than autobatch, as the notes of the plan say:
 
 - Each micro-batch has the same weight, whatever it holds: a mean of means.
 - Micro-batches are equal (`autobatch.planning.even_split`). The last one of an epoch may be short and has
@@ -37,12 +37,11 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autobatch.core.errors import InputError
@@ -53,7 +52,7 @@ from autobatch.integrations.library_plan import LibraryLoop, LibraryPlan, on_hos
 from autobatch.integrations.lightning_module import configured, outside_of_fit, transferred
 from autobatch.integrations.resized_loader import check_resizable, drops_last, resized
 from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
-from autobatch.workload.contract import Collated, Workload, kind_of
+from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.loader_parts import parts_of
 
 if TYPE_CHECKING:
@@ -128,7 +127,6 @@ def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[Pl
         loader = _loader(module, datamodule) if given is None else given
         loop = LibraryLoop(
             name="Lightning",
-            losses=_losses,
             world_size=trainer.world_size,
             device=trainer.strategy.root_device,
             divides_by_plan=True,
@@ -173,12 +171,6 @@ def _loss(module: Any, batch: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise InputError(f"training_step must return a loss, or a dict with one, found {kind_of(found)}")
     return found
-
-
-def _losses(module: nn.Module, batches: list[Collated]) -> Iterator[Tensor]:
-    """Yield the losses that Lightning backpropagates for the micro-batches of a step."""
-    for batch in batches:
-        yield _loss(module, batch) / len(batches)
 
 
 def _check_one_optimizer(module: Any) -> None:

@@ -11,7 +11,7 @@ same when ``train()`` begins, and logs the plan:
     trainer = Trainer(model, TrainingArguments("out"), train_dataset=dataset)
     trainer.add_callback(autobatch.integrations.transformers.AutobatchCallback(trainer, target_batch=16))
 
-Its loop is less exact than autobatch. The notes of the plan say by how much on your own data:
+Its loop is less exact than autobatch, as the notes of the plan say:
 
 - A mean over tokens is weighted by the tokens of the whole batch only if the model, or a loss of your own,
   takes ``num_items_in_batch`` and uses it. Otherwise each micro-batch has the same weight: a mean of means.
@@ -105,9 +105,6 @@ def plan(trainer: Any, **options: Unpack[PlanKeywords]) -> LibraryPlan:
     options.setdefault("max_grad_norm", args.max_grad_norm or None)
     loop = LibraryLoop(
         name="Trainer",
-        losses=partial(_losses, trainer),
-        # Without a count, the model takes the mean that its loss is defined by.
-        whole=lambda model, inputs: _compute(trainer, model, inputs, None),
         world_size=args.world_size,
         device=args.device,
         divides_by_plan=False,
@@ -150,18 +147,10 @@ def workload(trainer: Any) -> Workload:
 
 def _loss(trainer: Any, model: nn.Module, inputs: Any) -> Tensor | Loss:
     """Return the loss of a micro-batch as a sum and the count that ``num_items_in_batch`` is made of."""
-    count = _count(trainer, [inputs])
+    count = _count(trainer, inputs)
     if count is None or not _is_scaled(trainer, count):
         return _compute(trainer, model, inputs, count)
     return Loss(_compute(trainer, model, inputs, 1), count)
-
-
-def _losses(trainer: Any, model: nn.Module, batches: list[Collated]) -> Iterator[Tensor]:
-    """Yield the losses that ``Trainer.training_step`` backpropagates for the micro-batches of a step."""
-    count = _count(trainer, batches)
-    for inputs in batches:
-        loss = _compute(trainer, model, inputs, count)
-        yield loss if _is_scaled(trainer, count) else loss / len(batches)
 
 
 def _compute(trainer: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
@@ -173,11 +162,11 @@ def _compute(trainer: Any, model: nn.Module, inputs: Any, count: Any) -> Tensor:
     return loss
 
 
-def _count(trainer: Any, batches: list[Collated]) -> Any:
-    """Return ``num_items_in_batch`` of these micro-batches on one rank; None if the trainer counts none."""
+def _count(trainer: Any, inputs: Collated) -> Any:
+    """Return ``num_items_in_batch`` of a micro-batch on one rank; None if the trainer counts none."""
     device = next((p.device for p in trainer.model.parameters()), None)
     with _on_one_rank(trainer):
-        return trainer.get_batch_samples(iter(batches), len(batches), device)[1]
+        return trainer.get_batch_samples(iter([inputs]), 1, device)[1]
 
 
 @contextmanager

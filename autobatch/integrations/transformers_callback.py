@@ -38,8 +38,6 @@ class AutobatchCallback(TrainerCallback):  # type: ignore[misc]
             "autobatch/micro_batch": self.plan.micro_batch,
             "autobatch/accumulation_steps": self.plan.accumulation_steps,
         }
-        if self.plan.gradient_error is not None:
-            figures["autobatch/gradient_error"] = self.plan.gradient_error
         self._trainer.log(figures)
 
     def _planned_loader(self) -> Any:

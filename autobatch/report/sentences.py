@@ -197,6 +197,13 @@ def rate_in_words(plan: Plan) -> str:
     return f"{rate}, {factor} times the declared rate by the {plan.learning_rate_rule} rule{source}"
 
 
+def when_measured(tuning: Tuning) -> str:
+    """Return the time at which an earlier search measured the speeds, in brackets; empty if this one did."""
+    if tuning.measured is None:
+        return ""
+    return f" (measured on {tuning.measured[:16].replace('T', ' ')} UTC)"
+
+
 def tuning_in_words(tuning: Tuning, plan: Plan | None = None) -> str:
     """Describe the gain of tuning over the defaults, and when a plan has paid for the search."""
     after = f"After {plural(tuning.trials, 'trial')}"
@@ -204,7 +211,8 @@ def tuning_in_words(tuning: Tuning, plan: Plan | None = None) -> str:
         return f"{after}, the defaults were kept, because their throughput was not measured."
     before = tuning.baseline_samples_per_s
     if not before or tuning.best_samples_per_s <= before:
-        return f"{after}, the defaults were kept. They run {decimal(tuning.best_samples_per_s)} samples/s."
+        speed = f"{decimal(tuning.best_samples_per_s)} samples/s{when_measured(tuning)}"
+        return f"{after}, the defaults were kept. They run {speed}."
     words = (
         f"{after}, the best configuration runs {decimal(tuning.best_samples_per_s)} samples/s, "
         f"{ratio_in_words(tuning.best_samples_per_s / before)} than the defaults at {decimal(before)}."

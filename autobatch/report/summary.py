@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from autobatch.core.units import format_bytes
-from autobatch.report.sentences import by_kind, is_probed_configuration, steps_to_pay_back
+from autobatch.report.sentences import by_kind, is_probed_configuration, steps_to_pay_back, when_measured
 from autobatch.report.words import count, knobs_in_words, metric_in_words, percent, plural, ratio_in_words
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def describe_tuning(tuning: Tuning, plan: Plan | None = None, steps: int | None 
     if not best:
         return "kept the default: it could not be measured"
     if best <= default or not default:
-        return f"kept the default, {best:,.0f} samples/s"
+        return f"kept the default, {best:,.0f} samples/s{when_measured(tuning)}"
     words = f"{best:,.0f} samples/s: {ratio_in_words(best / default)} than the default ({default:,.0f})"
     chosen = next((one for one in tuning.comparisons if one.chosen), None)
     if chosen is not None and chosen.low is not None and chosen.high is not None:

@@ -10,7 +10,7 @@ from autobatch.core.records.run import RunRecord
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.memory import held_bytes
 from autobatch.report.html import Markup, element
-from autobatch.report.sentences import is_probed_configuration
+from autobatch.report.sentences import is_probed_configuration, when_measured
 from autobatch.report.words import count, decimal, knobs_in_words, plural
 
 
@@ -38,7 +38,8 @@ def _tiles(data: RunRecord) -> Iterator[tuple[str, str, str]]:
     if data.training is not None and data.training.samples_per_s is not None:
         yield "Throughput", decimal(data.training.samples_per_s), "samples/s"
     elif data.tuning is not None and data.tuning.trials:
-        yield "Throughput", decimal(data.tuning.best_samples_per_s), "samples/s, measured while tuning"
+        when = when_measured(data.tuning)
+        yield "Throughput", decimal(data.tuning.best_samples_per_s), f"samples/s, measured while tuning{when}"
 
 
 def _limit_words(probe: Probe | None, plan: Plan) -> str:

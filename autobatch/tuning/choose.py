@@ -41,6 +41,7 @@ def choose(
     confirm_fits: ConfirmFits,
     progress: Progress,
     *,
+    known: Measurement | None,
     is_expired: Callable[[], bool],
     most: int | None = None,
 ) -> Answer:
@@ -52,10 +53,10 @@ def choose(
         base: the default.
         confirm_fits: runs a configuration inside the enforced budget before it is chosen.
         progress: receives every round.
+        known: what was last measured of the default; None if it did not run.
         is_expired: whether there is no time to compare.
         most: number of configurations that there is time to compare; None for any number.
     """
-    known = find_result(finished, base)
     baseline = known if known is not None and known.feasible else None
     others = _candidates(finished, base, baseline)[:most]
     choice = Choice([], baseline, [], 0)
@@ -141,7 +142,7 @@ def _explain(
     Args:
         finished: the trials.
         choice: the comparison.
-        known: what the default's own trial found; None if it did not run.
+        known: what was last measured of the default; None if it did not run.
     """
     if not finished:
         return ["kept the plan: no trial was run"]

@@ -117,13 +117,22 @@ def find_fastest(
     finished, is_stopped = study.finished(), not search.has_time_to_try()
     most = search.most_candidates()
     answer = choose(
-        measure, finished, base, confirm_fits, progress, is_expired=lambda: not search.pays_back(), most=most
+        measure,
+        finished,
+        base,
+        confirm_fits,
+        progress,
+        known=search.default(),
+        is_expired=lambda: not search.pays_back(),
+        most=most,
     )
     if is_stopped:
         stop = _explain_stop(len(finished), search.default(), budget)
         answer = answer._replace(notes=[*answer.notes, stop])
+    is_old = any(answer.baseline == one.result for one in remembered)
     tuning = msgspec.structs.replace(
         _record(study, answer, finished),
+        measured=answer.baseline.started if is_old and answer.baseline is not None else None,
         remembered=len(remembered),
         seconds=clock() - search.start,
         sampler_seconds=sampler_seconds,
@@ -275,9 +284,7 @@ def _explain_remembered(finished: Sequence[FinishedTrial[Measurement]], budget: 
     count = f"{len(finished)} trial{'s' if len(finished) > 1 else ''}"
     rest = budget.trials - len(finished)
     more = (
-        f"{rest} more will run, compared with the default as it is now"
-        if rest > 0
-        else f"no other runs, because --trials asks for {budget.trials}"
+        f"{rest} more will run" if rest > 0 else f"no other runs, because --trials asks for {budget.trials}"
     )
     return [f"the study has {count}{since}; {more}"]
 

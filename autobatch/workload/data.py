@@ -49,19 +49,47 @@ def load_micro_batch(workload: Workload, ids: Sequence[int], *, data: Any = None
     Raises:
         InputError: the samples cannot be collated; the message has the shapes found.
     """
-    samples = fetch(workload.train_data if data is None else data, ids)
+    is_training = data is None
+    name = "train_data" if is_training else "validation_data"
+    samples = fetch(workload.train_data if is_training else data, ids, name=name)
     return collate_samples(samples, workload.collate, option="Workload(collate=…)")
 
 
-def fetch(data: Any, ids: Sequence[int]) -> list[Any]:
-    """Read samples of map-style data."""
+def fetch(data: Any, ids: Sequence[int], *, name: str = "train_data") -> list[Any]:
+    """Read samples of map-style data. An error of the data is marked with the index of its sample.
+
+    Args:
+        data: has ``__getitem__``; with ``__getitems__`` it reads many samples at once, as in torch's loader.
+        ids: indices of the samples.
+        name: of the data in that mark.
+    """
+    many = getattr(data, "__getitems__", None)
+    if many is None:
+        return [read_sample(data, index, name) for index in ids]
     try:
-        # As in torch's loader, a dataset with __getitems__ fetches many samples at once.
-        many = getattr(data, "__getitems__", None)
-        return many(list(ids)) if many else [data[index] for index in ids]
+        return list(many(list(ids)))
     except (Exception, SystemExit) as error:
-        mark_user_error(error, "data")
+        index = _failing_index(data, ids, type(error))
+        mark_user_error(error, name if index is None else f"{name}[{index}]")
         raise
+
+
+def read_sample(data: Any, index: int, name: str = "train_data") -> Any:
+    """Read one sample of map-style data. An error of the data is marked with the sample's index."""
+    with user_code(f"{name}[{index}]"):
+        return data[index]
+
+
+def _failing_index(data: Any, ids: Sequence[int], kind: type[BaseException]) -> int | None:
+    """Return the first sample that raises this kind of error when it is read alone; None if none does."""
+    for index in ids:
+        try:
+            data[index]
+        except kind:
+            return index
+        except (Exception, SystemExit):
+            return None
+    return None
 
 
 def shallow_copies(samples: Sequence[Any]) -> list[Any]:
@@ -175,8 +203,7 @@ class WorstCaseSampler:
     def size_unit(self) -> Literal["tokens"] | None:
         """Return ``tokens`` if the cost of a sample is the length of a sequence of whole numbers in it."""
         for index in (self._order[0], self._order[len(self._order) // 2], self._order[-1]):
-            with user_code("data"):
-                sample = self._workload.train_data[index]  # type: ignore[index]
+            sample = read_sample(self._workload.train_data, index)
             sequences = (t for t in tensors_of(sample) if t.dim() == 1 and not t.is_floating_point())
             if self._costs[index] not in {float(len(one)) for one in sequences}:
                 return None
@@ -223,8 +250,7 @@ class WorstCaseSampler:
         return self._cost(index)
 
     def _cost(self, index: int) -> float:
-        with user_code("data"):
-            sample = self._workload.train_data[index]  # type: ignore[index]
+        sample = read_sample(self._workload.train_data, index)
         return size_of_sample(sample, self._workload.size_of, index)
 
 

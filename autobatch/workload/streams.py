@@ -7,6 +7,7 @@ one begins, so that a batch can run again.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -59,8 +60,8 @@ def scanned(workload: Workload, count: int | None) -> Workload:
     if not is_stream(workload.train_data):
         return workload
     count = SCAN if count is None else count
-    with preserved_random_state(), user_code("data"):
-        found = list(islice(_begin(workload.train_data, 0), count + 1))
+    with preserved_random_state():
+        found = list(islice(_samples_of(workload.train_data), count + 1))
     if not found:
         raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
     prefix = Prefix(found[:count], is_all=len(found) <= count)
@@ -101,8 +102,8 @@ def count_samples(stream: Any) -> int:
     told = told_length(stream)
     if told is not None:
         return told
-    with preserved_random_state(), user_code("data"):
-        found = sum(1 for _ in _begin(stream, 0))
+    with preserved_random_state():
+        found = sum(1 for _ in _samples_of(stream))
     if not found:
         raise InputError("the stream of Workload(train_data=…) has 0 samples: at least 1 is needed")
     return found
@@ -166,7 +167,7 @@ class StreamView:
         self._held.clear()
         self._position, self._epoch = state["position"], state["epoch"]
         self._in_epoch, self._reader = 0, None
-        with preserved_random_state(), user_code("data"):
+        with preserved_random_state(), user_code("train_data"):
             self._source = self._open()
             load = getattr(self._source, "load_state_dict", None)
             if state["own"] is not None and callable(load):
@@ -188,10 +189,10 @@ class StreamView:
         """Return the next sample, of the next epoch after the end of one."""
         for _ in range(2):
             if self._reader is None:
-                with user_code("data"):
+                with user_code("train_data"):
                     self._source = self._open()
                     self._reader = iter(self._source)
-            with user_code("data"):
+            with user_code(_place(self._in_epoch)):
                 try:
                     sample = next(self._reader)
                 except StopIteration:
@@ -253,8 +254,21 @@ def stream_state(data: object) -> dict[str, Any] | None:
     return data.state_dict() if isinstance(data, StreamView) else None
 
 
-def _begin(stream: Any, epoch: int) -> Iterator[Any]:
-    return iter(_at_epoch(stream, epoch))
+def _samples_of(stream: Any) -> Iterator[Any]:
+    """Yield the samples of a stream's first epoch. An error is marked with the position of its sample."""
+    with user_code("train_data"):
+        reader = iter(_at_epoch(stream, 0))
+    for position in itertools.count():
+        with user_code(_place(position)):
+            try:
+                sample = next(reader)
+            except StopIteration:
+                return
+        yield sample
+
+
+def _place(position: int) -> str:
+    return f"train_data at position {position}"
 
 
 def _at_epoch(stream: Any, epoch: int) -> Any:

@@ -97,8 +97,6 @@ def test_a_planned_loop_takes_the_step_of_the_whole_batch() -> None:
     assert (plan.micro_batches, accelerator.gradient_accumulation_steps) == ([6] * 4, 4)
     assert plan.loader.batch_size == 6
     assert plan.loader.dataset is loader.dataset
-    assert plan.gradient_error is not None
-    assert plan.gradient_error < 1e-6
     step(accelerator, model, optimizer, plan.loader)
     assert apart(weights(model), expected) < 1e-12
 

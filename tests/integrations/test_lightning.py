@@ -104,8 +104,6 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
     assert plan.probe.limited_by == "memory"
     assert plan.accumulation_steps > 1
     assert (trainer.accumulate_grad_batches, data.batch_size) == (plan.accumulation_steps, plan.micro_batch)
-    assert plan.gradient_error is not None
-    assert plan.gradient_error < 1e-6
     trainer.fit(module, data)
     expected = Classifier()
     for first in (0, 20):
@@ -118,27 +116,14 @@ def test_a_planned_fit_takes_the_steps_of_whole_batches() -> None:
     assert float((weights_of(module) - weights_of(expected)).norm()) < 1e-12
 
 
-def test_the_error_of_a_mean_of_means_is_what_the_library_does() -> None:
-    """The library's own step on the measured samples, against the gradient in one pass."""
+def test_a_note_names_the_weight_of_micro_batches() -> None:
     installed("lightning")
-    from autobatch.workload.order import permutation
-    from tests.support.lightning_modules import Quiet, Texts, Words, words_loss
+    from tests.support.lightning_modules import Quiet, Words
 
-    module = Words()
-    trainer = Quiet(max_steps=1)
-    plan = lightning.plan(trainer, module, target_batch=16, max_micro_batch=8)
-    assert (module.batch_size, trainer.accumulate_grad_batches) == (8, 2)
-    texts = Texts()
-    rows = [texts[index] for index in permutation(40, seed=0, epoch=0)[:8]]
-    parts = DataLoader(rows, batch_size=4, collate_fn=pad)  # type: ignore[arg-type]
-    before = weights_of(module)
-    trainer.fit(module, parts)
-    taken = (before - weights_of(module)) / 0.1
-    fresh = Words()
-    whole = gradient_of(fresh, words_loss(fresh.network, pad(rows)))
-    assert plan.gradient_error == pytest.approx(float((taken - whole).norm() / whole.norm()), rel=1e-3)
-    assert plan.gradient_error > 0.01
-    assert "because each micro-batch has the same weight" in plan.notes[0]
+    plan = lightning.plan(Quiet(max_steps=1), Words(), target_batch=16, max_micro_batch=8)
+    assert "Lightning: each micro-batch has the same weight" in plan.notes[0]
+    whole = lightning.plan(Quiet(max_steps=1), Words(), target_batch=8, max_micro_batch=8)
+    assert not any("same weight" in note for note in whole.notes)
 
 
 def test_what_a_plan_cannot_describe_is_refused() -> None:

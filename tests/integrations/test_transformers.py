@@ -95,8 +95,6 @@ def test_the_trainer_takes_the_step_of_the_whole_batch(tmp_path: Path) -> None:
     assert plan.accumulation_steps > 1
     assert trainer.args.gradient_accumulation_steps == plan.accumulation_steps
     assert trainer.args.per_device_train_batch_size == trainer._train_batch_size == plan.micro_batch
-    assert plan.gradient_error is not None
-    assert plan.gradient_error < 1e-4
     seen: list[Any] = []
     ask = trainer.compute_loss
     trainer.compute_loss = lambda model, inputs, **more: (
@@ -114,43 +112,23 @@ def test_the_trainer_takes_the_step_of_the_whole_batch(tmp_path: Path) -> None:
     assert float((weights_of(trainer.model) - expected).norm() / (expected - before).norm()) < 1e-5
 
 
-def test_a_count_that_is_not_that_of_the_loss_is_told(tmp_path: Path) -> None:
-    """Without a loss type, as GPT-2 comes, the library counts first words, which no causal loss predicts."""
-    trainer = a_trainer(tmp_path, gpt2(loss_type=None))
-    plan = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
-    assert plan.gradient_error is not None
-    assert 0.05 < plan.gradient_error < 0.3
-    assert "times as long: the library divides by another count than the loss does" in " ".join(plan.notes)
+def test_the_notes_say_how_micro_batches_weigh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The loss draws noise and has a wrong sum: no note claims to have measured either."""
 
-
-def test_a_loss_that_ignores_the_count_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Ignoring(installed("transformers").Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            loss = mean_over_words(model, inputs)
+            loss = mean_over_words(model, inputs) * (1 + torch.rand(()))
             return (loss, None) if return_outputs else loss
 
     trainer = a_trainer(tmp_path, kind=Ignoring)
     plan = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
-    assert plan.gradient_error is not None
-    assert plan.gradient_error > 0.5
-    assert "because the losses are summed over micro-batches and not divided" in " ".join(plan.notes)
-    assert "set trainer.loss_is_scaled_for_ga = False" in " ".join(plan.notes)
+    notes = " ".join(plan.notes)
+    assert f"ignores it makes the gradient {plan.accumulation_steps} times too long" in notes
+    assert "differs by" not in notes
     assert "the workload's Loss" not in caplog.text, "a user of the Trainer has written none"
     trainer.loss_is_scaled_for_ga = False
     again = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
-    assert again.gradient_error is not None
-    assert 1e-2 < again.gradient_error < 1
-    assert "because each micro-batch has the same weight" in " ".join(again.notes)
-
-
-def test_the_error_over_several_ranks_is_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library multiplies losses by the number of ranks, whose gradients it averages."""
-    trainer = a_trainer(tmp_path)
-    expected = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET).gradient_error
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: 2))
-    again = transformers.plan(trainer, target_batch=24, memory_budget=BUDGET)
-    assert again.gradient_error == pytest.approx(expected, abs=1e-5)
-    assert trainer.args.average_tokens_across_devices
+    assert "each micro-batch has the same weight" in " ".join(again.notes)
 
 
 def test_a_loss_that_logs_logs_no_probe(tmp_path: Path) -> None:

@@ -185,4 +185,6 @@ def test_an_error_in_a_worker_exits_with_2_and_one_line(tmp_path: Path) -> None:
     ran = autobatch(tmp_path, "fit", "train.py:workload", "--workers", 2, *words(OPTIONS))
     assert ran.code == 2
     line = (SMALL + code).splitlines().index("        if index == 17: raise KeyError('gone')") + 1
-    assert f"the workload's data raised KeyError: 'gone' ({tmp_path / 'train.py'}:{line})" in ran.err
+    assert (
+        f"the workload's train_data[17] raised KeyError: 'gone' ({tmp_path / 'train.py'}:{line})" in ran.err
+    )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autobatch.core.knobs import Configuration, SearchAxis, defaults
 from autobatch.core.records.tuning import Tuning
+from autobatch.report.sentences import tuning_in_words
+from autobatch.report.summary import describe_tuning
 from autobatch.tuning.compare_rates import MINIMUM_GAIN
 from autobatch.tuning.configuration import (
     MEMORY,
@@ -107,6 +110,27 @@ def test_no_trial_starts_after_the_time_limit() -> None:
     nothing = search(expired=lambda: True)
     assert (nothing.tuning.trials, nothing.winner) == (0, None)
     assert nothing.tuning.notes == ["kept the plan: no trial was run"]
+
+
+def test_speeds_of_an_earlier_search_carry_its_date(tmp_path: Path) -> None:
+    """The first search runs all trials at 100 samples/s; the machine is ten times faster afterwards."""
+    storage, axes = str(tmp_path / "s.log"), [SearchAxis("a", (0, 1))]
+
+    def found(trials: int, speed: float) -> Tuning:
+        def measure(values: Configuration) -> Measurement:
+            return Measurement(speed / (1 + 9 * int(values["a"] or 0)), 8)
+
+        return search(measure, axes, trials=trials, storage=storage).tuning
+
+    first = found(1, 100.0)
+    assert (first.best_samples_per_s, first.measured) == (100.0, None)
+    again = found(1, 1000.0)
+    assert again.best_samples_per_s == 100.0
+    assert again.measured == first.history[0].started
+    assert f"kept the default, 100 samples/s (measured on {again.measured[:10]}" in describe_tuning(again)
+    more = found(2, 1000.0)
+    assert (more.best_samples_per_s, more.measured) == (1000.0, None)
+    assert "measured on" not in describe_tuning(more) + tuning_in_words(more)
 
 
 def test_without_axes_the_default_is_measured_once() -> None:

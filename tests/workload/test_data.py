@@ -209,7 +209,7 @@ def test_errors_of_the_users_functions_pass_and_are_marked() -> None:
     class Broken(list[int]):
         __getitem__ = fails  # type: ignore[assignment]
 
-    for part, broken in (("data", workload(Broken([1]))), ("collate", workload([1], collate=fails))):
+    for part, broken in (("train_data[0]", workload(Broken([1]))), ("collate", workload([1], collate=fails))):
         with pytest.raises(KeyError) as found:
             load_micro_batch(broken, [0])
         assert failed_part(found.value) == part

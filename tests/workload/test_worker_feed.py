@@ -137,7 +137,10 @@ def test_an_error_of_the_data_names_its_line(workers: int) -> None:
         list(loop.run())
     report = describe_failure(caught.value)
     assert report.exit_code == 2
-    assert report.line == f"the workload's data raised ValueError: no such picture ({__file__}:{BROKEN_LINE})"
+    assert (
+        report.line
+        == f"the workload's train_data[3] raised ValueError: no such picture ({__file__}:{BROKEN_LINE})"
+    )
     if workers:
         assert isinstance(caught.value, UserCodeError)
         assert any("in __getitem__" in note for note in caught.value.__notes__)

@@ -97,6 +97,8 @@ class Tuning(Record, frozen=True, kw_only=True):
     baseline_samples_per_s: float
     best_samples_per_s: float
     study: str
+    measured: str | None = None
+    """Start of the earlier search that measured both speeds: ISO date and time, UTC. None for this search."""
     history: list[Trial] = []
     """Every configuration that was measured, in order."""
     comparisons: list[TrialComparison] = []

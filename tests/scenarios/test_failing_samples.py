@@ -1,0 +1,69 @@
+"""A sample that raises is named by its index, or by its position in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+import autobatch
+from autobatch.cli.failures import describe_failure
+from autobatch.core.errors import UserCodeError
+from tests.support.training import make_workload, points
+
+BROKEN = 23
+POINTS = points(32)
+
+
+def sample(index: int) -> Any:
+    if index == BROKEN:
+        raise ValueError("no such picture")
+    return POINTS[index]
+
+
+class Samples(Dataset[Any]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return sample(index)
+
+
+class FetchingMany(Samples):
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        return [sample(index) for index in ids]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(sample, range(32))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "place"),
+    [
+        (Samples(), {}, "train_data[23]"),
+        (Samples(), {"workers": 2}, "train_data[23]"),
+        (FetchingMany(), {}, "train_data[23]"),
+        (Subset(Samples(), range(31, -1, -1)), {}, "train_data[8]"),
+        (Stream(), {"scan": 16}, "train_data at position 23"),
+        (Stream(), {}, "train_data at position 23"),
+    ],
+    ids=["samples", "workers", "many at once", "subset", "stream in training", "stream in the scan"],
+)
+def test_a_sample_that_raises_is_named(data: Any, options: dict[str, Any], place: str) -> None:
+    workload = make_workload(train_data=data, size_of=lambda _: 1.0)
+    with pytest.raises((ValueError, UserCodeError), match="no such picture") as caught:
+        autobatch.fit(workload, target_batch=8, steps=4, trials=0, device="cpu", **options)
+    report = describe_failure(caught.value)
+    assert report.exit_code == 2
+    assert report.line.startswith(f"the workload's {place} raised ValueError: no such picture ({__file__}:")
+
+
+def test_a_validation_sample_that_raises_is_named() -> None:
+    workload = make_workload(validation_data=Samples())
+    with pytest.raises(ValueError, match="no such picture") as caught:
+        autobatch.fit(workload, target_batch=8, steps=1, trials=0, device="cpu")
+    assert describe_failure(caught.value).line.startswith("the workload's validation_data[23] raised")
