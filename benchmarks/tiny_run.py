@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from autobatch import Workload
 from autobatch.core.progress import Progress
 from autobatch.planning import make_plan
-from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.training.build import build_sampler
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_settings import LoopSettings, RunSettings

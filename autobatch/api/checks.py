@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.progress import Progress
-from autobatch.probing.child import ChildCrashed, SetupProcess
-from autobatch.probing.questions import ask_or_none
 from autobatch.report.result import Result
+from autobatch.search.questions import ask_or_none
+from autobatch.setup.child import ChildCrashed, SetupProcess
 from autobatch.training.export import examine_weights
 from autobatch.training.split_check.compare_modes import Finding
 from autobatch.training.split_check.preflight import examine, name_writes

@@ -12,8 +12,8 @@ from autobatch.core.units import format_bytes
 from autobatch.distributed.rank_plan import limits_over_ranks, meeting_place
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.probing.child import SetupProcess
-from autobatch.probing.confirm import joint_batch, run_joint_batch
+from autobatch.search.confirm import joint_batch, run_joint_batch
+from autobatch.setup.child import SetupProcess
 
 MOST_TRIES = 6
 """Batches over all ranks, each in smaller micro-batches than the one before."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from autobatch.core.progress import Progress
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.probing.spare import Spare
+from autobatch.setup.spare import Spare
 from autobatch.training.sinks import Sink
 
 

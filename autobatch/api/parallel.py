@@ -20,8 +20,8 @@ from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
-from autobatch.probing.child import SetupProcess
 from autobatch.report.result import Result
+from autobatch.setup.child import SetupProcess
 from autobatch.workload.contract import Workload
 
 WHOLE = "a whole model fits on each rank, so each has its own"

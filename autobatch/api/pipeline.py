@@ -42,8 +42,8 @@ from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
 from autobatch.probing.estimates.estimate import estimate_limits
 from autobatch.probing.estimates.over_ranks import estimate_over_ranks
-from autobatch.probing.setup import find_workload
 from autobatch.report.result import Estimates, Result
+from autobatch.setup.setup import find_workload
 from autobatch.workload.contract import Workload
 
 PLANNED_STEPS = 1000

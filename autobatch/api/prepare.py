@@ -38,13 +38,12 @@ from autobatch.core.records.plan import Plan
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.cache import KeyValue
-from autobatch.probing.child import SetupProcess, ThisProcess
-from autobatch.probing.setup import find_workload, open_setup
-from autobatch.probing.setup_key import device_key
-from autobatch.probing.sizes.real_batches import Order
 from autobatch.report.result import Result
+from autobatch.search.sizes.real_batches import Order
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import SetupProcess, ThisProcess
+from autobatch.setup.key import KeyValue, device_key
+from autobatch.setup.setup import find_workload, open_setup
 from autobatch.training.build import (
     build_sampler,
     count_stream,

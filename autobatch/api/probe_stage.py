@@ -27,18 +27,18 @@ from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import spread
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
-from autobatch.probing.child import SetupProcess
-from autobatch.probing.find_limit import check_size, find_limit
-from autobatch.probing.one_probe import Limit, ProbeLimits
-from autobatch.probing.open_process import open_process
-from autobatch.probing.planned_sizes import limit_of_plan
-from autobatch.probing.sizes.limits_by_size import find_limits_by_size
-from autobatch.probing.sizes.real_batches import Order
-from autobatch.probing.sizes.survive import survive_real_batches
-from autobatch.probing.step_snapshot import step_snapshot
-from autobatch.probing.traced_setup import predicted_memory
 from autobatch.report.result import Result
 from autobatch.report.words import plural
+from autobatch.search.find_limit import check_size, find_limit
+from autobatch.search.one_probe import Limit, ProbeLimits
+from autobatch.search.planned_sizes import limit_of_plan
+from autobatch.search.sizes.limits_by_size import find_limits_by_size
+from autobatch.search.sizes.real_batches import Order
+from autobatch.search.sizes.survive import survive_real_batches
+from autobatch.search.step_snapshot import step_snapshot
+from autobatch.setup.child import SetupProcess
+from autobatch.setup.open_process import open_process
+from autobatch.setup.trace import predicted_memory
 from autobatch.workload.contract import Workload
 
 OPENING = "opening the workload"

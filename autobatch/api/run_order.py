@@ -6,11 +6,11 @@ import msgspec
 
 from autobatch.core.records.plan import Plan, RunOrder
 from autobatch.planning import micro_batches
-from autobatch.probing.child import SetupProcess
-from autobatch.probing.kept_answers import KeptAnswers
-from autobatch.probing.questions import ask_or_none
-from autobatch.probing.sizes.real_batches import Order
-from autobatch.probing.sizes.run_order import InOrder, find_in_order
+from autobatch.search.kept_answers import KeptAnswers
+from autobatch.search.questions import ask_or_none
+from autobatch.search.sizes.real_batches import Order
+from autobatch.search.sizes.run_order import InOrder, find_in_order
+from autobatch.setup.child import SetupProcess
 
 
 def in_run_order(process: SetupProcess, plan: Plan, order: Order, cap: int, kept: KeptAnswers) -> Plan:

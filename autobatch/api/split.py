@@ -16,12 +16,12 @@ from autobatch.core.records.plan import Plan
 from autobatch.core.records.probe import Probe
 from autobatch.distributed.joint_split import agree_on_cut
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.probing.child import ChildCrashed, SetupProcess
-from autobatch.probing.kept_answers import KeptAnswers, kept_answers
-from autobatch.probing.sizes.plan_split import SplitChoice, SplitSettings, choose_split, read_sizes
-from autobatch.probing.sizes.real_batches import Order
 from autobatch.report.result import Result
 from autobatch.report.sentences import run_order_in_words
+from autobatch.search.kept_answers import KeptAnswers, kept_answers
+from autobatch.search.sizes.plan_split import SplitChoice, SplitSettings, choose_split, read_sizes
+from autobatch.search.sizes.real_batches import Order
+from autobatch.setup.child import ChildCrashed, SetupProcess
 
 
 def add_split(

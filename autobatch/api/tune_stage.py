@@ -12,8 +12,8 @@ from autobatch.core.plan_options import PlanOptions, TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.tuning import Tuning
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.probing.child import SetupProcess
 from autobatch.report.result import Result
+from autobatch.setup.child import SetupProcess
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
 
 

@@ -15,8 +15,8 @@ from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
-from autobatch.probing.one_probe import ProbeLimits, caps_of
-from autobatch.probing.setup import SetupInfo, SetupSettings
+from autobatch.search.one_probe import ProbeLimits, caps_of
+from autobatch.setup.setup import SetupInfo, SetupSettings
 from autobatch.training.run_settings import LoopSettings, RunSettings
 from autobatch.tuning.tune_plan import TuneSettings
 from autobatch.workload import demo

@@ -61,8 +61,8 @@ def run_workload(name: str, workload: str | None, options: Options, log: RunLog,
 def _result_of(
     name: str, workload: str | None, options: Options, log: RunLog, *, stream: SafeStream, ranks: Ranks
 ) -> Result | Estimates:
-    from autobatch.probing.spare import may_copy, spare_child
     from autobatch.report.terminal import Terminal
+    from autobatch.setup.spare import may_copy, spare_child
     from autobatch.workload.reference import check_reference
 
     with contextlib.ExitStack() as held:

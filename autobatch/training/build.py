@@ -14,9 +14,9 @@ from autobatch.core.records.plan import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import Session
-from autobatch.probing.confirm import spare_of
+from autobatch.search.confirm import spare_of
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import Session
 from autobatch.step.gradients import Optimizers
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.batchnorm import batch_norms

@@ -17,7 +17,7 @@ from autobatch.core.files import create_file
 from autobatch.core.version import __version__
 from autobatch.device.oom import is_oom
 from autobatch.distributed.engine import Engine, OneProcess
-from autobatch.probing.child import Session
+from autobatch.setup.child import Session
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
 from autobatch.workload.contract import kind_of

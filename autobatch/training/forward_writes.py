@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.probing.attempt import TrainSetup
+from autobatch.setup.attempt import TrainSetup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import precision_context
 from autobatch.workload.contract import WholeBatchLoss

@@ -18,9 +18,9 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.device.oom import memory_named
 from autobatch.distributed.rank_plan import limit_of_rank, share_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.setup import with_knobs
-from autobatch.probing.setup_key import device_key
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.key import device_key
+from autobatch.setup.setup import with_knobs
 from autobatch.training.build import on_stream, open_loop
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.loop import Loop

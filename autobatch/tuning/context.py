@@ -7,8 +7,8 @@ import torch
 from autobatch.core.knobs import TuningContext
 from autobatch.device.base import Device
 from autobatch.device.host import usable_cores
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.setup_key import stand_in_optimizers
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.key import stand_in_optimizers
 from autobatch.step.apply_knobs import find_blocks
 from autobatch.tuning.timing import fetch_share
 from autobatch.workload.contract import Workload

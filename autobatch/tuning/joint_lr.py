@@ -13,10 +13,10 @@ from torch import nn
 
 from autobatch.device.base import Meter
 from autobatch.distributed.shares import RankSplit
-from autobatch.probing.attempt import TrainSetup, open_train_state
-from autobatch.probing.child import Session
-from autobatch.probing.confirm import meet, share_of
-from autobatch.probing.setup_model import build_shared_model
+from autobatch.search.confirm import meet, share_of
+from autobatch.setup.attempt import TrainSetup, open_train_state
+from autobatch.setup.child import Session
+from autobatch.setup.model import build_shared_model
 from autobatch.tuning.lr_trial import Losses, LrTrialSpec, ModelInTraining, configured, guarded, train
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.split import CountSplit

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 from autobatch.core.knobs import Configuration
 from autobatch.distributed.rank_plan import limits_over_ranks, meeting_place
 from autobatch.distributed.ranks import Ranks
-from autobatch.probing.child import ChildCrashed, Session, SetupProcess
-from autobatch.probing.confirm import JointBatch, joint_batch, meet, run_joint_batch
+from autobatch.search.confirm import JointBatch, joint_batch, meet, run_joint_batch
+from autobatch.setup.child import ChildCrashed, Session, SetupProcess
 from autobatch.tuning.configuration import MEMORY, RUNS, Measurement, infeasible
 from autobatch.tuning.lead import OTHER_ENDED, reason_of
 from autobatch.tuning.timing import Joint

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autobatch.distributed.ranks import Ranks
-from autobatch.probing.child import ChildCrashed
+from autobatch.setup.child import ChildCrashed
 
 OTHER_ENDED = "another rank has ended"
 """Failure of a rank that only waited for another."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autobatch.probing.attempt import TrainSetup, batches_of, on_copies
+from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Collated
 from autobatch.workload.data import load_micro_batch

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from autobatch.distributed.rank_plan import meeting_place
 from autobatch.distributed.ranks import Ranks
-from autobatch.probing.child import ChildCrashed, Session, SetupProcess
+from autobatch.setup.child import ChildCrashed, Session, SetupProcess
 from autobatch.tuning.joint_lr import Meeting, joint_run, keep_first_model
 from autobatch.tuning.lead import OTHER_ENDED, answer, ask, failed_rank, follow, reason_of
 from autobatch.tuning.lr_trial import Losses, LrTrialSpec, Runs, StepLoss, short_run

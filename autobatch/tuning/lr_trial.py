@@ -18,9 +18,9 @@ from autobatch.core.records.base import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.distributed.engine import Engine, OneProcess
-from autobatch.probing.attempt import TrainSetup, batches_of, on_copies
-from autobatch.probing.confirm import is_lost
-from autobatch.probing.setup import with_knobs
+from autobatch.search.confirm import is_lost
+from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
+from autobatch.setup.setup import with_knobs
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish

@@ -16,8 +16,8 @@ from autobatch.core.knobs import COMPILE, LOADER_WORKERS
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
 from autobatch.distributed.engine import Engine, OneProcess
-from autobatch.probing.attempt import TrainSetup, batches_of, on_copies
-from autobatch.probing.confirm import JointBatch, joined
+from autobatch.search.confirm import JointBatch, joined
+from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import accumulate, finish

@@ -19,10 +19,10 @@ from autobatch.core.knobs import (
 )
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.child import Session
-from autobatch.probing.confirm import is_lost
-from autobatch.probing.setup import with_knobs
+from autobatch.search.confirm import is_lost
+from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.child import Session
+from autobatch.setup.setup import with_knobs
 from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, infeasible, key_of
 from autobatch.tuning.context import describe_context
 from autobatch.tuning.lead import OTHER_ENDED

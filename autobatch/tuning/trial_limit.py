@@ -16,11 +16,11 @@ from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import Outcome, TrainSetup, attempt
-from autobatch.probing.limits import ReplayPredictor, first_size
-from autobatch.probing.search import search
-from autobatch.probing.setup import with_knobs
-from autobatch.probing.traced_setup import trace_footprint
+from autobatch.search.limits import ReplayPredictor, first_size
+from autobatch.search.search import search
+from autobatch.setup.attempt import Outcome, TrainSetup, attempt
+from autobatch.setup.setup import with_knobs
+from autobatch.setup.trace import trace_footprint
 from autobatch.tuning.configuration import Key, key_of
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from autobatch.core.knobs import Configuration
 from autobatch.distributed.ranks import Ranks
-from autobatch.probing.child import ChildCrashed, SetupProcess
+from autobatch.setup.child import ChildCrashed, SetupProcess
 from autobatch.tuning.configuration import RUNS, Key, Measurement, infeasible, key_of
 from autobatch.tuning.lead import answer, ask, failed_rank, follow
 from autobatch.tuning.trial import confirm_trial, measure_trial

@@ -25,7 +25,7 @@ from autobatch.core.records.plan import Plan
 from autobatch.core.records.tuning import LrTuning, Tuning
 from autobatch.distributed.rank_plan import layout_of, limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.probing.child import SetupProcess
+from autobatch.setup.child import SetupProcess
 from autobatch.tuning.apply_choice import with_choice, with_learning_rate
 from autobatch.tuning.common_axes import common_axes
 from autobatch.tuning.configuration import Measurement

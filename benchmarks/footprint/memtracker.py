@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup
+from autobatch.setup.attempt import ATTEMPT_STEPS, TrainSetup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step

@@ -37,7 +37,7 @@ from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import Program
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup, attempt
+from autobatch.setup.attempt import ATTEMPT_STEPS, TrainSetup, attempt
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import preserved_random_state
 from benchmarks.footprint.memtracker import tracked

@@ -17,7 +17,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from autobatch.device.allocator.trace import FREE, Trace
-from autobatch.probing.attempt import ATTEMPT_STEPS, TrainSetup
+from autobatch.setup.attempt import ATTEMPT_STEPS, TrainSetup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step

@@ -16,10 +16,10 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
 from autobatch.footprint.predict import Footprint, footprint, predict, with_workspaces
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.limits import ReplayPredictor
-from autobatch.probing.search import search
-from autobatch.probing.traced_setup import setting_of
+from autobatch.search.limits import ReplayPredictor
+from autobatch.search.search import search
+from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.trace import setting_of
 from benchmarks.footprint.truth import Onlooker, train
 from benchmarks.gpu.cases import SAMPLES, Case, Made
 from benchmarks.gpu.golden import WORKSPACES, mismatches, reduced

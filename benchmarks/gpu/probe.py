@@ -11,11 +11,11 @@ from typing import Any
 from autobatch import Workload
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.progress import Progress
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import find_limit
-from autobatch.probing.one_probe import ProbeLimits
-from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.search.find_limit import find_limit
+from autobatch.search.one_probe import ProbeLimits
+from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.child import ThisProcess
+from autobatch.setup.setup import SetupSettings, open_setup
 from benchmarks.gpu.machine import Machine
 from benchmarks.probe.limits import bisected
 

@@ -18,11 +18,11 @@ from autobatch.core.knobs import applicable, defaults, parse_knobs
 from autobatch.core.progress import Progress
 from autobatch.core.records.tuning import Trial
 from autobatch.core.units import GiB
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import Session, ThisProcess
-from autobatch.probing.find_limit import find_limit
-from autobatch.probing.one_probe import ProbeLimits
-from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.search.find_limit import find_limit
+from autobatch.search.one_probe import ProbeLimits
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import Session, ThisProcess
+from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
 from autobatch.tuning.trial import TrialRunner, look_at_workload
 from autobatch.tuning.trial_limit import TrialSpec

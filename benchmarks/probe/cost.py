@@ -55,8 +55,8 @@ def tree_seconds(command: list[str], environment: dict[str, str]) -> tuple[float
 
 def reference(name: str, micro_batch: int) -> None:
     """Import, build, and run one attempt at a size."""
-    from autobatch.probing.attempt import attempt
-    from autobatch.probing.setup import SetupSettings, open_setup
+    from autobatch.setup.attempt import attempt
+    from autobatch.setup.setup import SetupSettings, open_setup
     from benchmarks.probe.library_models import MODELS
 
     budget, make = MODELS[name]

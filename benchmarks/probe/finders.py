@@ -15,10 +15,10 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.core.progress import Progress
 from autobatch.device.allocator.tracker import StorageMeter
 from autobatch.device.base import Device, Meter
-from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
-from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import find_limit
-from autobatch.probing.one_probe import ProbeLimits
+from autobatch.search.find_limit import find_limit
+from autobatch.search.one_probe import ProbeLimits
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.child import ThisProcess
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.workload.contract import Workload

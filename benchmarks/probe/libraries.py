@@ -29,7 +29,7 @@ from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.program import Program
 from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import Setting, record
-from autobatch.probing.attempt import (
+from autobatch.setup.attempt import (
     ATTEMPT_STEPS,
     NEAR_THE_LIMIT,
     OTHER_ATTEMPT_STEPS,

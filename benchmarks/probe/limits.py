@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import Dataset
 
 from autobatch.device.oom import is_oom
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step

@@ -20,8 +20,8 @@ from autobatch import Workload
 from autobatch.core.units import GiB
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.probing.estimates.traces import on_meta
-from autobatch.probing.limits import ReplayPredictor, first_size
-from autobatch.probing.search import search
+from autobatch.search.limits import ReplayPredictor, first_size
+from autobatch.search.search import search
 from autobatch.workload.data import WorstCaseSampler
 from benchmarks.gpu.models import MODELS, workload
 from benchmarks.probe.libraries import Libraries, SimulatedGpu, both_orders

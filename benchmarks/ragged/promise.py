@@ -33,9 +33,9 @@ from autobatch.core.options import FitOptions
 from autobatch.core.records.plan import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.setup import SetupSettings, open_setup
-from autobatch.probing.sizes.real_batches import Order, RunBatches, joins_samples, trace_setup
+from autobatch.search.sizes.real_batches import Order, RunBatches, joins_samples, trace_setup
+from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.run_settings import LoopSettings

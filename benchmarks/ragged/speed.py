@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from autobatch.planning import make_plan, micro_batches
-from autobatch.probing.attempt import TrainSetup, attempt, batches_of, open_train_state
-from autobatch.probing.child import Session
-from autobatch.probing.setup import SetupSettings, open_setup
-from autobatch.probing.sizes.plan_split import SplitSettings, choose_split
+from autobatch.search.sizes.plan_split import SplitSettings, choose_split
+from autobatch.setup.attempt import TrainSetup, attempt, batches_of, open_train_state
+from autobatch.setup.child import Session
+from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_step import accumulate, train_step
 from autobatch.workload.data import load_micro_batch

@@ -18,11 +18,11 @@ from torch.utils.data import Dataset
 from autobatch import Workload
 from autobatch.core.knobs import Configuration, SearchAxis, applicable, defaults
 from autobatch.core.progress import Progress
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import Session, ThisProcess
-from autobatch.probing.find_limit import find_limit
-from autobatch.probing.one_probe import ProbeLimits
-from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.search.find_limit import find_limit
+from autobatch.search.one_probe import ProbeLimits
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import Session, ThisProcess
+from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.tuning.compare import compare
 from autobatch.tuning.configuration import Measure, Measurement, all_configurations, key_of
 from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest

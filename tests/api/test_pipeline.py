@@ -18,7 +18,7 @@ from autobatch.core.options import EstimateOptions, ProbeOptions
 from autobatch.core.plan_options import RankPlanOptions, TuneOptions
 from autobatch.core.records.probe import Attempt
 from autobatch.core.units import MiB
-from autobatch.probing import child
+from autobatch.setup import child
 from autobatch.tuning.tune_plan import PlanTuner
 from tests.support.commandline import SMALL
 from tests.support.probes import Listener, mlp, work
@@ -82,8 +82,8 @@ class Interrupting(Listener):
 def test_an_interrupted_probe_ends_a_plan_with_its_answer_and_a_tuning_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autobatch.probing.traced_setup.trace_footprint", lambda *_, **__: None)
-    monkeypatch.setattr("autobatch.probing.traced_setup.trace_single", lambda *_: {})
+    monkeypatch.setattr("autobatch.setup.trace.trace_footprint", lambda *_, **__: None)
+    monkeypatch.setattr("autobatch.setup.trace.trace_single", lambda *_: {})
     found = run_plan(work(), plan_options(), context_in(tmp_path, progress=Interrupting()))
     assert (found.probe.stopped_by, found.probe.micro_batch) == ("interrupt", 2)
     assert sum(found.plan.micro_batches) == 64

@@ -14,8 +14,8 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.core.options import ProbeOptions
 from autobatch.core.records.probe import RankLimit
 from autobatch.distributed.ranks import Alone
-from autobatch.probing.child import ThisProcess
-from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.setup.child import ThisProcess
+from autobatch.setup.setup import SetupSettings, open_setup
 from tests.support.training import make_workload
 
 

@@ -15,8 +15,8 @@ from autobatch.api.fit import run_fit
 from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.options import FitOptions
-from autobatch.probing.sizes import real_batches
 from autobatch.report.sentences import run_order_in_words
+from autobatch.search.sizes import real_batches
 from autobatch.training.build import order_changes
 from tests.api.test_split import Noting
 from tests.support.ragged import joined_workload

@@ -15,7 +15,7 @@ from autobatch.core.errors import AutobatchError, InputError
 from autobatch.core.plan_options import RankPlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import MicroBatchCost
-from autobatch.probing.sizes.hazards import Obstacle
+from autobatch.search.sizes.hazards import Obstacle
 from tests.support.ragged import CONTRASTIVE, pad, ragged_workload
 from tests.support.training import language_model
 
@@ -79,7 +79,7 @@ def test_a_choice_that_fails_leaves_a_plan_by_count(tmp_path: Path, monkeypatch)
 def test_the_same_plan_is_cut_alike_although_times_differ(tmp_path: Path, monkeypatch) -> None:
     first, _ = plan(tmp_path, ragged_workload(), split="size")
     cost = MicroBatchCost(fixed=1e-9, per_size=5.0)
-    monkeypatch.setattr("autobatch.probing.sizes.plan_split.measure_cost", lambda *_: cost)
+    monkeypatch.setattr("autobatch.search.sizes.plan_split.measure_cost", lambda *_: cost)
     again, notes = plan(tmp_path, ragged_workload(), split="size")
     assert again.plan.size_cut == first.plan.size_cut
     assert any("padded ÷ real" in line for line in notes)
@@ -90,7 +90,7 @@ def test_the_same_plan_is_cut_alike_although_times_differ(tmp_path: Path, monkey
 def test_a_kept_choice_does_not_hide_a_hazard(tmp_path: Path, monkeypatch) -> None:
     plan(tmp_path, ragged_workload(), split="size")
     hazard = Obstacle("a new hazard", is_hazard=True)
-    monkeypatch.setattr("autobatch.probing.sizes.plan_split.find_obstacle", lambda _: hazard)
+    monkeypatch.setattr("autobatch.search.sizes.plan_split.find_obstacle", lambda _: hazard)
     with pytest.raises(InputError, match="a new hazard"):
         plan(tmp_path, ragged_workload(), split="size")
 

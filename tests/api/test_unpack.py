@@ -12,7 +12,7 @@ import pytest
 from autobatch.api import unpack
 from autobatch.core.check_options import options_from
 from autobatch.core.options import COMMANDS
-from autobatch.probing.setup import SetupInfo, SetupSettings, describe_setup, open_setup
+from autobatch.setup.setup import SetupInfo, SetupSettings, describe_setup, open_setup
 from autobatch.workload import demo
 from tests.support.options import CHANGED, all_changed, required
 from tests.support.probes import work

@@ -11,7 +11,7 @@ from autobatch.core.units import MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint.predict import footprint
-from autobatch.probing.attempt import attempt
+from autobatch.setup.attempt import attempt
 from benchmarks.footprint import table
 from benchmarks.footprint.truth import profiled
 from benchmarks.gpu import cases as gpus

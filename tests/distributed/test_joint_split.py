@@ -14,7 +14,7 @@ from autobatch.core.records.plan import MicroBatchCost, SizeCut
 from autobatch.distributed.joint_split import JointSizeSplit, agree_on_cut
 from autobatch.distributed.ranks import Alone
 from autobatch.distributed.shares import RankSplit
-from autobatch.probing.sizes.plan_split import seconds_of
+from autobatch.search.sizes.plan_split import seconds_of
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.size_split import SizeSplit, size_of_part
 from autobatch.workload.split import CountSplit

@@ -19,7 +19,7 @@ from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import footprint, predict
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, make, pair_loss, perceptron, setting, setup
 
 

@@ -19,7 +19,7 @@ from autobatch.footprint.largest import largest
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import Polynomial
 from autobatch.footprint.remedies import Spending, find_remedies, in_words
-from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, setting, setup, token_loss
 
 BUDGET = 30 * MiB

@@ -9,8 +9,8 @@ import pytest
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.footprint.size_program import Shape, SizeProgram
 from autobatch.footprint.size_replay import replay_batches
-from autobatch.probing.sizes.curve import trace_sizes
-from autobatch.probing.traced_setup import setting_of
+from autobatch.search.sizes.curve import trace_sizes
+from autobatch.setup.trace import setting_of
 from autobatch.workload.split import CountSplit
 from tests.support.ragged import Sequences, ragged_split, ragged_workload, simulated_setup, wide_model
 from tests.support.training import make_loop

@@ -112,7 +112,7 @@ def test_a_report_needs_no_torch(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import autobatch.report.page, autobatch.report.result\n"
-        "import autobatch.device.profiles, autobatch.probing.cache\n"
+        "import autobatch.device.profiles, autobatch.search.cache\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from autobatch.core.records.probe import Attempt
-from autobatch.probing.child import ChildProcess
-from autobatch.probing.find_limit import find_limit
-from autobatch.probing.one_probe import ProbeLimits
-from autobatch.probing.setup import SetupSettings
+from autobatch.search.find_limit import find_limit
+from autobatch.search.one_probe import ProbeLimits
+from autobatch.setup.child import ChildProcess
+from autobatch.setup.setup import SetupSettings
 from autobatch.tuning.lr_runs import ShortRuns
 from autobatch.tuning.lr_trial import LrTrialSpec
 from autobatch.tuning.trial import measure_trial

@@ -10,12 +10,12 @@ from torch.nn import functional
 import autobatch
 from autobatch import Loss, Workload
 from autobatch.core.progress import Progress
-from autobatch.probing import attempt as attempts
-from autobatch.probing.attempt import TrainSetup, attempt
-from autobatch.probing.find_limit import find_limit
-from autobatch.probing.one_probe import ProbeLimits
-from autobatch.probing.open_process import open_process
-from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.search.find_limit import find_limit
+from autobatch.search.one_probe import ProbeLimits
+from autobatch.setup import attempt as attempts
+from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.open_process import open_process
+from autobatch.setup.setup import SetupSettings, open_setup
 from benchmarks.workloads import WORKLOADS
 from tests.support.probes import WIDTH, Sequences, amsgrad, mlp, pad, vectors, work
 

@@ -15,7 +15,7 @@ from autobatch import Workload
 from autobatch.core.units import MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.footprint.tracing.trace_step import Setting, record
-from autobatch.probing.attempt import attempt
+from autobatch.setup.attempt import attempt
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import WholeBatchLoss
 from autobatch.workload.feed import SeededCollate, SeededFeed

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from autobatch.probing import questions
-from autobatch.probing.cache import CachedLimit
+from autobatch.search import questions
+from autobatch.search.cache import CachedLimit
 from tests.support.probes import WIDTH, amsgrad, mlp, probed, work
 
 

@@ -19,10 +19,10 @@ from autobatch.core.units import KiB
 from autobatch.device.cpu import SilentMeter
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
 from autobatch.probing.estimates.estimate import estimate_limits
 from autobatch.probing.estimates.settings import EstimateSettings
-from autobatch.probing.setup import SetupSettings, describe_setup, open_setup
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.setup import SetupSettings, describe_setup, open_setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
 from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck

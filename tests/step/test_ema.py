@@ -14,7 +14,7 @@ from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.step.ema import WeightAverage, load_average
 from autobatch.step.train_step import train_step
 from tests.support.step_workloads import WORKLOADS, setting, setup

@@ -11,7 +11,7 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.device.cpu import CpuDevice
-from autobatch.probing.attempt import TrainSetup, attempt
+from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.step.restore import SMALL_BUFFER, BufferSnapshot, temporary_weights
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.rng import capture_random_state, restore_random_state

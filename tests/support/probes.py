@@ -18,11 +18,11 @@ from autobatch.api.pipeline import run_probe
 from autobatch.core.check_options import options_from
 from autobatch.core.options import ProbeOptions
 from autobatch.core.progress import Progress
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import ThisProcess
-from autobatch.probing.find_limit import find_limit
-from autobatch.probing.one_probe import Limit, ProbeLimits
 from autobatch.report.result import Result
+from autobatch.search.find_limit import find_limit
+from autobatch.search.one_probe import Limit, ProbeLimits
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import ThisProcess
 
 WIDTH = 16
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from autobatch.core.records.plan import MicroBatchCost, SizeCut
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.probing.attempt import TrainSetup
+from autobatch.setup.attempt import TrainSetup
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.size_split import SizeSplit, digest_of

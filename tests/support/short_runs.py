@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from autobatch.core.records.tuning import LrTuning
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import ThisProcess
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import ThisProcess
 from autobatch.tuning.find_fastest import Budget, StudyLocation
 from autobatch.tuning.find_learning_rate import find_learning_rate
 from autobatch.tuning.lr_runs import ShortRuns

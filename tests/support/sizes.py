@@ -8,8 +8,8 @@ from autobatch.core.records.probe import Attempt
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Program
-from autobatch.probing.attempt import Outcome
-from autobatch.probing.limits import ReplayPredictor
+from autobatch.search.limits import ReplayPredictor
+from autobatch.setup.attempt import Outcome
 
 BUDGET = 10_000
 Rule = Callable[[int], int]

@@ -15,7 +15,7 @@ from autobatch.core.units import GiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.probing.attempt import TrainSetup
+from autobatch.setup.attempt import TrainSetup
 from autobatch.workload.contract import Loss, Workload
 from autobatch.workload.data import WorstCaseSampler
 from tests.support.training import Rows

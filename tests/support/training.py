@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from autobatch.core.records.base import Precision
 from autobatch.device.base import Device, Meter
 from autobatch.device.cpu import CpuDevice, SilentMeter
-from autobatch.probing.attempt import TrainSetup
+from autobatch.setup.attempt import TrainSetup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload

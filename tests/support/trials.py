@@ -16,8 +16,8 @@ from autobatch.device.base import Device
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import Session
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import Session
 from autobatch.tuning.trial import TrialRunner, look_at_workload
 from autobatch.tuning.trial_limit import TrialSpec
 from autobatch.workload.contract import Workload

@@ -12,8 +12,8 @@ import pytest
 
 
 def fork_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `autobatch.probing.spare` fork from the server; its children have the environment of its start."""
-    from autobatch.probing import spare
+    """Let `autobatch.setup.spare` fork from the server; its children have the environment of its start."""
+    from autobatch.setup import spare
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__name__}_preload"])

@@ -10,7 +10,7 @@ from torch import nn
 
 from autobatch.distributed.sharding.build import on_meta
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.probing.child import Session
+from autobatch.setup.child import Session
 from autobatch.tuning.joint_lr import FirstModel, keep_first_model
 from tests.support.sharded_loops import Blocks, block_workload
 from tests.support.trials import setup_of

@@ -14,8 +14,8 @@ from torch import nn
 import autobatch
 from autobatch.core.knobs import CHECKPOINTING, SPLIT
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.probing.open_process import open_process
-from autobatch.probing.setup import SetupSettings
+from autobatch.setup.open_process import open_process
+from autobatch.setup.setup import SetupSettings
 from autobatch.tuning.joint_trial import JointTrials
 from autobatch.tuning.trial_source import SharedTrials
 from tests.support.rank_server import RankServer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autobatch.probing.child import ChildCrashed
+from autobatch.setup.child import ChildCrashed
 from autobatch.tuning.lead import OTHER_ENDED, answer, ask, failed_rank, follow, reason_of
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group

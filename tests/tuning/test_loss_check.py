@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.probing.setup import with_knobs
+from autobatch.setup.setup import with_knobs
 from autobatch.tuning.configuration import LOSS
 from autobatch.tuning.loss_check import LossCheck
 from tests.support.training import mean_loss

@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch.device.host import HostMemory
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.probing.child import ChildProcess, ThisProcess
-from autobatch.probing.open_process import open_process
-from autobatch.probing.setup import SetupSettings, open_setup
+from autobatch.setup.child import ChildProcess, ThisProcess
+from autobatch.setup.open_process import open_process
+from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.tuning.find_fastest import Budget, StudyLocation
 from autobatch.tuning.find_learning_rate import find_learning_rate
 from autobatch.tuning.lead import OTHER_ENDED
@@ -165,7 +165,7 @@ def draw_parts() -> Any:
     """Run twice with a model that the host has no memory for."""
     Blocks.reset_parameters = lambda self: self.offset.fill_(0.5)  # type: ignore[attr-defined]
     full = HostMemory(2**30, 0, "a test")
-    with patch("autobatch.probing.setup_model.host_memory", lambda: full):
+    with patch("autobatch.setup.model.host_memory", lambda: full):
         return together("", 7, run_twice)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autobatch.core.knobs import LOADER_WORKERS, applicable
-from autobatch.probing.child import ChildProcess, Session
-from autobatch.probing.setup import SetupSettings
+from autobatch.setup.child import ChildProcess, Session
+from autobatch.setup.setup import SetupSettings
 from autobatch.tuning import trial as trial_module
 from autobatch.tuning.configuration import MEMORY, RUNS
 from autobatch.tuning.timing import Timing

@@ -10,8 +10,8 @@ import pytest
 import autobatch
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import attempt
-from autobatch.probing.setup import with_knobs
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import with_knobs
 from autobatch.tuning import trial_limit
 from autobatch.tuning.configuration import MEMORY
 from autobatch.tuning.trial_limit import micro_batch_of

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from autobatch.core.knobs import Configuration
-from autobatch.probing.child import ChildProcess
-from autobatch.probing.setup import SetupSettings
+from autobatch.setup.child import ChildProcess
+from autobatch.setup.setup import SetupSettings
 from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Measurement, infeasible
 from autobatch.tuning.trial import look_at_workload
 from autobatch.tuning.trial_source import OwnTrials, SharedTrials, slowest

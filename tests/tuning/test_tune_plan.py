@@ -8,7 +8,7 @@ from typing import Any
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
 from autobatch.planning import make_plan
-from autobatch.probing.child import ThisProcess
+from autobatch.setup.child import ThisProcess
 from autobatch.tuning.find_fastest import StudyLocation
 from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
 from tests.support.trials import trial_setup

@@ -66,7 +66,7 @@ class Setting:
     capability: tuple[int, int] | None
     """Compute capability of the GPU; None for the CPU with its own operators."""
     steps: Sequence[int] = (1, 2, 2)
-    """Micro-batches of each step; the default is `autobatch.probing.attempt.ATTEMPT_STEPS`."""
+    """Micro-batches of each step; the default is `autobatch.setup.attempt.ATTEMPT_STEPS`."""
     samples: int | None = None
     """Samples of a batch if the loss sees all of them; None otherwise."""
     max_grad_norm: float | None = None

@@ -29,7 +29,6 @@ from autobatch.footprint.predict import predict
 from autobatch.footprint.remedies import find_remedies
 from autobatch.footprint.tracing.apart import run_apart
 from autobatch.planning import make_plan
-from autobatch.probing.cache import prediction_errors
 from autobatch.probing.estimates.answer import compared_with_runs, estimate_from, nothing_fits
 from autobatch.probing.estimates.layouts import ALONE
 from autobatch.probing.estimates.settings import (
@@ -45,6 +44,7 @@ from autobatch.probing.estimates.single import SinglePrediction, predict_single
 from autobatch.probing.estimates.sizes import with_sizes
 from autobatch.probing.estimates.traces import Traces
 from autobatch.report.result import Estimates
+from autobatch.search.cache import prediction_errors
 from autobatch.workload.contract import Workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.streams import scanned, stream_notes

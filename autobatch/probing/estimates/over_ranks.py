@@ -45,8 +45,8 @@ from autobatch.probing.estimates.settings import (
     spending_on,
 )
 from autobatch.probing.estimates.traces import Traces
-from autobatch.probing.setup import check_loss_of_ranks
 from autobatch.report.result import Estimates
+from autobatch.setup.setup import check_loss_of_ranks
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.streams import scanned, stream_notes

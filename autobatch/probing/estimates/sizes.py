@@ -14,9 +14,9 @@ from autobatch.core.records.plan import Plan, SizeCut
 from autobatch.core.records.probe import LengthLimit
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.tracing.trace_step import Setting
-from autobatch.probing.sizes.curve import CurvePoint, curve_of, trace_sizes
-from autobatch.probing.sizes.hazards import hazard_in_model, is_padded
-from autobatch.probing.sizes.plan_split import with_expectations
+from autobatch.search.sizes.curve import CurvePoint, curve_of, trace_sizes
+from autobatch.search.sizes.hazards import hazard_in_model, is_padded
+from autobatch.search.sizes.plan_split import with_expectations
 from autobatch.workload.contract import is_stream
 from autobatch.workload.data import WorstCaseSampler
 from autobatch.workload.size_split import digest_of

@@ -31,9 +31,9 @@ from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_step import Arrange, Setting
 from autobatch.probing.estimates.layouts import ALONE, Layout, arranged
 from autobatch.probing.estimates.settings import EstimateSettings, precision_on
-from autobatch.probing.setup import whole_batch_of
-from autobatch.probing.setup_model import build_model
-from autobatch.probing.setup_notes import whole_batch_notes
+from autobatch.setup.model import build_model
+from autobatch.setup.notes import whole_batch_notes
+from autobatch.setup.setup import whole_batch_of
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
 from autobatch.workload.contract import WholeBatchLoss, Workload
 from autobatch.workload.data import WorstCaseSampler

@@ -14,7 +14,7 @@ from autobatch.core.records.base import Precision
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import split_evenly
-from autobatch.probing.attempt import TrainSetup
+from autobatch.setup.attempt import TrainSetup
 from autobatch.step.restore import temporary_weights
 from autobatch.training.split_check.compare_parts import UncheckedError, find_fault
 from autobatch.training.split_check.sample_gradient import GradientRunner

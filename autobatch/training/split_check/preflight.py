@@ -18,8 +18,8 @@ from typing import Literal
 from autobatch.core.errors import InputError
 from autobatch.device.base import Meter
 from autobatch.planning import micro_batches
-from autobatch.probing.attempt import TrainSetup
-from autobatch.probing.child import Session
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import Session
 from autobatch.step.restore import temporary_weights
 from autobatch.training.batchnorm import batch_norm_notes, batch_norms, smallest_micro_batch
 from autobatch.training.forward_writes import forward_write_notes

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from autobatch.probing.attempt import TrainSetup
+from autobatch.setup.attempt import TrainSetup
 from autobatch.workload.contract import Collated, Workload
 from autobatch.workload.data import collate_samples, elements, fetch
 from autobatch.workload.nested import tensors_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autobatch.core.records.base import Precision
 from autobatch.device.base import Meter
-from autobatch.probing.attempt import TrainSetup
+from autobatch.setup.attempt import TrainSetup
 from autobatch.step.gradients import LOW_PRECISION
 from autobatch.step.train_state import precision_context
 from autobatch.step.whole_batch import Passes, backward_whole_batch

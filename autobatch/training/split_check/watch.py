@@ -20,7 +20,7 @@ from autobatch.core.errors import InputError
 from autobatch.core.records.training import StepRecord
 from autobatch.device.host import host_memory
 from autobatch.device.oom import first_line, is_oom
-from autobatch.probing.attempt import TrainSetup
+from autobatch.setup.attempt import TrainSetup
 from autobatch.training.loop import Loop
 from autobatch.training.split_check.compare_modes import Finding, compare_samples, modes_of_training
 from autobatch.training.split_check.odd_samples import odd_samples, odd_sizes

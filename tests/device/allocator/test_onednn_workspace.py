@@ -16,7 +16,7 @@ from autobatch.device.allocator import onednn_workspace
 from autobatch.device.allocator.onednn_workspace import PAGE, PARTS, Workspaces, whole_pages
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint.predict import footprint
-from autobatch.probing.attempt import attempt
+from autobatch.setup.attempt import attempt
 from autobatch.workload.contract import Workload
 from tests.support.step_workloads import setting, setup
 

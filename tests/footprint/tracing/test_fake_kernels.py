@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 from autobatch import Workload
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.probing.attempt import attempt
-from autobatch.probing.setup import SetupSettings, open_setup
-from autobatch.probing.traced_setup import setting_of
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.trace import setting_of
 
 aten = torch.ops.aten
 ROWS, LENGTH = 4000, 8

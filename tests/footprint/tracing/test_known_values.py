@@ -11,9 +11,9 @@ from torch._subclasses import fake_tensor
 
 from autobatch.footprint.tracing.known_values import MOST_ELEMENTS, KnownValues, has_values, value_of
 from autobatch.footprint.tracing.trace_step import new_mode, record
-from autobatch.probing.attempt import attempt
-from autobatch.probing.setup import SetupSettings, open_setup
-from autobatch.probing.traced_setup import setting_of
+from autobatch.setup.attempt import attempt
+from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.trace import setting_of
 from tests.support.packed import WORKLOADS
 from tests.support.probes import work
 

@@ -6,7 +6,7 @@ import pytest
 
 from autobatch.device.allocator.trace import FREE
 from autobatch.footprint.tracing.trace_step import record
-from autobatch.probing.attempt import ATTEMPT_STEPS
+from autobatch.setup.attempt import ATTEMPT_STEPS
 from tests.support.step_workloads import WORKLOADS, setting, setup
 
 

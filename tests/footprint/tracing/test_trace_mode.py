@@ -11,7 +11,7 @@ from autobatch.device.allocator.trace import FREE, replay
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import new_mode, record
-from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, make, perceptron, setting, setup
 
 

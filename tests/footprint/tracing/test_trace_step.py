@@ -14,7 +14,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, replay
 from autobatch.footprint.tracing.trace_mode import Recorder
 from autobatch.footprint.tracing.trace_step import Setting, fake_batch, fake_model, new_mode, record
-from autobatch.probing.attempt import ATTEMPT_STEPS, attempt
+from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, Transformer, make, setting, setup, sgd
 
 

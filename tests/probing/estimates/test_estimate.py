@@ -13,12 +13,12 @@ from autobatch.core.errors import DoesNotFitError
 from autobatch.core.records.estimate import Remedy
 from autobatch.core.units import MiB
 from autobatch.footprint.depth import deep_footprint
-from autobatch.probing.cache import CachedLimit, store
 from autobatch.probing.estimates import estimate as estimating
 from autobatch.probing.estimates import traces as tracing
 from autobatch.probing.estimates.estimate import estimate_limits
 from autobatch.probing.estimates.settings import EstimateSettings, device_notes
 from autobatch.report.terminal import Terminal
+from autobatch.search.cache import CachedLimit, store
 from tests.support.probes import mlp, work
 from tests.support.step_workloads import WORKLOADS, Tokens, Transformer, make, token_loss
 

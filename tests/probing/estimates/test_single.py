@@ -14,11 +14,11 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.footprint.fit_sizes import Unpredictable
-from autobatch.probing.attempt import attempt
 from autobatch.probing.estimates.layouts import ALONE
 from autobatch.probing.estimates.settings import EstimateSettings
 from autobatch.probing.estimates.single import predict_single
 from autobatch.probing.estimates.traces import Traces
+from autobatch.setup.attempt import attempt
 from tests.support.step_workloads import make, setup
 
 NOWHERE = Path("nowhere")

@@ -1,0 +1,194 @@
+"""Limits that were found on this machine, kept by everything that changes them.
+
+One JSON file per key, under ``profiles/<device>/limits`` of the data directory, beside the saved hardware
+profile of that device. A file that cannot be used is ignored with a logged reason and left alone: a newer
+autobatch may have written it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from autobatch.core.errors import InputError
+from autobatch.core.files import UNREADABLE, read_json
+from autobatch.core.records.probe import LimitedBy, UpperBoundBy
+from autobatch.core.text import printable, quoted
+from autobatch.device.profiles import profile_folder, save_or_explain
+from autobatch.setup.key import KeyValue
+
+SCHEMA = 2
+Positive = Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
+DIGEST = re.compile("[0-9a-f]{16}")
+"""Form of a value of the key that is too long to keep."""
+ASKED_FOR = {
+    "budget_bytes", "device", "device_kind", "total_bytes", "precision", "gradient_dtype", "max_grad_norm",
+    "ema", "whole_batch", "keeps_batches", "parallel", "size_multiple",
+}  # fmt: skip
+"""Fields of the key that options change: an answer to another question is not stale."""
+CLOSE_BUDGETS = 0.05
+"""Share within which two budgets that follow free memory count as the same."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class CachedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The largest micro-batch of a workload on a device, as it was found."""
+
+    schema: int = SCHEMA
+    key: dict[str, KeyValue]
+    """Everything that changes the answer, by name; ``workload`` names the workload."""
+    micro_batch: Positive
+    limited_by: LimitedBy
+    upper_bound_by: UpperBoundBy
+    cap: Positive | None = None
+    """Cap of the search in samples; None if there was none."""
+    date: str
+    """ISO date on which it was found."""
+    traced_bytes: Positive | None = None
+    """Peak reserved at ``micro_batch`` as a trace alone predicts it on a GPU; None if not traced."""
+    measured_bytes: Positive | None = None
+    """Peak reserved at ``micro_batch`` as measured; None if not traced."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of the key that has changed."""
+
+    field: str
+    old: KeyValue
+    new: KeyValue
+
+    def __str__(self) -> str:
+        """Return for example ``torch 2.12.0 → 2.13.0``; a digest only shows that something changed."""
+        if DIGEST.fullmatch(str(self.old)) and DIGEST.fullmatch(str(self.new)):
+            return f"{self.field} changed"
+        old, new = ("none" if value is None else value for value in (self.old, self.new))
+        return f"{self.field} {old} → {new}"
+
+
+class StaleEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A cached limit of the same workload under another key."""
+
+    limit: CachedLimit
+    changed: tuple[Change, ...]
+
+    @property
+    def is_other_question(self) -> bool:
+        """True if options alone explain every change."""
+        return {one.field for one in self.changed} <= ASKED_FOR
+
+    @property
+    def has_close_budget(self) -> bool:
+        """True if only the budget changed, by at most `CLOSE_BUDGETS`."""
+        if [one.field for one in self.changed] != ["budget_bytes"]:
+            return False
+        old, new = self.changed[0].old, self.changed[0].new
+        return isinstance(old, int) and isinstance(new, int) and abs(new - old) <= CLOSE_BUDGETS * new
+
+    def __str__(self) -> str:
+        """Return for example ``the limit saved on 2026-11-20 is stale: torch 2.12.0 → 2.13.0``."""
+        return f"the limit saved on {self.limit.date} is stale: {', '.join(map(str, self.changed))}"
+
+
+def store(limit: CachedLimit, home: Path) -> Path:
+    """Save a limit atomically in place of an earlier one of the same key, and return its path.
+
+    Raises:
+        InputError: the directory is not writable.
+    """
+    content = msgspec.json.format(msgspec.json.encode(limit, order="deterministic"))
+    return save_or_explain(entry_path(limit.key, home), content + b"\n")
+
+
+def lookup(key: Mapping[str, KeyValue], home: Path) -> CachedLimit | StaleEntry | None:
+    """Look up the limit of a key.
+
+    Args:
+        key: everything that changes the answer, by name.
+        home: the data directory.
+
+    Returns:
+        The limit of exactly this key; else the limit of the same ``workload`` that differs in the fewest
+        fields (the newest of those) as a `StaleEntry`; else None.
+    """
+    exact = _read(entry_path(key, home))
+    if exact is not None and _known(exact.key) == _known(key):
+        return exact
+    if key.get("workload") is None:
+        return None
+    relatives = [
+        StaleEntry(limit=limit, changed=_changes(limit.key, key))
+        for limit in _read_all(home)
+        if limit.key.get("workload") == key["workload"] and _known(limit.key) != _known(key)
+    ]
+    newest_first = sorted(relatives, key=lambda stale: stale.limit.date, reverse=True)
+    return min(newest_first, key=lambda stale: len(stale.changed), default=None)
+
+
+def prediction_errors(home: Path, devices: Iterable[str]) -> list[float]:
+    """Return measured ÷ predicted - 1 of every cached limit that has both, on devices of these names."""
+    names = {name.casefold() for name in devices}
+    return [
+        limit.measured_bytes / limit.traced_bytes - 1
+        for limit in _read_all(home)
+        if str(limit.key.get("device")).casefold() in names and limit.traced_bytes and limit.measured_bytes
+    ]
+
+
+def entry_path(key: Mapping[str, KeyValue], home: Path) -> Path:
+    """Return the file of a key's limit."""
+    canonical = msgspec.json.encode(_known(key), order="deterministic")
+    folder = profile_folder(str(key.get("device")), user_dir=home)
+    return folder / "limits" / f"{hashlib.sha256(canonical).hexdigest()}.json"
+
+
+def _known(key: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
+    """Leave out the fields that are unknown: they count as absent."""
+    return {field: value for field, value in key.items() if value is not None}
+
+
+def _changes(old: Mapping[str, KeyValue], new: Mapping[str, KeyValue]) -> tuple[Change, ...]:
+    return tuple(
+        Change(field=field, old=old.get(field), new=new.get(field))
+        for field in sorted(old.keys() | new.keys())
+        if old.get(field) != new.get(field)
+    )
+
+
+def _read_all(home: Path) -> Iterator[CachedLimit]:
+    folder = home / "profiles"
+    try:
+        files = sorted(folder.glob("*/limits/*.json"))
+    except OSError as error:
+        _LOG.warning("%s", printable(f"the saved limits under {folder} are ignored: {error}"))
+        return
+    for file in files:
+        limit = _read(file)
+        if limit is not None:
+            yield limit
+
+
+def _read(file: Path) -> CachedLimit | None:
+    """Read one file. Return None if it is absent, or cannot be used, which is logged with the reason."""
+    if not file.is_file():
+        return None
+    try:
+        found = read_json(file)
+        schema = found.get("schema") if isinstance(found, dict) else None
+        if isinstance(schema, int) and schema > SCHEMA:
+            reason = f"schema {quoted(schema)}, this autobatch reads {SCHEMA}"
+            _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {reason}"))
+            return None
+        return msgspec.convert(found, CachedLimit)
+    except InputError as error:  # it names the file
+        _LOG.warning("%s", printable(f"a saved limit is ignored: {error}"))
+        return None
+    except UNREADABLE as error:
+        _LOG.warning("%s", printable(f"the saved limit {file} is ignored: {error}"))
+        return None

@@ -1,0 +1,259 @@
+"""The largest micro-batch that fits: one run confirms a cached limit, else a search finds it and saves it."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.progress import Progress
+from autobatch.core.records.probe import Attempt, Probe
+from autobatch.core.units import MiB, format_bytes
+from autobatch.footprint.predict import Footprint
+from autobatch.search import questions
+from autobatch.search.cache import CachedLimit, StaleEntry, entry_path, lookup, store
+from autobatch.search.failed_sizes import FailedSizes
+from autobatch.search.kept_trace import Untraced, find_trace, keep_trace, order_of
+from autobatch.search.known_sizes import KnownSizes
+from autobatch.search.one_probe import Limit, ProbeLimits, Probing, caps_of
+from autobatch.search.predictors import is_too_small, predictor_of
+from autobatch.search.search import search
+from autobatch.search.spill import SpillGuard
+from autobatch.setup.attempt import Outcome
+from autobatch.setup.child import SetupProcess
+from autobatch.workload.user_code import describe
+
+NOTABLE_GROWTH = 64 * MiB
+"""Growth of other processes' memory during a probe that is worth a note: less is noise of drivers."""
+
+
+def find_limit(
+    process: SetupProcess,
+    limits: ProbeLimits,
+    *,
+    home: Path,
+    progress: Progress,
+    clock: Callable[[], float] = time.monotonic,
+) -> Limit:
+    """Find the largest micro-batch that fits.
+
+    Args:
+        process: holds the setup.
+        limits: caps and time limit.
+        home: data directory, in which answers are kept.
+        progress: receives each attempt and the answer.
+        clock: seconds.
+
+    Raises:
+        DoesNotFitError: not even a micro-batch of 1 fits.
+    """
+    probing = _open(process, limits, progress)
+    cached = _look_up(probing, home)
+    confirmed = _confirm(probing, cached, entry_path(cached.key, home)) if cached else None
+    limit = confirmed or _search(probing, clock)
+    limit = limit._replace(probe=_with_others(limit.probe, process, progress))
+    progress.probed(limit.probe)
+    if confirmed:
+        return limit
+    file = _store(probing, limit.probe, home)
+    traced = limit.footprint or limit.untraced
+    if traced is not None and file is not None:
+        keep_trace(traced, file)
+    return limit._replace(file=file)
+
+
+def check_size(process: SetupProcess, micro_batch: int, *, progress: Progress) -> Probe:
+    """Run one micro-batch, and leave the cached limit unchanged.
+
+    Raises:
+        DoesNotFitError: it does not fit.
+    """
+    attempted = _open(process, ProbeLimits(), progress).run(micro_batch).attempt
+    if not attempted.fits:
+        raise DoesNotFitError(
+            f"a micro-batch of {micro_batch} does not fit in "
+            f"{format_bytes(process.info.device.budget_bytes)}: {attempted.reason}"
+        )
+    found = Probe(
+        micro_batch=micro_batch,
+        limited_by="max_micro_batch",
+        upper_bound_by="cap",
+        predicted_micro_batch=None,
+        oom_count=0,
+        attempts=[attempted],
+        source="asked",
+        precision=process.info.precision,
+    )
+    progress.probed(found)
+    return found
+
+
+def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> Probing:
+    """Report the device, and gather the surroundings of a probe."""
+    info = process.info
+    progress.opened(info.device)
+    for line in info.notes:
+        progress.note(line)
+    return Probing(process, limits, caps_of(info, limits), SpillGuard(active=info.may_spill), progress)
+
+
+def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
+    """Search from the trace of the step, which is None if it cannot be traced."""
+    process, start = probing.process, clock()
+    probing.progress.doing("predicting what fits")
+    traced = questions.trace(process)
+    step = traced if isinstance(traced, Footprint) else None
+    if isinstance(traced, str):
+        _note_untraced(probing, traced)
+    predictor = predictor_of(process, step, None if isinstance(traced, str) else probing.cap)
+    tried: list[Attempt] = []
+    untraced: dict[int, Untraced] = {}
+
+    sizes = FailedSizes(probing.attempt, process)
+
+    def run(size: int) -> Outcome:
+        try:
+            outcome = probing.report(sizes(size))
+        except Exception as error:
+            # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
+            if size == 1 and tried and not any(one.fits for one in tried):
+                raise questions.nothing_fits(tried, process, step, single_error=describe(error)) from error
+            raise
+        tried.append(outcome.attempt)
+        if isinstance(traced, str) and outcome.trace is not None:
+            untraced[size] = Untraced(traced, order_of(outcome.trace))
+        return outcome
+
+    limit_s = probing.limits.time_limit_s
+    found = search(
+        run,
+        cap=probing.cap,
+        predictor=predictor,
+        stopped=lambda: sizes.stopped_by or ("time limit" if clock() - start > limit_s else None),
+    )
+    if found.upper_bound_by == "error":
+        failed = min((one for one in found.attempts if one.is_error), key=lambda one: one.micro_batch)
+        probing.progress.note(f"a micro-batch of {failed.micro_batch:,} does not run: {failed.reason}")
+    if not found.micro_batch:
+        if found.stopped_by == "interrupt":
+            raise KeyboardInterrupt
+        raise questions.nothing_fits(found.attempts, process, step)
+    probe = Probe(
+        micro_batch=found.micro_batch,
+        limited_by=probing.limited_by(found.micro_batch),
+        upper_bound_by=found.upper_bound_by,
+        predicted_micro_batch=found.predicted,
+        oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in found.attempts),
+        attempts=found.attempts,
+        stopped_by=found.stopped_by,
+        precision=process.info.precision,
+    )
+    untraced_then = untraced.get(found.micro_batch)
+    return Limit(probe, None, step, untraced_then, is_rough=isinstance(predictor, KnownSizes))
+
+
+def _look_up(probing: Probing, home: Path) -> CachedLimit | None:
+    """Return the cached limit of this key; note the changed fields if there is only a stale one."""
+    cached = lookup(probing.process.info.key, home)
+    if not isinstance(cached, StaleEntry):
+        return cached
+    if cached.has_close_budget and not probing.limits.has_own_budget:
+        return cached.limit
+    if not cached.is_other_question:
+        probing.progress.note(f"{cached}: probing again")
+    return None
+
+
+def _confirm(probing: Probing, cached: CachedLimit, file: Path) -> Limit | None:
+    """Run the cached limit of a file once, and look at its step.
+
+    Returns:
+        The limit, with the step if it can be traced; None if the cached limit answers another question, no
+        longer fits, or is too small. Too small means that more fits, which a run of it alone does not show.
+    """
+    size = min(cached.micro_batch, probing.cap)
+    if cached.limited_by != "memory" and size < probing.cap:
+        return None
+    outcome = probing.run(size)
+    attempted = outcome.attempt
+    if not attempted.fits:
+        probing.progress.note(f"the saved micro-batch of {size} no longer fits: probing again")
+        return None
+    probing.progress.doing("checking whether more would fit")
+    step = _trace_of(probing, file, outcome)
+    if size < probing.cap and is_too_small(probing.process, cached, outcome, step):
+        probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
+        return None
+    probe = Probe(
+        micro_batch=size,
+        limited_by=probing.limited_by(size),
+        upper_bound_by="cap" if size == probing.cap else cached.upper_bound_by,
+        predicted_micro_batch=cached.micro_batch,
+        oom_count=0,
+        attempts=[attempted],
+        source=f"saved {cached.date}",
+        precision=probing.process.info.precision,
+    )
+    return Limit(probe, file, step)
+
+
+def _trace_of(probing: Probing, file: Path, outcome: Outcome) -> Footprint | None:
+    """Return the step of a run: the kept one of its file if that is what ran, else a trace, which is kept.
+
+    Returns:
+        None if it cannot be traced, or would take too long.
+    """
+    traced = find_trace(file, outcome.attempt.micro_batch, outcome.trace)
+    if traced is None:
+        traced = questions.trace(probing.process)
+        if isinstance(traced, Footprint):
+            keep_trace(traced, file)
+        elif traced is not None and outcome.trace is not None:
+            keep_trace(Untraced(traced, order_of(outcome.trace)), file)
+    if isinstance(traced, Footprint):
+        return traced
+    if traced is not None:
+        _note_untraced(probing, traced)
+    return None
+
+
+def _note_untraced(probing: Probing, reason: str) -> None:
+    probing.progress.note(f"the step was not traced, so runs alone tell what fits: {reason}")
+
+
+def _store(probing: Probing, found: Probe, home: Path) -> Path | None:
+    """Save the answer of a search that ran to its end, and return its file; None if it is not saved."""
+    if found.upper_bound_by is None:
+        return None
+    traced_bytes = questions.traced_peak(probing.process, found.micro_batch)
+    of_answer = [one for one in found.attempts if one.fits and one.micro_batch == found.micro_batch]
+    limit = CachedLimit(
+        key=probing.process.info.key,
+        micro_batch=found.micro_batch,
+        limited_by=found.limited_by,
+        upper_bound_by=found.upper_bound_by,
+        cap=probing.cap,
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        traced_bytes=traced_bytes,
+        measured_bytes=of_answer[0].peak_reserved_bytes if traced_bytes and of_answer else None,
+    )
+    try:
+        return store(limit, home)
+    except InputError as error:
+        probing.progress.note(f"the limit was not saved: {error}")
+        return None
+
+
+def _with_others(found: Probe, process: SetupProcess, progress: Progress) -> Probe:
+    """Add the memory that other processes hold after the probe, with a note if that grew."""
+    before, after = process.info.device.other_processes_bytes, questions.others_bytes(process)
+    if before is not None and after is not None and after - before >= NOTABLE_GROWTH:
+        progress.note(
+            f"other processes held {format_bytes(before)} of the GPU before the probe and hold "
+            f"{format_bytes(after)} now. The answer may no longer fit: probe again, or give --memory-budget"
+        )
+    return msgspec.structs.replace(found, other_processes_bytes=after)

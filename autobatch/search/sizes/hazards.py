@@ -1,0 +1,277 @@
+"""Reasons against a split by size: models and data whose results would change, or that would gain nothing.
+
+Sorting the samples of a batch keeps Σ totals ÷ Σ counts. It changes results if a layer or a loss sees more
+than one sample at a time, or sees the padding. Such a workload depends on the micro-batch in any split, but a
+split by size makes the error systematic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autobatch.core.knobs import COMPILE
+from autobatch.device.oom import Verdict, classify
+from autobatch.setup.attempt import TrainSetup, on_copies
+from autobatch.step.restore import temporary_weights
+from autobatch.workload.contract import Collated, Loss, WholeBatchLoss, Workload
+from autobatch.workload.data import collate_samples, fetch, load_micro_batch, shallow_copies
+from autobatch.workload.nested import tensors_of, to_device
+from autobatch.workload.rng import preserved_random_state, seed_everything
+
+Sizes = NDArray[np.float64]
+Run = Callable[[Callable[[nn.Module, Collated], Any], Collated], Any]
+"""Runs a function of the model and of a micro-batch."""
+CHECKED = 32
+"""Samples whose sizes are compared with the numbers in their collated batches."""
+LEAST_CORRELATION = 0.5
+"""Rank correlation of sizes and numbers below which a size does not explain memory."""
+PADDED_SHARE = 0.25
+"""Share of the room beside a short sample that must be filled for samples to count as padded."""
+TOLERANCE = 0.01
+"""Share of a sample's loss that may depend on its neighbours: rounding stays far below."""
+ROUNDING = 1e-3
+"""Share of its neighbour's loss that rounding may add, in TF32."""
+
+
+class Obstacle(NamedTuple):
+    """Reason against a split by size."""
+
+    reason: str
+    """In words that follow "batches are split by count: "."""
+    is_hazard: bool = False
+    """True if results would be wrong; False if there is nothing to gain or to go by."""
+
+
+def find_obstacle(setup: TrainSetup) -> Obstacle | None:
+    """Return the first obstacle to a split by size; None if there is none.
+
+    The weights, the random states and the position in the data stay.
+    """
+    sizes = setup.worst_case.sizes()
+    if setup.stream is not None:
+        return Obstacle("the sizes of a stream's samples are unknown until they are read")
+    if sizes is None:
+        return Obstacle(
+            "the sizes of some samples are unknown, because reading all takes too long: give "
+            "Workload(size_of=…)"
+        )
+    if float(sizes.min()) == float(sizes.max()):
+        return Obstacle("all samples have one size")
+    with preserved_random_state():
+        for obstacle in _obstacles(setup, sizes):
+            if obstacle is not None:
+                return obstacle
+    return None
+
+
+def _obstacles(setup: TrainSetup, sizes: Sizes) -> Iterator[Obstacle | None]:
+    """Make the checks in order, cheap ones first."""
+    yield _in_model(setup)
+    yield _in_data(setup, sizes)
+    yield _in_collate(setup, sizes)
+    yield _in_padding(setup, sizes)
+
+
+def hazard_in_model(model: nn.Module) -> str | None:
+    """Return why a layer forbids a split by size; None if none does."""
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return "BatchNorm computes its statistics over a micro-batch, and those of samples of one size differ"
+    return None
+
+
+def _in_model(setup: TrainSetup) -> Obstacle | None:
+    """Check for layers and compilers that a split by size disturbs."""
+    hazard = hazard_in_model(setup.model)
+    if hazard is not None:
+        return Obstacle(hazard, is_hazard=True)
+    is_compiled = hasattr(setup.model, "_orig_mod") or setup.knobs.get(COMPILE, "off") != "off"
+    if is_compiled:
+        return Obstacle("a compiled model compiles anew for most micro-batches of other shapes")
+    return None
+
+
+def _in_data(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+    """Check that a sample has the same size each time that it is read."""
+    order = np.argsort(sizes, kind="stable")
+    for index in (int(order[0]), int(order[len(order) // 2]), int(order[-1])):
+        seed_everything(index + 1)
+        found = setup.worst_case.read_size(index)
+        if found != sizes[index]:
+            return Obstacle(
+                f"sample {index} had a size of {sizes[index]:g} and now has {found:g}, so sizes are drawn at "
+                "random"
+            )
+    return None
+
+
+def _in_collate(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+    """Check that batches may have any number of samples, are padded, and grow with the size."""
+    order = np.argsort(sizes, kind="stable").tolist()
+    short, longest = order[len(order) // 4], order[-1]
+    counts = []
+    for ids in ([short], [longest], [short, longest], [longest, longest, short]):
+        try:
+            counts.append(_numbers(setup.workload, ids))
+        except Exception:
+            if len(ids) == 1:
+                return None  # another stage reports it
+            return Obstacle("the collate function takes a fixed number of samples only")
+    if not counts[1]:
+        return None  # what it returns holds no tensors to go by
+    if counts[3] == counts[1]:
+        return Obstacle("the collate function fills each micro-batch up to a fixed number of samples")
+    chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
+    if (
+        _rank_correlation(sizes[chosen], np.array([_numbers(setup.workload, [i]) for i in chosen]))
+        < LEAST_CORRELATION
+    ):
+        return Obstacle("size does not explain memory: larger samples do not make larger micro-batches")
+    return None
+
+
+def is_padded(workload: Workload, sizes: Sizes) -> bool:
+    """Return whether samples are padded, to the largest or to a fixed number; False if they are joined."""
+    order = np.argsort(sizes, kind="stable").tolist()
+    short, longest = order[len(order) // 4], order[-1]
+    with preserved_random_state():
+        one, other, both = (
+            _numbers(workload, ids) for ids in ([short], [longest], [short, longest, longest])
+        )
+    return not one < other or abs(both - one - 2 * other) >= PADDED_SHARE * (other - one)
+
+
+def largest_deviation(workload: Workload, sizes: Sizes) -> float:
+    """Return how far the tensors of a collated sample are off a straight line over its size.
+
+    Returns:
+        The largest share of a tensor's numbers, over samples of many sizes; infinite if their tensors differ
+        in number.
+    """
+    order = np.argsort(sizes, kind="stable").tolist()
+    chosen = [order[number * (len(order) - 1) // (CHECKED - 1)] for number in range(CHECKED)]
+    with preserved_random_state():
+        found = [[t.numel() for t in tensors_of(load_micro_batch(workload, [i]))] for i in chosen]
+    if len({len(one) for one in found}) > 1:
+        return math.inf
+    lines = np.stack([np.ones(CHECKED), sizes[chosen]], axis=1)
+    numbers = np.array(found, float)
+    off = np.abs(lines @ np.linalg.lstsq(lines, numbers, rcond=None)[0] - numbers)
+    return float((off / np.maximum(1.0, numbers)).max(initial=0.0))
+
+
+def _numbers(workload: Workload, ids: list[int]) -> int:
+    """Count the numbers in the collated batch of some samples."""
+    return sum(tensor.numel() for tensor in tensors_of(load_micro_batch(workload, ids)))
+
+
+def _rank_correlation(one: NDArray[np.float64], other: NDArray[np.int64]) -> float:
+    """Return Spearman's rank correlation; 0 if either is constant."""
+    ranks = [np.searchsorted(np.sort(values), values) for values in (one, other)]
+    if any(int(each.min()) == int(each.max()) for each in ranks):
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _in_padding(setup: TrainSetup, sizes: Sizes) -> Obstacle | None:
+    """Compare the loss of a short sample alone with its loss beside the longest one."""
+    order = np.argsort(sizes, kind="stable")
+    short, longest = int(order[len(order) // 4]), int(order[-1])
+    loss = setup.workload.loss
+    what, difference = "loss", None
+    try:
+        if isinstance(loss, WholeBatchLoss):
+            what, difference = "row", _row_beside(setup, loss, short, longest)
+        else:
+            difference = _change_beside(setup, short, longest)
+    except Exception as error:  # other stages report what the workload raises
+        if classify(error) is Verdict.NONE:
+            return None
+    if difference is None or difference <= TOLERANCE:
+        return None
+    return Obstacle(
+        f"the {what} of sample {short} changes by {difference:.1%} beside sample {longest}, so it depends on "
+        "its padding: let the model ignore padding with a mask"
+        + (", and return Loss(total, count) if the loss is a mean over tokens" if what == "loss" else ""),
+        is_hazard=True,
+    )
+
+
+def _change_beside(setup: TrainSetup, short: int, longest: int) -> float | None:
+    """Return the share by which a sample's loss changes beside another; None if the loss draws at random."""
+    # Read once: the data may mask or augment a sample anew each time.
+    samples = fetch(setup.workload.train_data, [short, longest])
+    with _evaluated(setup) as run:
+        alone, other = (_total(setup, run, [one], 1) for one in samples)
+        if [alone, other] != [_total(setup, run, [one], 2) for one in samples]:
+            return None
+        both = _total(setup, run, samples, 1)
+    if not alone[0]:
+        return None
+    excess = abs(both[0] - alone[0] - other[0]) - ROUNDING * abs(other[0])
+    counted = abs(both[1] - alone[1] - other[1])
+    return max(excess / abs(alone[0]), counted / alone[1] if alone[1] else 0.0)
+
+
+def _row_beside(setup: TrainSetup, loss: WholeBatchLoss, short: int, longest: int) -> float | None:
+    """Return the share by which a sample's row changes beside another; None if rows are drawn at random.
+
+    Rows of another form beside it are a change by 100 %: a batch could not be put together from them.
+    """
+    samples = fetch(setup.workload.train_data, [short, longest])
+
+    def row(chosen: list[Any], seed: int) -> list[torch.Tensor]:
+        seed_everything(seed)
+        found = run(loss.represent, _placed(setup, chosen))
+        return [one[0].double() for one in tensors_of(found)]
+
+    with _evaluated(setup) as run:
+        alone, again, beside = row(samples[:1], 1), row(samples[:1], 2), row(samples, 1)
+    if any(not torch.equal(one, other) for one, other in zip(alone, again, strict=True)):
+        return None
+    if [one.shape for one in alone] != [one.shape for one in beside]:
+        return 1.0
+    pairs = list(zip(alone, beside, strict=True))
+    scale = math.fsum(float(one.norm() ** 2) for one, _ in pairs)
+    change = math.fsum(float((one - other).norm() ** 2) for one, other in pairs)
+    return math.sqrt(change / scale) if scale else 0.0
+
+
+@contextmanager
+def _evaluated(setup: TrainSetup) -> Iterator[Run]:
+    """Return a function that runs another one on the model, on temporary weights and without gradients."""
+    with setup.device.training() as meter, torch.no_grad():
+        if setup.sharding is not None:
+            # In float32, because rounding is no effect of the padding.
+            with on_copies(replace(setup, precision="fp32"), meter) as train_state:
+                train_state.model.eval()
+                yield train_state.call
+            return
+        with temporary_weights(setup.model, setup.device.torch_device) as model:
+            meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
+            model.eval()
+            yield lambda function, batch: function(model, batch)
+
+
+def _placed(setup: TrainSetup, samples: list[Any]) -> Collated:
+    """Collate samples, on the device."""
+    collated = collate_samples(shallow_copies(samples), setup.workload.collate, option="Workload(collate=…)")
+    return to_device(collated, setup.device.torch_device)
+
+
+def _total(setup: TrainSetup, run: Run, samples: list[Any], seed: int) -> tuple[float, float]:
+    """Return the sum of the loss over some samples, and the count that it is a sum over."""
+    seed_everything(seed)
+    loss = run(setup.workload.loss, _placed(setup, samples))
+    if isinstance(loss, Loss):
+        return float(loss.total), float(loss.count)
+    return float(loss) * len(samples), float(len(samples))

@@ -1,0 +1,231 @@
+"""The choice between a split by count and a split by size, with the saving that is expected."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import PRECISION, memory_signature
+from autobatch.core.records.plan import MicroBatchCost, Plan, SizeCut
+from autobatch.footprint.size_program import SizeProgram
+from autobatch.search.sizes.cost import measure_cost
+from autobatch.search.sizes.curve import CurvePoint, curve_of
+from autobatch.search.sizes.hazards import find_obstacle, is_padded
+from autobatch.search.sizes.real_batches import RUN, Order, RunBatches, program_for
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.child import Session
+from autobatch.setup.setup import with_knobs
+from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.size_split import SizeSplit, digest_of, size_of_part
+from autobatch.workload.split import CountSplit, Split
+
+Sizes = NDArray[np.float64]
+BY_COUNT = "batches are split by count"
+BATCHES = 8
+"""Batches of the run over which the savings are averaged."""
+LEAST_GAIN = 1.03
+"""Ratio of times, or of padded sizes if times are unknown, from which ``auto`` splits by size."""
+SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+"""Shares of the limits that are tried until real batches fit."""
+MEASURED_EVERY = 4
+"""Batches from one measurement of the noise scale to the next; see `autobatch.training.noise_scale`."""
+
+
+class SplitSettings(NamedTuple):
+    """Settings of the choice: plain values, which travel to a child process."""
+
+    split: Literal["auto", "count", "size"]
+    limit: int
+    """The largest micro-batch that fits, on the longest samples."""
+    cap: int
+    """The largest micro-batch to run on samples of any size."""
+    seed: int
+
+
+class SplitChoice(NamedTuple):
+    """A chosen split."""
+
+    cut: SizeCut | None
+    """None to split by count."""
+    note: str | None
+    """The choice in words; None if there was none to make."""
+    is_compared: bool = False
+    """True if the splits were compared, which depends on nothing but the question."""
+
+
+def choose_split(
+    session: Session, plan: Plan, settings: SplitSettings, known: SplitChoice | None = None
+) -> SplitChoice:
+    """Choose the split of a plan; the setup stays unchanged.
+
+    Args:
+        session: the open setup.
+        plan: the plan.
+        settings: settings of the choice.
+        known: an earlier choice of the same question, which is taken if nothing stands against it; None for
+            none.
+
+    Raises:
+        InputError: a split by size was asked for, and would change results.
+    """
+    if settings.split == "count":
+        return SplitChoice(None, None)
+    setup = with_knobs(session.setup, {**plan.knobs, PRECISION: plan.precision})
+    obstacle = find_obstacle(setup)
+    if obstacle is not None:
+        if settings.split == "size" and obstacle.is_hazard:
+            raise InputError(f"--split size is not possible: {obstacle.reason}. Use --split count")
+        sizes = setup.worst_case.sizes()
+        is_worth_saying = settings.split == "size" or (sizes is not None and sizes.min() < sizes.max())
+        return SplitChoice(
+            None, f"batches are split by count: {obstacle.reason}" if is_worth_saying else None
+        )
+    if known is not None:
+        return known
+    setup, program = program_for(session, plan)
+    # The limit of the probe is that of its own configuration.
+    is_other = bool(memory_signature(plan.knobs)) or plan.precision != session.setup.precision
+    return _compare(setup, program, plan, settings, plan.micro_batch if is_other else settings.limit)
+
+
+def read_sizes(session: Session) -> Sizes | None:
+    """Return the size of each sample; None if some are unknown."""
+    return session.setup.worst_case.sizes()
+
+
+def _compare(
+    setup: TrainSetup, program: SizeProgram | None, plan: Plan, settings: SplitSettings, limit: int
+) -> SplitChoice:
+    """Plan a split by size, and take it if it saves enough or was asked for."""
+    sizes = setup.worst_case.sizes()
+    assert sizes is not None
+    joins = not is_padded(setup.workload, sizes)
+    if joins and (program is None or not program.is_linear):
+        return SplitChoice(
+            None, f"{BY_COUNT}: the collate function does not pad, so there is nothing to save"
+        )
+    points = [CurvePoint(float(sizes.max()), min(limit, settings.cap))]
+    if program is not None:
+        # Samples that are joined are not all of the largest size, so no run has shown that limit.
+        ran = None if joins else limit
+        points = curve_of(program, sizes, setup.device.new_allocator, limit=ran, cap=settings.cap)
+    cut = SizeCut(
+        sizes=[point.size for point in points],
+        micro_batches=[point.micro_batch for point in points],
+        limits_by="longest" if program is None else "replay",
+        cost=measure_cost(setup, sizes, points[-1].micro_batch),
+        digest=digest_of(sizes),
+        by_size_of=setup.workload.size_of is not None,
+        is_padded=not joins,
+    )
+    order = Order(plan.target_batch, settings.seed, plan.last_batch)
+    batches = RunBatches(setup=setup, sizes=sizes, order=order, is_padded=cut.is_padded)
+    survived = _surviving(batches, program, cut)
+    if survived is None:
+        return SplitChoice(None, f"{BY_COUNT}: no split by size survives the batches of the run", True)
+    cut = with_expectations(survived, sizes, plan, settings.seed)
+    gain = cut.expected_speedup or _gain_without_cost(cut)
+    if settings.split == "auto" and gain < LEAST_GAIN:
+        return SplitChoice(None, f"{BY_COUNT}: by size would save {max(0.0, 1 - 1 / gain):.0%}", True)
+    return SplitChoice(cut, describe_cut(cut), True)
+
+
+def _gain_without_cost(cut: SizeCut) -> float:
+    """Return the ratio of padded sizes, or of micro-batches if nothing is padded; 1 if unknown."""
+    before, after = (cut.padding_by_count, cut.padding) if cut.is_padded else (cut.steps_by_count, cut.steps)
+    return before / after if before and after else 1.0
+
+
+def _surviving(batches: RunBatches, program: SizeProgram | None, cut: SizeCut) -> SizeCut | None:
+    """Lower the limits of a cut until the batches of the run fit, in a replay and in one run.
+
+    Returns:
+        None if no limits do.
+    """
+    for share in SHARES:
+        limits = [max(1, int(limit * share)) for limit in cut.micro_batches]
+        lower = msgspec.structs.replace(cut, micro_batches=limits)
+        split = SizeSplit(sizes=batches.sizes, cut=lower, measured_every=MEASURED_EVERY)
+        if program is not None:
+            found = batches.replay(program, split, split.largest)
+            if not found.fits:
+                continue
+            lower = msgspec.structs.replace(lower, replayed_batches=found.batches)
+        if batches.run_first(split, split.largest, count=1 if program else RUN) is None:
+            return lower
+    return None
+
+
+def describe_cut(cut: SizeCut) -> str:
+    """Describe a split by size and its saving, in one line."""
+    padding = f"padded ÷ real {cut.padding_by_count:.2f} → {cut.padding:.2f}, " if cut.is_padded else ""
+    text = (
+        f"batches are split by the sizes of their samples: {padding}{cut.steps_by_count:.0f} → "
+        f"{cut.steps:.1f} micro-batches"
+    )
+    if cut.expected_speedup is not None:
+        text += f", {cut.expected_speedup:.2f} × as fast as by count in theory"
+    return text
+
+
+def with_expectations(cut: SizeCut, sizes: Sizes, plan: Plan, seed: int) -> SizeCut:
+    """Fill in padding, micro-batches and speed-up, as means over the first batches of the run."""
+    split = SizeSplit(sizes=sizes, cut=cut, measured_every=MEASURED_EVERY)
+    sampler = GlobalBatchSampler(
+        samples=len(sizes),
+        target_batch=plan.target_batch,
+        seed=seed,
+        steps=BATCHES,
+        last_batch=plan.last_batch,
+    )
+    if plan.last_batch == "drop" and len(sizes) < plan.target_batch:
+        return cut
+    by_count = _totals(CountSplit(), sampler, sizes, plan.micro_batch, cut)
+    by_size = _totals(split, sampler, sizes, split.largest, cut)
+    speedup = by_count.seconds / by_size.seconds if cut.cost and by_size.seconds else None
+    return msgspec.structs.replace(
+        cut,
+        padding_by_count=by_count.padding,
+        padding=by_size.padding,
+        steps_by_count=by_count.steps,
+        steps=by_size.steps,
+        expected_speedup=speedup,
+    )
+
+
+class _Totals(NamedTuple):
+    padding: float
+    """Padded ÷ real."""
+    steps: float
+    """Micro-batches of a batch."""
+    seconds: float
+
+
+def _totals(
+    split: Split, sampler: GlobalBatchSampler, sizes: Sizes, micro_batch: int, cut: SizeCut
+) -> _Totals:
+    cost, is_padded = cut.cost, cut.is_padded
+    padded = real = seconds = 0.0
+    count = batches = 0
+    for batch in sampler.batches():
+        batches += 1
+        parts = [part.ids for part in split.parts(batch, micro_batch)]
+        own = [size_of_part(sizes[ids], is_padded=is_padded) for ids in parts]
+        padded += math.fsum(len(ids) * size for ids, size in zip(parts, own, strict=True))
+        real += math.fsum(float(sizes[ids].sum()) for ids in parts)
+        count += len(parts)
+        if cost is not None:
+            seconds += math.fsum(
+                seconds_of(cost, len(ids), size) for ids, size in zip(parts, own, strict=True)
+            )
+    return _Totals(padded / real if real else 1.0, count / max(1, batches), seconds)
+
+
+def seconds_of(cost: MicroBatchCost, samples: int, size: float) -> float:
+    """Return the seconds of a micro-batch."""
+    return cost.fixed + samples * (cost.per_sample + cost.per_size * size + cost.per_size_squared * size**2)

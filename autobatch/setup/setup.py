@@ -1,0 +1,280 @@
+"""The setup that real steps run on: device, model and data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autobatch.core.errors import InputError
+from autobatch.core.knobs import EXPANDABLE, PRECISION, Value
+from autobatch.core.records.base import GradientDtype, Precision, Record
+from autobatch.core.records.device import DeviceRecord
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.ledger import Allocator, CountingAllocator
+from autobatch.device.base import Device
+from autobatch.device.oom import memory_named
+from autobatch.device.select import device_kind, open_device
+from autobatch.distributed.sharding.layout import ShardLayout
+from autobatch.planning import rank_share
+from autobatch.setup.attempt import TrainSetup
+from autobatch.setup.key import KeyValue, setup_key
+from autobatch.setup.model import build_model, build_shared_model, check_whole
+from autobatch.setup.notes import emulation_notes, placement_notes, whole_batch_notes
+from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
+from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream, kind_of
+from autobatch.workload.data import WorstCaseSampler
+from autobatch.workload.demo import MEMORY_BUDGET
+from autobatch.workload.reference import DEMO, load_workload
+from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.sampler_order import epoch_of
+from autobatch.workload.size_multiple import in_multiples, multiple_notes
+from autobatch.workload.size_split import digest_of
+from autobatch.workload.streams import ENDLESS, is_open_ended, scanned, stream_notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupSettings:
+    """Settings that a setup is opened with: plain values, which travel to a child process."""
+
+    device: str = "auto"
+    memory_budget: str | int | None = None
+    """None for the free memory less a headroom."""
+    precision: Precision | Literal["auto"] = "auto"
+    gradient_dtype: GradientDtype | Literal["auto"] = "auto"
+    seed: int = 0
+    max_grad_norm: float | None = None
+    """None for no clipping."""
+    ema: float | None = None
+    """Decay of the averaged weights; None for no average."""
+    target_batch: int | None = None
+    """None if unknown."""
+    keeps_batches: bool = False
+    """True to plan for a loop that keeps each micro-batch until the next one is there."""
+    size_multiple: str | int | None = None
+    """Number whose multiples samples are padded to, or ``auto``; None for none."""
+    world: int = 1
+    """Ranks that train together, each on a device of its own."""
+    shard: ShardLayout | None = None
+    """The way in which they share the model; None if each has a whole one."""
+    holds_model: bool = True
+    """True if a model that ranks share has its first values from this rank."""
+    may_share: bool = False
+    """True to open no model whose weights and gradients are too large for one rank: ranks may share it."""
+    trains: bool = False
+    """True in the process that trains. Another one runs the steps of a rank without the other ranks."""
+    scan: int | None = None
+    """Samples of a stream to plan from; None for the default."""
+
+
+class SetupInfo(Record, frozen=True, kw_only=True):
+    """Description of a setup for a plan: plain values."""
+
+    device: DeviceRecord
+    key: dict[str, KeyValue]
+    """Everything that changes what fits."""
+    samples: int
+    """Samples of the training data."""
+    epoch_samples: int | None
+    """Samples that one pass over the data takes; None for a stream."""
+    workers: int | None = None
+    """Loader processes that the workload asks for; None if it does not."""
+    prefetch: int | None = None
+    """Micro-batches that each of them is ahead by; None if the workload does not say."""
+    learning_rate: float
+    base_batch: int | None
+    precision: Precision
+    gradient_dtype: GradientDtype = "fp32"
+    name: str
+    allocator: AllocatorConfig | None = None
+    """Settings of the device's caching allocator; None if it caches nothing."""
+    compute_capability: tuple[int, int] | None = None
+    """Compute capability of the GPU that runs the operators; None if the CPU runs them."""
+    may_spill: bool = False
+    """True if the driver may move memory to the host where an allocation should fail."""
+    size_quartiles: list[float] = []
+    """Quartiles of the samples' sizes; empty if all sizes are equal."""
+    largest_sample: tuple[int, float] | None = None
+    """Index and size of the largest sample; None if all sizes are equal."""
+    size_unit: Literal["tokens"] | None = None
+    """``tokens`` if the sizes of samples count their tokens."""
+    sizes_digest: str | None = None
+    """Digest of the sizes of all samples; None if some are unknown."""
+    layout: ShardLayout | None = None
+    """What ranks gather and reduce of a model that they share; None if each has a whole one."""
+    notes: list[str] = []
+
+
+def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
+    """Return a setup with the precision, the step and the allocator of a configuration."""
+    precision: Precision = knobs.get(PRECISION) or setup.precision  # type: ignore[assignment]
+    device = setup.device
+    if knobs.get(EXPANDABLE) and device.why_not_expandable() is None:
+        device = device.expandable()
+    return replace(setup, precision=precision, device=device, knobs=knobs)
+
+
+def find_workload(workload: object) -> Workload:
+    """Return the workload, load the one that a reference names, or load the demo for None.
+
+    Raises:
+        InputError: the reference is invalid, or the value is neither a workload nor a reference.
+    """
+    if isinstance(workload, Workload):
+        return workload
+    if not (workload is None or isinstance(workload, str)):
+        hint = ": call it" if callable(workload) else ""
+        raise InputError(f"the workload must be an autobatch.Workload, found {kind_of(workload)}{hint}")
+    return load_workload(workload or DEMO)
+
+
+def open_setup(
+    workload: Workload,
+    settings: SetupSettings,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    is_demo: bool = False,
+) -> TrainSetup:
+    """Open the device and build the model. Random states stay, and no sample is read yet.
+
+    Args:
+        workload: what to train.
+        settings: how it is opened.
+        environ: environment variables; AUTOBATCH_HOME is the data directory.
+        is_demo: the workload is the embedded demo, which has its own default budget.
+
+    Raises:
+        InputError: the device, the budget or the model is invalid, or ranks cannot sum the loss.
+        DoesNotFitError: see `check_whole`.
+    """
+    check_loss_of_ranks(workload, settings.shard)
+    budget = budget_of(settings, is_demo=is_demo)
+    stream = workload.train_data if is_stream(workload.train_data) else None
+    workload = in_multiples(scanned(workload, settings.scan), settings.size_multiple, seed=settings.seed)
+    device = open_device(settings.device, memory_budget=budget, environ=environ)
+    if settings.may_share:
+        check_whole(workload, device)
+    with preserved_random_state():
+        seed_everything(settings.seed)
+        with memory_named("the model was built"):
+            model = (
+                build_model(workload)
+                if settings.shard is None
+                else build_shared_model(
+                    workload,
+                    settings.shard.modules,
+                    holds_model=settings.holds_model,
+                    trains=settings.trains,
+                )
+            )
+    shard = None if settings.shard is None else settings.shard.fitting(model)
+    return TrainSetup(
+        workload=workload,
+        stream=stream,
+        model=model,
+        device=device,
+        worst_case=WorstCaseSampler(workload, seed=settings.seed),
+        precision=precision_of(settings, device),
+        gradient_dtype=gradient_dtype_of(model, settings.gradient_dtype),
+        max_grad_norm=settings.max_grad_norm,
+        ema=settings.ema,
+        whole_batch=whole_batch_of(workload, settings.target_batch),
+        keeps_batches=settings.keeps_batches,
+        world=settings.world,
+        sharding=None if shard is None or settings.trains else shard.for_probe(device.torch_device.type),
+        layout=shard,
+    )
+
+
+def check_loss_of_ranks(workload: Workload, shard: ShardLayout | None) -> None:
+    """Check that ranks can train the loss of a workload.
+
+    Raises:
+        InputError: it sees the whole batch, and the ranks share the model.
+    """
+    if shard is not None and isinstance(workload.loss, WholeBatchLoss):
+        raise InputError(
+            "a WholeBatchLoss runs two passes over a batch, and ranks that share the model gather it in one: "
+            "use --parallel replicate, or train in one process"
+        )
+
+
+def whole_batch_of(workload: Workload, target_batch: int | None) -> int | None:
+    """Return the samples of a step if the loss sees all of them; None if it does not or they are unknown."""
+    if target_batch is None or not isinstance(workload.loss, WholeBatchLoss):
+        return None
+    return rank_share(target_batch, 1, 0)
+
+
+def budget_of(settings: SetupSettings, *, is_demo: bool) -> str | int | None:
+    """Return the budget that was asked for, else the demo's own for the demo."""
+    if settings.memory_budget is not None or not is_demo:
+        return settings.memory_budget
+    return MEMORY_BUDGET.get(device_kind(settings.device))
+
+
+def precision_of(settings: SetupSettings, device: Device) -> Precision:
+    """Return the precision that was asked for, else the device's default."""
+    return device.default_precision() if settings.precision == "auto" else settings.precision
+
+
+def describe_setup(setup: TrainSetup) -> SetupInfo:
+    """Describe a setup. The first call reads the sizes of the samples.
+
+    Raises:
+        InputError: the samples cannot be collated.
+    """
+    workload = setup.workload
+    device = setup.device.describe()
+    with preserved_random_state():
+        setup.worst_case.check_collate()
+        key = setup_key(setup, device)
+        sizes = None if setup.stream is not None else setup.worst_case.sizes()
+        size_unit = None if sizes is None else setup.worst_case.size_unit()
+    return SetupInfo(
+        device=device,
+        key=key,
+        samples=ENDLESS if is_open_ended(workload.train_data) else len(workload.train_data),  # type: ignore[arg-type]
+        epoch_samples=None if setup.stream is not None else epoch_of(workload, 0)[0],
+        workers=workload.loading.workers,
+        prefetch=workload.loading.prefetch,
+        learning_rate=workload.learning_rate,
+        base_batch=workload.base_batch,
+        precision=setup.precision,
+        gradient_dtype=setup.gradient_dtype,
+        name=workload.name,
+        allocator=setup.device.allocator_config,
+        compute_capability=setup.device.compute_capability,
+        may_spill=setup.device.may_spill,
+        size_quartiles=setup.worst_case.size_quartiles(),
+        largest_sample=setup.worst_case.largest(),
+        size_unit=size_unit,
+        sizes_digest=None if sizes is None else digest_of(sizes),
+        layout=setup.layout,
+        notes=[
+            *device.notes,
+            *stream_notes(workload.train_data),
+            *setup.worst_case.notes,
+            *multiple_notes(workload, sizes),
+            *whole_batch_notes(workload, setup.whole_batch),
+            *gradient_sum_notes(setup.model, setup.gradient_dtype),
+            *placement_notes(setup.model),
+            *emulation_notes(setup.precision, setup.device.compute_capability),
+        ],
+    )
+
+
+def new_allocator(info: SetupInfo, *, capped: bool = True, expandable: bool | None = None) -> Allocator:
+    """Return an empty model of the device's allocator, as `Device.new_allocator` does.
+
+    Args:
+        info: the device and its budget.
+        capped: make the budget its limit; False for no limit.
+        expandable: use expandable segments in a caching allocator; None for the device's own setting.
+    """
+    limit = info.device.budget_bytes if capped else None
+    if info.allocator is None:
+        return CountingAllocator(limit)
+    asked = info.allocator.expandable_segments if expandable is None else expandable
+    return CachingAllocator(limit, replace(info.allocator, expandable_segments=asked))

@@ -1,0 +1,181 @@
+"""Traces of the setup that is probed: its footprint, its peaks, and what would let more fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autobatch.core.errors import AutobatchError
+from autobatch.core.knobs import COMPILE
+from autobatch.core.records.estimate import Remedy
+from autobatch.core.records.run import MemoryCurve, PredictedPoint
+from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator.trace import Trace, replay
+from autobatch.device.profiles import data_home, match_profile
+from autobatch.footprint.depth import deep_footprint
+from autobatch.footprint.explain import memory_curve, predicted_points
+from autobatch.footprint.predict import Footprint, with_workspaces
+from autobatch.footprint.program import Program, TooLong, Untraceable
+from autobatch.footprint.remedies import Spending, find_remedies
+from autobatch.footprint.single_sizes import trace_single_sizes
+from autobatch.footprint.tracing.trace_step import Setting
+from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, TrainSetup
+from autobatch.setup.setup import SetupInfo, describe_setup, new_allocator
+from autobatch.workload.rng import preserved_random_state
+
+MOST_TRACED = 1000
+"""Parameter tensors above which no step is traced: a trace takes 10 ms for each, and a run less than 1 ms. Of
+like layers only those count that are traced."""
+
+
+MOST_OPERATORS = 30_000
+"""Operators above which no step is traced, about 5 seconds; an unrolled recurrent layer has that many."""
+MOST_SINGLE = 15_000
+"""The same for each of a few traces at single sizes."""
+
+
+def trace_footprint(
+    setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS, *, says_why: bool = False
+) -> Footprint | None:
+    """Trace an attempt on tensors without memory. Return None on a GPU, or if it cannot be traced.
+
+    On a GPU the first runs show more, because its libraries take workspaces that no trace sees.
+
+    Args:
+        setup: the model and the data.
+        steps: micro-batches of each step.
+        says_why: raise an error if the trace takes too long.
+
+    Raises:
+        TooLong: the step has too many operators, if ``says_why``.
+    """
+    if not setup.device.is_traceable:
+        return None
+    try:
+        # Augmented data draw random numbers while they are read.
+        with preserved_random_state():
+            return _trace(replace(setting_of(setup), steps=steps))
+    except TooLong:
+        if says_why:
+            raise
+    except AutobatchError:
+        pass
+    return None
+
+
+def trace_single(setup: TrainSetup, cap: int) -> dict[int, Trace]:
+    """Trace an attempt at a few sizes, with the values of its batches; see `trace_single_sizes`.
+
+    Returns:
+        The traces by their size; empty on a GPU.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
+    """
+    if not setup.device.is_traceable:
+        return {}
+    setting = replace(setting_of(setup), most_operators=MOST_SINGLE)
+    return trace_single_sizes(setting, setup.device.new_allocator, cap)
+
+
+def other_order(setup: TrainSetup) -> Program | None:
+    """Trace an attempt in the other order. Return None if it cannot be traced."""
+    step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
+    return None if step is None else step.program
+
+
+def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
+    """Predict the peak reserved bytes of a micro-batch on a GPU from a trace alone, to compare with a run.
+
+    Returns:
+        None on other devices.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
+    """
+    capability = setup.device.compute_capability
+    if capability is None:
+        return None
+    device = setup.device.describe()
+    gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
+    with preserved_random_state():
+        step = _trace(setting_of(setup))
+        program = with_workspaces(step, None if gpu is None else gpu.workspaces)
+    unlimited = new_allocator(describe_setup(setup), capped=False)
+    return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
+
+
+def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:
+    """Return the changes that let a larger micro-batch fit.
+
+    Args:
+        setup: the model and the data that were probed.
+        step: its footprint; None to trace it now.
+
+    Raises:
+        AutobatchError: the step cannot be traced.
+    """
+    info = describe_setup(setup)
+
+    def allocator(expandable: bool) -> Allocator | None:
+        if expandable and info.allocator is None:
+            return None
+        return new_allocator(info, expandable=expandable)
+
+    spending = Spending(
+        allocator=allocator,
+        unlimited=lambda expandable: new_allocator(info, capped=False, expandable=expandable),
+        cap=info.samples,
+        expandable=info.allocator is not None and info.allocator.expandable_segments,
+    )
+    setting = setting_of(setup)
+    with preserved_random_state():
+        return find_remedies(setting, step or _trace(setting), spending)
+
+
+def predicted_memory(
+    step: Footprint | None, info: SetupInfo, micro_batch: int
+) -> tuple[list[PredictedPoint], MemoryCurve | None]:
+    """Predict the peaks around a micro-batch, and the memory over a step at it, by category.
+
+    Returns:
+        No points and None if the step was not traced.
+    """
+    if step is None:
+        return [], None
+
+    def unlimited() -> Allocator:
+        return new_allocator(info, capped=False)
+
+    try:
+        curve = memory_curve(step, micro_batch, unlimited())
+    except Untraceable:
+        return [], None
+    return predicted_points(step, micro_batch, unlimited, info.samples), curve
+
+
+def _trace(setting: Setting) -> Footprint:
+    return deep_footprint(setting, tested=False, most_tensors=MOST_TRACED).step
+
+
+def setting_of(setup: TrainSetup) -> Setting:
+    """Return what a trace of an attempt runs, with the operators of the GPU if the device is one."""
+    return Setting(
+        workload=setup.workload,
+        model=setup.model,
+        batch_of=setup.worst_case.batch,
+        precision=setup.precision,
+        gradient_dtype=setup.gradient_dtype,
+        capability=setup.device.compute_capability,
+        steps=ATTEMPT_STEPS,
+        samples=setup.whole_batch,
+        max_grad_norm=setup.max_grad_norm,
+        ema=setup.ema,
+        world=1 if setup.sharding else setup.world,
+        arrange=setup.sharding,
+        keeps_batches=setup.keeps_batches,
+        most_operators=MOST_OPERATORS,
+        # A compiled model is traced as its module.
+        knobs={name: value for name, value in setup.knobs.items() if name != COMPILE},
+    )

@@ -1,0 +1,153 @@
+"""Workloads that must not, or need not, be split by size, each with its reason."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from autobatch.core.knobs import COMPILE
+from autobatch.search.sizes.hazards import find_obstacle, is_padded
+from autobatch.workload.contract import Loss, WholeBatchLoss
+from tests.support.ragged import CONTRASTIVE, Sequences, joined_workload, pad, ragged_workload, sequence_loss
+from tests.support.training import IGNORED, fingerprint, info_nce, language_model, make_setup, tokens
+
+
+class Pooled(nn.Module):
+    """Classifies a sequence by the mean over its positions, pads included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).mean(1))
+
+
+def pooled_loss(model, batch):
+    return cross_entropy(model(batch[0]), torch.zeros(len(batch[0]), dtype=torch.long))
+
+
+def mean_over_tokens(model, batch):
+    loss = sequence_loss(model, batch)
+    return loss.total / loss.count
+
+
+def padded_to_four(samples):
+    if len(samples) not in (1, 4):
+        raise ValueError("4 samples only")
+    return pad(samples)
+
+
+def filled_to_four(samples):
+    return [torch.nn.functional.pad(one, (0, 0, 0, 4 - len(samples))) for one in pad(samples)]
+
+
+class Resized(Sequences):
+    """Sequences that are cut anew each time that they are read."""
+
+    def __getitem__(self, index):
+        ids, labels = super().__getitem__(index)
+        length = int(torch.randint(1, 9, ()))
+        return ids[:length], labels[:length]
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])
+def test_a_workload_with_a_mask_can_be_split_by_size(changes) -> None:
+    workload = ragged_workload(**changes)
+    setup = make_setup(workload)
+    before, drawn = fingerprint(setup.model), torch.get_rng_state()
+    assert find_obstacle(setup) is None
+    assert fingerprint(setup.model) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": lambda: nn.Sequential(language_model(), nn.BatchNorm1d(7))}, "BatchNorm"),
+        ({"loss": WholeBatchLoss(represent=lambda m, b: m(b[0]), loss=info_nce)}, "the row of sample"),
+        (
+            {"loss": WholeBatchLoss(represent=lambda m, b: m(b[0]).mean(1), loss=info_nce)},
+            "the row of sample",
+        ),
+        ({"model": Pooled, "loss": pooled_loss}, "depends on its padding"),
+        ({"loss": mean_over_tokens}, "depends on its padding"),
+    ],
+)
+def test_wrong_results_are_hazards(changes, words: str) -> None:
+    found = find_obstacle(make_setup(ragged_workload(**changes)))
+    assert found is not None
+    assert found.is_hazard
+    assert words in found.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train_data": tokens(), "collate": None, "size_of": None}, "one size"),
+        ({"collate": padded_to_four}, "takes a fixed number"),
+        ({"collate": filled_to_four}, "up to a fixed number"),
+        ({"size_of": lambda sample: float(sample[0].sum() * 7919 % 31)}, "does not explain memory"),
+        ({"train_data": Resized(), "size_of": lambda sample: len(sample[0])}, "at random"),
+    ],
+)
+def test_what_gains_nothing_is_no_hazard(changes, words: str) -> None:
+    found = find_obstacle(make_setup(ragged_workload(**changes)))
+    assert found is not None
+    assert not found.is_hazard
+    assert words in found.reason
+
+
+def test_a_compiled_model_is_split_by_count() -> None:
+    setup = make_setup(ragged_workload())
+    found = find_obstacle(replace(setup, knobs={COMPILE: "default"}))
+    assert found is not None
+    assert "compile" in found.reason
+
+
+def test_sizes_that_were_not_all_read_are_no_base_for_a_split(monkeypatch) -> None:
+    setup = make_setup(ragged_workload(train_data=Sequences(samples=500)))
+    ticks = itertools.count(step=10.0)
+    monkeypatch.setattr(setup.worst_case, "_clock", lambda: next(ticks))
+    found = find_obstacle(setup)
+    assert found is not None
+    assert "unknown" in found.reason
+
+
+def test_a_loss_that_draws_at_random_is_given_the_benefit_of_the_doubt() -> None:
+    def loss(model, batch):
+        found = sequence_loss(model, batch)
+        return Loss(found.total * torch.rand(()), found.count)
+
+    assert find_obstacle(make_setup(ragged_workload(loss=loss))) is None
+
+
+class Masked(Sequences):
+    """Sequences of which the long ones are masked anew each time that they are read."""
+
+    def __getitem__(self, index):
+        ids, labels = super().__getitem__(index)
+        return ids, labels.masked_fill(torch.rand(len(labels)) < 0.5 * (len(labels) > 12), IGNORED)
+
+
+def test_data_that_draw_at_random_do_not_pass_for_padding() -> None:
+    assert find_obstacle(make_setup(ragged_workload(train_data=Masked()))) is None
+
+
+def test_an_error_of_the_workload_is_left_to_other_stages() -> None:
+    def loss(model, batch):
+        raise ValueError("broken")
+
+    assert find_obstacle(make_setup(ragged_workload(loss=loss))) is None
+
+
+def test_a_collate_function_pads_or_joins() -> None:
+    for workload, expected in ((ragged_workload(), True), (joined_workload(), False)):
+        setup = make_setup(workload)
+        assert is_padded(workload, setup.worst_case.sizes()) is expected

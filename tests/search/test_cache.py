@@ -1,0 +1,151 @@
+"""Cached limits: stored and looked up by key, with the changed fields of stale ones."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import msgspec
+import pytest
+
+from autobatch.core.errors import InputError
+from autobatch.core.files import write_atomic
+from autobatch.core.units import GiB
+from autobatch.search.cache import CachedLimit, StaleEntry, lookup, prediction_errors, store
+
+
+def a_limit(**changes):
+    key = {
+        "workload": "w1",
+        "device": "NVIDIA H200",
+        "total_bytes": 80 * GiB,
+        "torch": "2.12.0",
+        "budget": None,
+    }
+    return CachedLimit(
+        key=key | changes, micro_batch=93, limited_by="memory", upper_bound_by="run", date="2026-11-20"
+    )
+
+
+def test_a_limit_is_found_by_its_exact_key(tmp_path):
+    limit = a_limit()
+    assert lookup(limit.key, tmp_path) is None
+    path = store(limit, tmp_path)
+    assert path.parent == tmp_path / "profiles" / "nvidia-h200" / "limits"
+    assert lookup(dict(reversed(limit.key.items())), tmp_path) == limit
+    assert lookup({name: value for name, value in limit.key.items() if value is not None}, tmp_path) == limit
+
+
+def test_a_second_limit_of_a_key_replaces_the_first(tmp_path):
+    store(a_limit(), tmp_path)
+    smaller = msgspec.structs.replace(a_limit(), micro_batch=64)
+    store(smaller, tmp_path)
+    assert lookup(smaller.key, tmp_path) == smaller
+    assert len(list((tmp_path / "profiles").rglob("*.json"))) == 1
+
+
+def test_a_stale_limit_names_the_changed_fields(tmp_path):
+    store(a_limit(torch="2.11.0", device="NVIDIA A10"), tmp_path)
+    store(a_limit(), tmp_path)
+    found = lookup(a_limit(torch="2.13.0", budget=6 * GiB).key, tmp_path)
+    assert isinstance(found, StaleEntry)
+    assert [(c.field, c.old, c.new) for c in found.changed] == [
+        ("budget", None, 6 * GiB),
+        ("torch", "2.12.0", "2.13.0"),
+    ]
+    assert str(found) == (
+        "the limit saved on 2026-11-20 is stale: budget none → 6442450944, torch 2.12.0 → 2.13.0"
+    )
+
+
+def test_a_stale_limit_shows_no_digests(tmp_path):
+    store(a_limit(model="0123456789abcdef"), tmp_path)
+    assert str(lookup(a_limit(model="fedcba9876543210").key, tmp_path)).endswith("is stale: model changed")
+
+
+def test_the_newest_of_equally_near_limits_is_returned(tmp_path):
+    for day, version in (("2026-11-19", "2.10.0"), ("2026-11-21", "2.12.0"), ("2026-11-20", "2.11.0")):
+        store(msgspec.structs.replace(a_limit(torch=version), date=day), tmp_path)
+    assert lookup(a_limit(torch="2.13.0").key, tmp_path).limit.date == "2026-11-21"
+
+
+def test_a_limit_of_another_workload_is_not_returned(tmp_path):
+    store(a_limit(), tmp_path)
+    assert lookup(a_limit(workload="w2").key, tmp_path) is None
+    assert lookup({"device": "NVIDIA H200"}, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is not JSON: Expecting value"),
+        (b"{", "is not JSON: Expecting property name"),
+        (b"\xff\xfe", "is not JSON: 'utf-8' codec"),
+        (b"[" * 100_000, "is not JSON: it is nested too deep"),
+        (b'{"key": ' * 100_000, "is not JSON: it is nested too deep"),
+        (b'{"micro_batch": ' + b"9" * 5000 + b"}", "is not JSON: the number 9+ . 9+ is out of range"),
+        (b'{"schema": ' + b"9" * 18 + b"}", "schema 9+, this autobatch reads 2"),
+        (b'{"schema": "\\u001b"}', "is ignored: "),
+        (b"[1]", "Expected `object`"),
+        (b"null", "Expected `object`"),
+        (b'{"schema": 3, "fits": 1}', "schema 3, this autobatch reads 2"),
+        (b'{"schema": 1}', "missing required field"),
+        (b'{"key": {"workload": 1.5}}', r"\$\.key"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_a_reason_and_kept(tmp_path, caplog, content, reason):
+    path = store(a_limit(), tmp_path)
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert lookup(a_limit().key, tmp_path) is None
+    assert str(path) in caplog.text
+    assert path.read_bytes() == content
+    assert re.search(reason, caplog.text)
+
+
+def test_a_file_under_a_wrong_name_counts_as_stale(tmp_path):
+    path = store(a_limit(), tmp_path)
+    path.write_bytes(msgspec.json.encode(a_limit(torch="2.1.0")))
+    assert isinstance(lookup(a_limit().key, tmp_path), StaleEntry)
+
+
+def test_a_data_directory_that_is_not_writable_is_named(tmp_path):
+    home = write_atomic(tmp_path / "file", b"") / "home"  # below a file, where even root cannot write
+    with pytest.raises(InputError, match=rf"{home.name}.* cannot be written: .*AUTOBATCH_HOME"):
+        store(a_limit(), home)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed", "is_close"),
+    [
+        (1000, 1050, {}, True),
+        (1000, 953, {}, True),
+        (1000, 1054, {}, False),
+        (1000, 952, {}, False),
+        (1000, None, {}, False),
+        (1000, 1001, {"torch": "2.13.0"}, False),
+    ],
+)
+def test_budgets_within_five_percent_of_the_new_one_are_close(tmp_path, old, new, changed, is_close):
+    store(a_limit(budget_bytes=old), tmp_path)
+    found = lookup(a_limit(budget_bytes=new, **changed).key, tmp_path)
+    assert found.has_close_budget is is_close
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_other"),
+    [({"device": "NVIDIA A10", "budget_bytes": 1}, True), ({"torch": "2.13.0", "budget_bytes": 1}, False)],
+)
+def test_a_limit_that_only_options_changed_answers_another_question(tmp_path, changed, is_other):
+    store(a_limit(), tmp_path)
+    assert lookup(a_limit(**changed).key, tmp_path).is_other_question is is_other
+
+
+def test_prediction_errors_are_those_of_limits_with_both_figures_on_a_device(tmp_path):
+    for number, (device, traced, measured) in enumerate(
+        [("NVIDIA L4", 100, 125), ("nvidia l4", 200, 190), ("NVIDIA L4", 100, None), ("NVIDIA T4", 100, 900)]
+    ):
+        limit = a_limit(workload=f"w{number}", device=device)
+        store(msgspec.structs.replace(limit, traced_bytes=traced, measured_bytes=measured), tmp_path)
+    assert sorted(prediction_errors(tmp_path, ["NVIDIA L4"])) == pytest.approx([-0.05, 0.25])
+    assert prediction_errors(tmp_path, ["NVIDIA A10"]) == []

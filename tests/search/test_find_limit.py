@@ -1,0 +1,169 @@
+"""The probe: caps, errors, cached limits, and the memory of other processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+from torch import nn
+
+import autobatch
+from autobatch.api.context import RunContext
+from autobatch.api.pipeline import run_plan
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.plan_options import RankPlanOptions
+from autobatch.core.progress import Progress
+from autobatch.core.records.probe import Probe
+from autobatch.core.units import GiB, KiB, MiB
+from autobatch.device.cpu import CpuDevice
+from autobatch.device.host import HostMemory
+from autobatch.search.cache import CachedLimit
+from autobatch.search.find_limit import find_limit
+from autobatch.search.one_probe import ProbeLimits
+from autobatch.setup.attempt import attempt
+from autobatch.setup.child import ThisProcess
+from autobatch.setup.setup import SetupSettings, open_setup
+from autobatch.setup.trace import traced_peak
+from tests.support.hardware import CpuAsGpu
+from tests.support.probes import (
+    WIDTH,
+    Listener,
+    Sequences,
+    limit_of,
+    mlp,
+    probed,
+    vectors,
+    work,
+)
+from tests.support.step_workloads import WORKLOADS, setup
+
+# Caps, and sizes that do not fit.
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def test_a_model_with_batch_statistics_is_never_probed_with_one_sample() -> None:
+    found = autobatch.probe(work(normalised), device="cpu", memory_budget="60KiB")
+    assert found.micro_batch > 2
+    assert 1 not in [one.micro_batch for one in found.attempts]
+
+
+def test_the_error_names_the_reason_if_a_single_sample_cannot_run() -> None:
+    probe = SetupSettings(device="cpu", memory_budget="1GiB")
+    least = attempt(open_setup(work(normalised), probe), 2).attempt.peak_allocated_bytes
+    with pytest.raises(DoesNotFitError, match=r"micro-batch of 2 does not fit.*1 cannot run.*Expected more"):
+        autobatch.probe(work(normalised), device="cpu", memory_budget=str(least - 1))
+    assert autobatch.probe(work(normalised), device="cpu", memory_budget=str(least)).micro_batch >= 2
+
+
+def test_the_data_set_caps_the_micro_batch() -> None:
+    found = autobatch.probe(work(train_data=vectors(5)), device="cpu", memory_budget="1GiB")
+    assert (found.micro_batch, found.limited_by, found.upper_bound_by) == (5, "dataset", "cap")
+    assert autobatch.probe(work(train_data=vectors(1)), device="cpu").micro_batch == 1
+
+
+@pytest.mark.parametrize("cap", [1, 2, 7])
+def test_a_cap_is_reached_and_not_exceeded(cap: int) -> None:
+    result, listener = probed(work(), max_micro_batch=cap)
+    assert (result.probe.micro_batch, result.probe.limited_by) == (cap, "max_micro_batch")
+    assert max(listener.sizes) == cap
+
+
+def test_the_target_batch_caps_the_micro_batch() -> None:
+    options = RankPlanOptions(device="cpu", memory_budget="1GiB", target_batch=3)
+    result = run_plan(work(), options, RunContext())
+    assert (result.probe.micro_batch, result.probe.limited_by) == (3, "target_batch")
+
+
+@pytest.mark.parametrize(("device", "budget"), [("cpu", "9KiB"), ("sim:t4", "2MiB")])
+def test_the_error_names_phase_bytes_and_budget_if_nothing_fits(device: str, budget: str) -> None:
+    workload = work(mlp if device == "cpu" else lambda: mlp(6000))
+    with pytest.raises(DoesNotFitError) as caught:
+        autobatch.probe(workload, device=device, memory_budget=budget)
+    text = str(caught.value)
+    assert "micro-batch of 1 does not fit" in text
+    assert any(f"(in the {phase})" in text for phase in ("setup", "forward", "backward", "optimizer"))
+    if device == "cpu":
+        assert "requested" in text
+        assert "free" in text
+        assert "9.00 KiB" in text
+    else:
+        assert "Tried to allocate" in text
+        assert "is free" in text
+        assert "2.00 MiB allowed" in text
+
+
+def test_a_check_of_one_size_runs_only_that_size() -> None:
+    result, listener = probed(work(), micro_batch=5)
+    assert (result.probe.micro_batch, listener.sizes, result.profile) == (5, [5], None)
+    assert result.probe.source == "asked"
+    with pytest.raises(DoesNotFitError, match="micro-batch of 500 does not fit in 80"):
+        probed(work(), micro_batch=500)
+
+
+def test_samples_that_cannot_be_collated_name_their_shapes() -> None:
+    with pytest.raises(InputError, match=r"cannot be collated.*found shapes.*collate"):
+        autobatch.probe(work(train_data=Sequences([2, 3])), device="cpu")
+
+
+def test_the_time_limit_ends_the_search_with_a_size_that_fits(tmp_path: Path) -> None:
+    """Without a trace the search takes several runs. Each reading of the clock takes a second."""
+    made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
+    clock = map(float, count()).__next__
+    found = find_limit(
+        ThisProcess(made), ProbeLimits(time_limit_s=1.5), home=tmp_path, progress=Progress(), clock=clock
+    )
+    assert (found.probe.stopped_by, found.probe.upper_bound_by, found.file) == ("time limit", None, None)
+    assert found.probe.micro_batch == max(one.micro_batch for one in found.probe.attempts if one.fits)
+
+
+# Saved limits.
+
+
+@pytest.mark.parametrize(("free", "source"), [(102, "saved"), (110, "search")])
+def test_a_budget_that_follows_free_memory_may_vary_by_a_few_percent(
+    free: int, source: str, tmp_path: Path
+) -> None:
+    def probe(kib: int, **limits: bool) -> Probe:
+        device = CpuDevice(memory_budget=kib * KiB, memory=HostMemory(GiB, GiB, "made up"))
+        made = replace(setup(WORKLOADS["perceptron"]()), device=device)
+        return limit_of(made, tmp_path, **limits).probe
+
+    probe(1000)
+    assert probe(10 * free).source.startswith(source)
+    assert probe(10 * free + 10, has_own_budget=True).source == "search"
+
+
+def test_the_limit_on_a_gpu_is_saved_with_its_traced_and_its_measured_peak(tmp_path: Path) -> None:
+    here = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
+    found, path, *_ = limit_of(here, tmp_path, max_micro_batch=3)
+    saved = msgspec.json.decode(path.read_bytes(), type=CachedLimit)
+    assert saved.traced_bytes == traced_peak(here, found.micro_batch)
+    assert saved.measured_bytes == found.attempts[-1].peak_reserved_bytes
+
+
+# Other processes.
+
+
+class Shared(CpuDevice):
+    """Memory that others use as well."""
+
+    others = 100 * MiB
+
+    def describe(self):
+        return msgspec.structs.replace(super().describe(), other_processes_bytes=self.others)
+
+
+@pytest.mark.parametrize(("grown", "is_noted"), [(63 * MiB, False), (64 * MiB, True)])
+def test_a_growth_of_other_processes_is_noted(grown: int, is_noted: bool, tmp_path: Path) -> None:
+    here = replace(setup(WORKLOADS["perceptron"]()), device=Shared(memory_budget=64 * MiB))
+    process, notes = ThisProcess(here), Listener()
+    here.device.others += grown
+    found = find_limit(process, ProbeLimits(max_micro_batch=3), home=tmp_path, progress=notes).probe
+    assert found.other_processes_bytes == 100 * MiB + grown
+    assert any("held 100 MiB of the GPU before" in line for line in notes.notes) == is_noted

@@ -1,0 +1,249 @@
+"""Attempts: the state they leave unchanged, the memory they count, and the errors of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autobatch
+from autobatch import Loss, Workload
+from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.knobs import COMPILE_MODES
+from autobatch.device.allocator.tracker import StorageMeter
+from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.setup import SetupSettings, open_setup
+from tests.support.probes import RandomVectors, classify
+from tests.support.untouched import fingerprint, live_tensors, with_gradients
+
+
+def adamw(parameters, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=learning_rate)
+
+
+def work(model: nn.Module, **fields) -> Workload:
+    defaults = {"train_data": RandomVectors(), "loss": classify, "optimizer": adamw, "learning_rate": 1e-3}
+    return Workload(model=lambda: model, **(defaults | fields))
+
+
+def setup_of(workload: Workload, budget: str = "1GiB", **options) -> TrainSetup:
+    return open_setup(workload, SetupSettings(device="cpu", memory_budget=budget, **options))
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
+
+
+class Tied(nn.Module):
+    """One weight under two names, a buffer, and features kept on the side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(()))
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.last = self.second(self.first(x).relu())
+        return self.last[:, :4]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.view(len(x), 4, 4))[0][:, -1])
+
+
+def frozen_backbone() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    model[0].requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": with_batch_norm, "tied": Tied, "lstm": Recurrent, "frozen": frozen_backbone,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
+@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_probe_changes_nothing(kind: str, device: str) -> None:
+    live = with_gradients(MODELS[kind]())
+    workload = work(live)
+    budget = "80KiB" if device == "cpu" else "2MiB"
+    autobatch.probe(workload, device=device, memory_budget=budget)  # what is imported and cached comes first
+    before, count = fingerprint(live), live_tensors()
+    found = autobatch.probe(workload, device=device, memory_budget=budget, seed=3)
+    assert found.micro_batch >= 2
+    assert fingerprint(live) == before
+    assert live_tensors() <= count
+
+
+@pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
+@pytest.mark.parametrize("kind", ["batch norm", "tied"])
+def test_forty_out_of_memory_errors_leave_nothing_behind(kind: str) -> None:
+    live = with_gradients(MODELS[kind]())
+    setup = setup_of(work(live), "20KiB")
+    attempt(setup, 100)
+    before, count = fingerprint(live), live_tensors()
+    outcomes = [attempt(setup, 80 + number) for number in range(40)]
+    assert not any(outcome.attempt.fits for outcome in outcomes)
+    assert fingerprint(live) == before
+    assert live_tensors() <= count
+
+
+def test_nothing_changes_when_nothing_fits() -> None:
+    live = with_gradients(with_batch_norm())
+    before = fingerprint(live)
+    with pytest.raises(DoesNotFitError):
+        autobatch.probe(work(live), device="cpu", memory_budget="10KiB")
+    assert fingerprint(live) == before
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> Tensor:
+        raise KeyError("backward")
+
+
+def broken_forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    model(batch[0])
+    raise KeyError("forward")
+
+
+def broken_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return Broken.apply(classify(model, batch))
+
+
+def broken_collate(samples: list) -> Tensor:
+    torch.rand(3)
+    raise KeyError("collate")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"loss": broken_forward}, {"loss": broken_backward}, {"collate": broken_collate}],
+    ids=["forward", "backward", "collate"],
+)  # fmt: skip
+def test_nothing_changes_if_the_users_code_raises_and_the_error_is_theirs(fields: dict, request) -> None:
+    live = with_gradients(with_batch_norm())
+    before = fingerprint(live)
+    with pytest.raises(KeyError, match=request.node.callspec.id):
+        autobatch.probe(work(live, **fields), device="cpu", memory_budget="1MiB")
+    assert fingerprint(live) == before
+
+
+# Memory that an attempt must count.
+
+
+def test_the_optimizer_state_is_counted_although_a_loss_scale_overflows() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    peaks = []
+    for factor in (1.0, 1e4):
+        workload = work(model, loss=lambda m, b, factor=factor: classify(m, b) * factor)
+        peaks.append(attempt(setup_of(workload, precision="fp16"), 4).attempt.peak_allocated_bytes)
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_the_optimizer_state_is_counted_although_the_costliest_samples_count_nothing(constant: bool) -> None:
+    def masked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        total = model(batch[0]).sum() * 0
+        return Loss(torch.zeros(()) if constant else total, torch.zeros(()))
+
+    model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    outcome = attempt(setup_of(work(model, loss=masked)), 1)
+    # The weights, two states of AdamW and the gradients.
+    assert outcome.attempt.peak_allocated_bytes >= 4 * weights
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, b: classify(m, b) * float("nan"), "loss is nan"),
+        (lambda m, b: classify(m, b) * float("inf"), "loss is inf"),
+        (lambda m, b: (m(b[0]) * 0).sum().sqrt(), "gradient is nan"),
+        (lambda m, b: m(b[0]).sum(dim=1), r"0-d tensor or a Loss, found a tensor of shape \(2,\)"),
+        (lambda m, b: 3.0, "0-d tensor or a Loss, found a float"),
+        (lambda m, b: classify(m, b).detach(), "no gradient"),
+    ],
+    ids=["nan", "inf", "gradient", "vector", "number", "detached"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_invalid_loss_is_an_input_error(loss, message: str, precision: str) -> None:
+    setup = setup_of(work(with_batch_norm(), loss=loss), precision=precision)
+    with pytest.raises(InputError, match=message):
+        attempt(setup, 2)
+
+
+@pytest.mark.parametrize(
+    ("budget", "phase"), [(10_000, "setup"), (80_000, "forward"), (160_000, "backward"), (2**20, None)]
+)
+def test_a_failure_names_its_phase(budget: int, phase: str | None) -> None:
+    # Weights of 21 kB, activations of 65 kB each; gradients and two states of 21 kB each.
+    model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
+    failed = attempt(setup_of(work(model), str(budget)), 64).attempt
+    assert (failed.phase, failed.fits) == (phase, phase is None)
+
+
+def test_a_failure_of_the_optimizer_names_its_phase() -> None:
+    model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 4))
+    failed = attempt(setup_of(work(model), "400KiB"), 2).attempt
+    assert (failed.phase, failed.fits) == ("optimizer", False)
+
+
+def test_a_size_has_the_same_figures_every_time() -> None:
+    """Dropout, augmentation and batch statistics are the same in every attempt."""
+    setup = setup_of(work(with_batch_norm()))
+    first, second = attempt(setup, 7), attempt(replace(setup, clock=lambda: 0.0), 7)
+    assert first.trace == second.trace
+    assert second.attempt.seconds == 0.0
+    assert first.attempt.peak_allocated_bytes == second.attempt.peak_allocated_bytes
+
+
+def test_an_attempt_on_a_simulated_gpu_fails_in_the_words_of_cuda() -> None:
+    model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 4))
+    made = open_setup(work(model), SetupSettings(device="sim:t4", memory_budget="4MiB"))
+    failed = attempt(made, 600).attempt
+    assert not failed.fits
+    assert failed.reason is not None
+    assert failed.reason.startswith("CUDA out of memory. Tried to allocate ")
+    assert "GPU 0 has a total capacity of 14.55 GiB" in failed.reason
+
+
+def test_a_lost_context_is_asked_nothing(monkeypatch) -> None:
+    """After a sticky error every call to the driver raises that error again."""
+
+    def sticky(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    made = setup_of(work(nn.Linear(16, 4), loss=sticky), "1MiB")
+    monkeypatch.setattr(StorageMeter, "stats", sticky)
+    monkeypatch.setattr(type(made.device), "release", sticky)
+    outcome = attempt(made, 3)
+    assert outcome.is_context_lost
+    assert (outcome.attempt.fits, outcome.attempt.reason) == (False, "CUDA error: out of memory")
+
+
+def test_an_attempt_frees_the_memory_of_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps the graphs with the compiled code, and further attempts would miss their memory."""
+    resets: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    for mode in COMPILE_MODES:
+        assert attempt(replace(setup_of(work(with_batch_norm())), knobs={"compile": mode}), 2).attempt.fits
+    assert resets == ["reset"], "of CUDA graphs only: other code is used again"

@@ -1,0 +1,112 @@
+"""Traces of the setup that is probed, against attempts and estimates."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import replace
+
+from torch import nn
+
+from autobatch.core.units import MiB
+from autobatch.probing.estimates.estimate import estimate_limits
+from autobatch.probing.estimates.settings import EstimateSettings
+from autobatch.setup import trace as traced_setup
+from autobatch.setup.attempt import TrainSetup, attempt
+from autobatch.setup.setup import SetupSettings, describe_setup, open_setup, with_knobs
+from autobatch.setup.trace import (
+    other_order,
+    predicted_memory,
+    remedies_of,
+    trace_footprint,
+    traced_peak,
+)
+from tests.support.hardware import CpuAsGpu
+from tests.support.probes import RandomVectors, mlp, work
+from tests.support.step_workloads import WORKLOADS, deep_transformer, setup
+from tests.support.untouched import fingerprint, with_gradients
+
+
+def largest_that_runs(made: TrainSetup, cap: int) -> int:
+    """Bisect, because each attempt runs."""
+    return bisect.bisect_left(range(1, cap), True, key=lambda size: not attempt(made, size).attempt.fits)
+
+
+def test_the_traces_of_both_orders_are_the_events_of_an_attempt() -> None:
+    made = open_setup(work(lambda: mlp(4096)), SetupSettings(device="sim:t4", memory_budget="4MiB"))
+    first, second = trace_footprint(made), other_order(made)
+    size = largest_that_runs(made, 40)
+    ran = attempt(made, size)
+    assert None not in (first, second, ran.trace, ran.other)
+    assert first.program.at(size) == ran.trace.canonical()
+    assert second.at(size) == ran.other.canonical()
+    assert ran.trace.canonical() != ran.other.canonical()
+
+
+def test_a_trace_draws_nothing_although_augmented_data_does() -> None:
+    live = with_gradients(mlp())
+    made = open_setup(work(lambda: live, train_data=RandomVectors()), SetupSettings(device="cpu"))
+    before = fingerprint(live)
+    assert trace_footprint(made) is not None
+    assert fingerprint(live) == before
+
+
+def test_a_gpu_is_not_traced_before_it_runs() -> None:
+    here = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
+    assert trace_footprint(here) is None
+    assert other_order(here) is None
+
+
+def test_a_model_of_very_many_tensors_is_run_in_place_of_traced(monkeypatch) -> None:
+    made = open_setup(work(mlp), SetupSettings(device="cpu", memory_budget="1GiB"))
+    tensors = len(list(made.model.parameters()))
+    monkeypatch.setattr(traced_setup, "MOST_TRACED", tensors)
+    assert trace_footprint(made) is not None
+    monkeypatch.setattr(traced_setup, "MOST_TRACED", tensors - 1)
+    assert trace_footprint(made) is None
+
+
+def test_of_like_layers_only_those_count_that_are_traced(monkeypatch) -> None:
+    monkeypatch.setattr(traced_setup, "MOST_TRACED", 12)
+    made = open_setup(
+        work(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))),
+        SetupSettings(device="sim:t4", memory_budget="4MiB"),
+    )
+    step = trace_footprint(made)
+    assert step is not None
+    assert step.program.at(7) == attempt(made, 7).trace.canonical()
+
+
+def test_the_traced_peak_of_a_gpu_is_that_of_an_estimate(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    workload, size = WORKLOADS["transformer"](), 7
+    options = EstimateSettings(profiles=["l4", "a10"], micro_batch=size, precision="fp32")
+    here = replace(setup(workload), device=CpuAsGpu(memory_budget=64 * MiB), max_grad_norm=None)
+    predicted = estimate_limits(workload, options, home=tmp_path).estimates[0].peak_reserved_bytes
+    assert traced_peak(here, size) == predicted
+    assert traced_peak(setup(workload), size) is None
+
+
+def test_remedies_are_true_of_the_setup_that_was_probed() -> None:
+    """The oracle is attempts with the change that a remedy names."""
+    one = setup(deep_transformer(), budget=MiB)
+    assert not attempt(one, 12).attempt.fits
+    found = {remedy.name: remedy.micro_batch for remedy in remedies_of(one, None)}
+    for name, knobs in {"checkpointing": {"checkpointing": "full"}, "bf16": {"precision": "bf16"}}.items():
+        changed = with_knobs(one, knobs)
+        assert found[name] >= 12
+        assert attempt(changed, found[name]).attempt.fits
+        assert not attempt(changed, found[name] + 1).attempt.fits
+    assert remedies_of(setup(WORKLOADS["perceptron"](), budget=10 * MiB), None) == []
+
+
+def test_the_predicted_memory_of_an_answer_has_the_peak_of_its_attempt() -> None:
+    made = setup(deep_transformer(), budget=2 * MiB)
+    size = largest_that_runs(made, 40)
+    points, curve = predicted_memory(trace_footprint(made), describe_setup(made), size)
+    predicted = {point.micro_batch: point.peak_reserved_bytes for point in points}
+    peak = attempt(made, size).attempt.peak_allocated_bytes
+    assert predicted[size] == peak
+    assert predicted[size + 1] > 2 * MiB
+    assert curve is not None
+    assert max(map(sum, zip(*curve.categories.values(), strict=True))) == peak
+    assert predicted_memory(None, describe_setup(made), size) == ([], None)
