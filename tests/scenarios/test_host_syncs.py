@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
 from autobatch.step.train_step import accumulate, finish
 from autobatch.workload.contract import Loss
+from tests.support.kernels import needs_kernels
 from tests.support.syncs import forbidden_syncs
 from tests.support.training import make_workload
 
@@ -58,7 +59,7 @@ def batches(device: torch.device, count: int = 3) -> list[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("loss", [mean, counted])
+@pytest.mark.parametrize("loss", [mean, pytest.param(counted, marks=needs_kernels)])
 def test_no_value_leaves_the_device_during_accumulation(loss, precision) -> None:
     device = torch.device("cpu")
     train_state = train_state_of(loss, device, precision)
@@ -75,7 +76,7 @@ def test_no_value_leaves_the_device_during_accumulation(loss, precision) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("loss", [mean, counted])
+@pytest.mark.parametrize("loss", [mean, pytest.param(counted, marks=needs_kernels)])
 def test_torch_sees_no_synchronisation_on_a_gpu(loss, precision) -> None:
     device = torch.device("cuda", 0)
     train_state = train_state_of(loss, device, precision)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from autobatch.device.cpu import SilentMeter
 from autobatch.workload.nested import Twice, feed, form_of, map_tensors, tensors_of, to_device
+from tests.support.kernels import needs_kernels
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -172,6 +173,7 @@ def test_objects_go_to_a_gpu_as_their_methods_allow() -> None:
 
 
 @pytest.mark.gpu
+@needs_kernels
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_host_does_not_wait_for_a_busy_gpu() -> None:
     # The first has gaps, as the texts and the next words of a language model.
