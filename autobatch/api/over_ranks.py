@@ -16,7 +16,7 @@ from autobatch.core.options import FitOptions
 from autobatch.core.search_options import SearchOptions
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
-from autobatch.distributed.launch import check_equal
+from autobatch.distributed.launch import VERDICT, check_equal
 from autobatch.distributed.ranks import Ranks, open_ranks
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
@@ -132,6 +132,8 @@ def claim_of_ranks(
     def claim() -> str:
         out = choose()
         held.enter_context(claim_folder(out))
+        # That of an earlier attempt. No rank of this one knows the folder yet, so it is not theirs.
+        (out / VERDICT).unlink(missing_ok=True)
         return str(out)
 
     out = Path(ranks.once(claim))

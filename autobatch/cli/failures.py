@@ -88,11 +88,6 @@ class RunLog:
         return None
 
 
-def interruption(number: int) -> BaseException:
-    """Return the exception that a signal raises outside of training."""
-    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
-
-
 def describe_failure(
     error: BaseException, *, folder: Path | None = None, measures: bool = True
 ) -> ErrorReport:

@@ -144,10 +144,8 @@ def _start_ranks(words: list[str], count: int) -> int:
     from autobatch.distributed.start import start_ranks
 
     ended = start_ranks(words, count, os.environ)
-    if ended.killed is not None:
-        rank, name = ended.killed
-        cause = ": the system may be out of memory" if name == "SIGKILL" else ""
-        print_error(f"rank {rank} was ended by {name}{cause}; --resume continues from the newest checkpoint")
+    if ended.line is not None:
+        print_error(ended.line)
     return ended.code
 
 
@@ -174,12 +172,9 @@ def _complain(error: BaseException, name: str, log: RunLog, ranks: Ranks | None,
     """Print one line, unless another rank has done so, and return the exit code."""
     import traceback
 
-    from autobatch.cli.failures import describe_failure, interruption
+    from autobatch.cli.failures import describe_failure
     from autobatch.distributed.ranks import fail_before_meeting
 
-    number = None if ranks is None else ranks.signal_behind(error)
-    if number is not None:
-        error = interruption(number)
     complaint = describe_failure(error, folder=log.folder, measures=name in OVER_RANKS)
     if ranks is None:
         is_common = complaint.exit_code in COMMON_CODES

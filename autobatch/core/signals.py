@@ -63,7 +63,7 @@ class SharedRequest(StopRequest):
 
 @contextmanager
 def stop_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[StopRequest]:
-    """Record the first stop signal within the block; let a second one end the process at once.
+    """Record the first stop signal within the block; handle a second one as outside of the block, at once.
 
     Nothing is caught outside the main thread, where Python allows no handlers.
     """
@@ -76,9 +76,10 @@ def stop_on_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[Sto
         if request.signal_number is None:
             request.signal_number, request.since = number, clock()
         elif number != request.signal_number or clock() - request.since > ECHO_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, before[number])
             signal.raise_signal(number)
 
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOPPING}
     with handle_signals(STOPPING, note):
         yield request
 

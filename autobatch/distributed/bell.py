@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from autobatch.core.errors import AutobatchError
+from autobatch.core.files import write_atomic
 from autobatch.core.records.base import Record
+from autobatch.distributed.launch import VERDICT
 
 POLL_S = 0.25
 """Seconds between two looks at the bell."""
 MISSES = 4
 """Failed looks in a row after which the store counts as gone."""
+OUT = "out"
+"""Key of the store that keeps the folder of the run."""
 FINAL_CODES = (2, 3)
 """Exit codes that a restart cannot change."""
 
@@ -50,6 +56,13 @@ class Verdict(Record, frozen=True, kw_only=True):
     code: int
     """Exit code, which torchrun replaces by 1."""
     line: str
+
+
+def write_verdict(out: Path, verdict: Verdict) -> None:
+    """Write a verdict into the folder of a run, if the folder exists and takes it."""
+    if out.is_dir():
+        with suppress(OSError):
+            write_atomic(out / VERDICT, msgspec.json.format(msgspec.json.encode(verdict)))
 
 
 class EarlierVerdict(AutobatchError):  # noqa: N818 - an event, not a fault

@@ -56,11 +56,6 @@ class SignalDeadline:
         number, since, then = self._first
         return number if progress == then and self._clock() - since > STOP_S else None
 
-    def asked(self) -> int | None:
-        """Return the first signal; None if there was none."""
-        self._read(0)
-        return None if self._first is None else self._first[0]
-
     def _read(self, progress: int) -> None:
         """Read the signals since the last look, from any thread."""
         with self._lock:

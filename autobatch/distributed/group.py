@@ -10,32 +10,26 @@ import datetime
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError, InputError
-from autobatch.core.files import write_atomic
 from autobatch.device.oom import is_oom
 from autobatch.device.select import device_of_rank, gpu_uuid
 from autobatch.distributed.arrivals import Arrivals
 from autobatch.distributed.assembly import ASSEMBLY_S, connect_in_time, wait_for_ranks, wait_for_store
-from autobatch.distributed.bell import Bell, Verdict, check_earlier_starts
+from autobatch.distributed.bell import OUT, Bell, Verdict, check_earlier_starts, write_verdict
 from autobatch.distributed.bell import Store as BellStore
 from autobatch.distributed.deadline import STOP_S, SignalDeadline
 from autobatch.distributed.launch import Launch, check_gpus, write_error_file
 from autobatch.distributed.meeting import MeetingPlace
-from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, RankLost, as_rank_lost
+from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, as_rank_lost
 
-VERDICT = "verdict.json"
-"""File in the folder of a run that keeps the exit code, which torchrun replaces by 1."""
-OUT = "out"
-"""Key of the store that keeps the folder of the run for a later start."""
 RECONNECT_S = 0.5
 """Longest try to reach the store again: meanwhile the interpreter's lock is held, and all threads wait."""
 
@@ -146,10 +140,6 @@ class Group(Messages):
         if self.rank == 0:
             self._store.set(OUT, str(out.absolute()))
 
-    def signal_behind(self, error: BaseException) -> int | None:
-        """See `Ranks.signal_behind`."""
-        return self._deadline.asked() if isinstance(error, RankLost) else None
-
     def fail(self, line: str, code: int) -> int | None:
         """See `Ranks.fail`."""
         launch = self._launch
@@ -168,9 +158,8 @@ class Group(Messages):
             first = verdict
         if first != verdict:
             return first.code
-        if self._out is not None and self._out.is_dir():
-            with suppress(OSError):
-                write_atomic(self._out / VERDICT, msgspec.json.format(msgspec.json.encode(verdict)))
+        if self._out is not None:
+            write_verdict(self._out, verdict)
         return None
 
     def meeting_place(self) -> MeetingPlace:

@@ -84,12 +84,6 @@ class Ranks(Protocol):
     def enter(self, out: Path) -> None:
         """Set the folder of the run, for `fail`."""
 
-    def signal_behind(self, error: BaseException) -> int | None:
-        """Return the signal to all ranks that an error is due to; None if it is due to none.
-
-        A second signal ends a rank at once. The others then lose it.
-        """
-
     def fail(self, line: str, code: int) -> int | None:
         """Tell all ranks, and the launcher, that the run ends with this line and exit code.
 
@@ -136,9 +130,6 @@ class Alone:
 
     def enter(self, out: Path) -> None:
         """Do nothing."""
-
-    def signal_behind(self, error: BaseException) -> None:
-        """Return None."""
 
     def fail(self, line: str, code: int) -> None:
         """Return None."""

@@ -2,6 +2,9 @@
 
 torchrun does the same, but turns every exit code into 1 and restarts after any failure. Here the exit code is
 that of the first rank that failed, and ranks start again only after exit code 77, in smaller micro-batches.
+
+A rank that a signal ends cannot tell why: the other ranks lose it, and get SIGTERM. So this process decides
+then. The exit code is 1, and the line and ``verdict.json`` name the rank and the signal.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -28,13 +32,17 @@ from torch.distributed.elastic.multiprocessing import (
 from autobatch.core.errors import RestartSmallerError
 from autobatch.core.signals import handle_signals
 from autobatch.device.host import usable_cores
-from autobatch.distributed.bell import read_verdict
+from autobatch.distributed.bell import OUT, Verdict, read_verdict, write_verdict
 
 RESTARTS = 3
 """Times that ranks start again in smaller micro-batches."""
 RUN_ID = "ranks"
 ADDRESS = "127.0.0.1"
 POLL_S = 0.1
+KILLED = 1
+"""Exit code if a signal ended a rank, whatever the other ranks have made of it."""
+AFTER_A_KILL = (1, 130, 143)
+"""Exit codes of ranks that have lost another, or got the SIGTERM that follows."""
 SHUTDOWN_S = 30
 """Seconds from a signal until ranks that have not ended are killed."""
 _NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
@@ -47,8 +55,8 @@ class RanksEnded(NamedTuple):
 
     code: int
     """Exit code of the first rank that failed; 0 if none did."""
-    killed: tuple[int, str] | None = None
-    """A rank that a signal ended, and the name of the signal; None if no rank ended so."""
+    line: str | None = None
+    """The cause, if no rank has told it."""
 
 
 class _Request:
@@ -116,15 +124,13 @@ def start_ranks(words: Sequence[str], count: int, environ: Mapping[str, str]) ->
     request = _Request()
     with handle_signals(PASSED_ON, request):
         for restart in range(RESTARTS + 1):
-            ended = _run(words, count, {**common, "TORCHELASTIC_RESTART_COUNT": str(restart)}, request)
-            verdict = read_verdict(PrefixStore(f"autobatch/{RUN_ID}", store), restart)
-            code = ended.code if verdict is None or not ended.code else verdict.code
-            if code != RestartSmallerError.exit_code:
+            found = _run(words, count, {**common, "TORCHELASTIC_RESTART_COUNT": str(restart)}, request)
+            ended = _end_of(found, restart, PrefixStore(f"autobatch/{RUN_ID}", store))
+            if request.first is not None and ended.code in (KILLED, RestartSmallerError.exit_code):
+                ended = RanksEnded(128 + request.first)
+            if ended.code != RestartSmallerError.exit_code:
                 break
-            if request.first is not None:
-                code = 128 + request.first
-                break
-    return RanksEnded(code, ended.killed)
+    return ended
 
 
 def open_store() -> TCPStore:
@@ -140,8 +146,10 @@ def open_store() -> TCPStore:
     )
 
 
-def _run(words: Sequence[str], count: int, common: Mapping[str, str], request: _Request) -> RanksEnded:
-    """Start the ranks once, and wait until all of them have ended."""
+def _run(
+    words: Sequence[str], count: int, common: Mapping[str, str], request: _Request
+) -> RunProcsResult | None:
+    """Start the ranks once, and wait until all of them have ended; return None if a signal has ended them."""
     context = start_processes(
         "autobatch",
         sys.executable,
@@ -151,33 +159,55 @@ def _run(words: Sequence[str], count: int, common: Mapping[str, str], request: _
     )
     try:
         request.raise_all()
-        found = context.wait(period=POLL_S)
+        return context.wait(period=POLL_S)
     except SignalException as asked:
-        return RanksEnded(128 + _pass_on(context, asked.sigval))
+        _pass_on(context, asked.sigval)
+        return None
     finally:
         request.raises = False
-    assert found is not None
-    return _end_of(found)
 
 
-def _pass_on(context: PContext, number: signal.Signals) -> int:
-    """Pass a signal, and every further one, on to all ranks until they have ended; return the first."""
-    first = number
+def _pass_on(context: PContext, number: signal.Signals) -> None:
+    """Pass a signal, and every further one, on to all ranks until they have ended."""
     while True:
         try:
             context.close(number, timeout=SHUTDOWN_S)
         except SignalException as again:
             number = again.sigval
         else:
-            return int(first)
+            return
 
 
-def _end_of(found: RunProcsResult) -> RanksEnded:
-    if not found.is_failed():
+def _end_of(found: RunProcsResult | None, restart: int, store: PrefixStore) -> RanksEnded:
+    """Return the end of one start: as a rank has told it, unless a signal ended a rank."""
+    if found is not None and not found.is_failed():
         return RanksEnded(0)
-    codes = {rank: one.exitcode for rank, one in sorted(found.failures.items())}
-    # After the first failure, the others get SIGTERM.
-    killed = next((rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)
-    if killed is None:
-        return RanksEnded(max(1, *codes.values()))
-    return RanksEnded(128 - codes[killed], (killed, signal.Signals(-codes[killed]).name))
+    verdict = read_verdict(store, restart)
+    if found is None:
+        return RanksEnded(KILLED if verdict is None else verdict.code)
+    killed = _killed(found)
+    if killed is None or (verdict is not None and verdict.code not in AFTER_A_KILL):
+        codes = [one.exitcode for one in found.failures.values()]
+        return RanksEnded(max(1, *codes) if verdict is None else verdict.code)
+    rank, name = killed
+    cause = ": the system may be out of memory" if name == "SIGKILL" else ""
+    line = f"rank {rank} was ended by {name}{cause}; --resume continues from the newest checkpoint"
+    if store.check([OUT]):
+        told = Verdict(
+            run_id=RUN_ID, restart=restart, rank=rank, host=socket.gethostname(), code=KILLED, line=line
+        )
+        write_verdict(Path(store.get(OUT).decode()), told)
+    return RanksEnded(KILLED, line)
+
+
+def _killed(found: RunProcsResult) -> tuple[int, str] | None:
+    """Return the rank that a signal ended, and the name of the signal; None if no rank ended so.
+
+    After the first failure, the others get SIGTERM, and SIGKILL if they do not end.
+    """
+    first_s = min(one.timestamp for one in found.failures.values())
+    for rank, one in sorted(found.failures.items()):
+        is_own = one.exitcode < 0 and one.exitcode != -signal.SIGTERM
+        if is_own and one.timestamp - first_s < SHUTDOWN_S / 2:
+            return rank, signal.Signals(-one.exitcode).name
+    return None

@@ -292,5 +292,11 @@ class Loop:
             reason = " and cannot be skipped, because the forward pass changed a large buffer of the model"
         step, ids = f"step {batch.index + 1}", [part.ids for part in parts]
         raise nonfinite_error(
-            self.workload, self.train_state, ids, step=step, loss=result.loss, reason=reason
+            self.workload,
+            self.train_state,
+            ids,
+            ranks=self.engine.ranks,
+            step=step,
+            loss=result.loss,
+            reason=reason,
         )

@@ -112,9 +112,15 @@ def test_restarts_end(ranks) -> None:
     assert len(lines) == RESTARTS + 1
 
 
-def test_a_killed_rank_is_named(ranks) -> None:
-    ended, _ = ranks("[ $RANK = 0 ] || kill -KILL $$; exec sleep 20")
-    assert ended == RanksEnded(137, (1, "SIGKILL"))
+@pytest.mark.parametrize("name", ["KILL", "SEGV"])
+def test_a_killed_rank_is_named(ranks, name: str) -> None:
+    """The exit code is 1 whatever the others make of the SIGTERM that they get, or of the loss."""
+    ended, _ = ranks(
+        f"[ $RANK = 0 ] || kill -{name} $$; trap 'exit 143' TERM; while true; do sleep 0.05; done"
+    )
+    assert ended.code == 1
+    assert ended.line is not None
+    assert ended.line.startswith(f"rank 1 was ended by SIG{name}")
 
 
 def test_a_signal_is_passed_on_and_decides_the_exit_code(ranks, tmp_path: Path) -> None:
@@ -208,9 +214,18 @@ def test_out_of_memory_in_the_step_starts_the_ranks_again_in_smaller_micro_batch
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_and_the_user_is_told(tmp_path: Path) -> None:
-    ran = fit(tmp_path, "--steps", "900", extra="RANK == '1' and steps() > 3 and os.kill(os.getpid(), 9)")
-    assert ran.code in (1, 137)
-    assert "rank 1 was ended by SIGKILL: the system may be out of memory; --resume continues" in ran.err
+    kills = "RANK == '1' and steps() > 3 and os.kill(os.getpid(), 9)"
+    options = ("--steps", "40", "--checkpoint-every", "1")
+    ran = fit(tmp_path, *options, extra=kills)
+    assert ran.code == 1
+    line = "rank 1 was ended by SIGKILL: the system may be out of memory; --resume continues from the newest"
+    assert line in ran.err
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (verdict["rank"], verdict["code"]) == (1, 1)
+    assert verdict["line"].startswith(line)
+    again = fit(tmp_path, *options, "--resume")
+    assert again.code == 0, again.err
+    assert not (tmp_path / "run" / "verdict.json").exists()
 
 
 @pytest.mark.slow

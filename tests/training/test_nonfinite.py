@@ -12,6 +12,8 @@ from torch import nn
 
 from autobatch.core.errors import NonFiniteError
 from autobatch.training.nonfinite import find_nonfinite_sample
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import (
     INFO_NCE,
     Rows,
@@ -80,11 +82,7 @@ def test_one_of_several_bad_samples_is_found_in_any_split(sizes: list[int], bad:
     )
     train_state = make_loop(workload).train_state
     parts = [list(range(24))[stop - size : stop] for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-    found = find_nonfinite_sample(workload, train_state, parts)
-    assert found.startswith(
-        f"sample {bad} alone gives a non-finite loss (samples [0, 1, 2, 3, 4, 5, 6, 7] and"
-    )
-    assert found.endswith("and 16 more)")
+    assert find_nonfinite_sample(workload, train_state, parts) == bad
 
 
 def test_the_search_changes_neither_the_model_nor_the_random_state() -> None:
@@ -100,11 +98,32 @@ def test_the_search_changes_neither_the_model_nor_the_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_without_a_bad_sample_or_with_an_error_all_samples_are_named() -> None:
+def test_without_a_bad_sample_or_with_an_error_none_is_found() -> None:
     def failing(model, batch):
         raise RuntimeError
 
     for loss in (mean_loss, failing):
         workload = make_workload(loss=loss)
         train_state = make_loop(workload).train_state
-        assert find_nonfinite_sample(workload, train_state, [[4, 2]]) == "samples [4, 2]"
+        assert find_nonfinite_sample(workload, train_state, [[4, 2]]) is None
+
+
+def error_of_rank(place: int) -> tuple[int, str]:
+    """Train a batch in which the sample at a place is not finite; return the sample and the error."""
+    group = open_group()
+    ids = next(iter(make_loop(make_workload(), target_batch=24, steps=1).sampler.batches())).ids
+    workload = make_workload(train_data=spoiled({ids[place]: math.nan}, torch.float64))
+    loop = ranked_loop(group, workload, [4, 4], target_batch=24, steps=1)
+    with pytest.raises(NonFiniteError) as caught:
+        next(loop.run())
+    group.close()
+    return ids[place], str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("place", [0, 23])
+def test_all_ranks_name_the_sample_of_the_rank_that_has_it(server: RankServer, place: int) -> None:
+    (bad, line), (_, other) = server.values(error_of_rank, place)
+    assert line == other
+    assert f"sample {bad} alone gives a non-finite loss (samples [" in line
+    assert "and 16 more)" in line
