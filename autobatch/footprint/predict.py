@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
@@ -162,7 +162,7 @@ def predict(
     program = with_workspaces(step, workspaces)
 
     def allocator(share: float = 1) -> CachingAllocator:
-        return CachingAllocator(int(budget_bytes * share))
+        return gpu_allocator(int(budget_bytes * share))
 
     try:
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
@@ -174,10 +174,19 @@ def predict(
         outcome = replay(program.at(max(1, asked)), allocator())
         fits = outcome.fits and asked > 0
         if not outcome.fits:
-            outcome = replay(program.at(max(1, asked)), CachingAllocator(None))
+            outcome = replay(program.at(max(1, asked)), gpu_allocator(None))
     except Untraceable as error:
         raise Unpredictable(f"cannot predict: {error}") from error
     return Prediction(asked, low, high, fits, outcome)
+
+
+def gpu_allocator(limit: int | None, expandable: bool = False) -> CachingAllocator:
+    """Return an empty model of a GPU's allocator.
+
+    As on the GPU itself, a step does not fit if the allocator has to empty its cache to find memory for it:
+    each later step would do so too, and take several times as long.
+    """
+    return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable, retries=False))
 
 
 def with_workspaces(

@@ -11,13 +11,12 @@ from torch import nn
 
 from autobatch.core.errors import InputError
 from autobatch.core.units import GiB, MiB
-from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import predict as predicting
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.largest import largest
-from autobatch.footprint.predict import footprint, predict
+from autobatch.footprint.predict import footprint, gpu_allocator, predict
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from tests.support.step_workloads import WORKLOADS, make, pair_loss, perceptron, setting, setup
@@ -72,8 +71,8 @@ def test_a_prediction_agrees_with_three_separate_searches():
         best, cautious, ideal = (
             largest(step.program, partial(kind, limit), 5000) or 0
             for kind, limit in (
-                (CachingAllocator, budget),
-                (CachingAllocator, int(budget * 0.97)),
+                (gpu_allocator, budget),
+                (gpu_allocator, int(budget * 0.97)),
                 (CountingAllocator, budget),
             )
         )

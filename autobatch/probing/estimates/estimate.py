@@ -20,12 +20,12 @@ from autobatch.core.files import write_output
 from autobatch.core.records.base import Precision
 from autobatch.core.records.estimate import Estimate, Remedy
 from autobatch.core.records.plan import Plan
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
+from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.simulated import simulated_budget
 from autobatch.footprint.fit_sizes import Unpredictable
 from autobatch.footprint.memory_viz import dump
-from autobatch.footprint.predict import predict
+from autobatch.footprint.predict import gpu_allocator, predict
 from autobatch.footprint.remedies import find_remedies
 from autobatch.footprint.tracing.apart import run_apart
 from autobatch.planning import make_plan
@@ -33,6 +33,7 @@ from autobatch.probing.estimates.answer import compared_with_runs, estimate_from
 from autobatch.probing.estimates.layouts import ALONE
 from autobatch.probing.estimates.settings import (
     EstimateSettings,
+    cap_notes,
     cap_of,
     device_notes,
     named_gpus,
@@ -94,7 +95,8 @@ def _estimates(workload: Workload, settings: EstimateSettings, home: Path) -> Es
     if estimates and not any(one.fits for one in estimates):
         raise DoesNotFitError(nothing_fits(estimates, settings))
     compared = [compared_with_runs(name, shares) for name, shares in off.items() if shares]
-    notes = [*device_notes(settings), *stream_notes(workload.train_data), *traces.notes(), *compared]
+    notes = [*device_notes(settings), *cap_notes(estimates, settings)]
+    notes += [*stream_notes(workload.train_data), *traces.notes(), *compared]
     return Estimates(estimates=estimates, notes=list(dict.fromkeys(notes)))
 
 
@@ -111,7 +113,7 @@ def _estimate(
     start = time.perf_counter()
     budget, source = simulated_budget(gpu, settings.memory_budget)
     precision = precision_on(settings, gpu.compute_capability)
-    cap = cap_of(traces.workload, settings)
+    cap = cap_of(settings)
     try:
         step = traces.step(ALONE, gpu.compute_capability)
     except Unpredictable:
@@ -156,7 +158,7 @@ def _remedies(
 ) -> list[Remedy]:
     """Return what would let more fit; nothing if the step follows no rule."""
     capability = gpu.compute_capability
-    spending = spending_on(gpu, one.budget_bytes, cap_of(traces.workload, settings))
+    spending = spending_on(gpu, one.budget_bytes, cap_of(settings))
     with preserved_random_state(), suppress(Unpredictable):
         step, setting = traces.step(ALONE, capability), traces.setting(capability)
         return find_remedies(setting, step, spending, trace=traces.tracer(ALONE, capability))
@@ -172,8 +174,8 @@ def _by_size(traces: Traces, gpu: HardwareProfile, one: Estimate, settings: Esti
             one,
             traces.setting(gpu.compute_capability),
             traces.worst_case,
-            partial(CachingAllocator, limit, AllocatorConfig()),
-            cap=cap_of(traces.workload, settings),
+            partial(gpu_allocator, limit),
+            cap=cap_of(settings),
             seed=settings.seed,
         )
 

@@ -20,7 +20,6 @@ from autobatch.core.records.base import Parallel
 from autobatch.core.records.estimate import Estimate, RankEstimate, Remedy
 from autobatch.core.records.plan import Plan
 from autobatch.core.units import GiB, format_bytes
-from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.budget import GPU_HEADROOM_SHARE, resolve_budget
 from autobatch.device.hardware_profile import HardwareProfile
@@ -28,7 +27,7 @@ from autobatch.device.simulated import context_bytes
 from autobatch.distributed.sharding.checks import sync_of
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.footprint.largest import largest
-from autobatch.footprint.predict import Footprint, Prediction, predict, with_workspaces
+from autobatch.footprint.predict import Footprint, Prediction, gpu_allocator, predict, with_workspaces
 from autobatch.footprint.remedies import find_remedies
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
 from autobatch.planning import make_plan
@@ -37,6 +36,7 @@ from autobatch.probing.estimates.layouts import Layout
 from autobatch.probing.estimates.settings import (
     EstimateSettings,
     RankSettings,
+    cap_notes,
     cap_of,
     device_notes,
     larger_gpus,
@@ -114,7 +114,8 @@ class RankEstimator:
         if not any(one.fits for one in found):
             raise DoesNotFitError(nothing_fits(found, self.settings) + fewest_ranks(table))
         reasons = [f"{one.profile}: {one.parallel_reason}" for one in found if one.parallel_reason]
-        return Estimates(estimates=found, over_ranks=table, notes=list(dict.fromkeys(reasons + self.notes())))
+        notes = [*reasons, *cap_notes(found, self.settings), *self.notes()]
+        return Estimates(estimates=found, over_ranks=table, notes=list(dict.fromkeys(notes)))
 
     def notes(self) -> list[str]:
         """Return remarks on the traces so far and on the budgets, one per line."""
@@ -135,7 +136,7 @@ class RankEstimator:
         found = predict(
             step,
             budget_bytes=budget[0],
-            cap=cap_of(self.traces.workload, self.settings),
+            cap=cap_of(self.settings),
             micro_batch=self.settings.micro_batch,
             workspaces=gpu.workspaces,
         )
@@ -159,9 +160,9 @@ class RankEstimator:
         """Return the largest micro-batch, 0 if none fits, and its peak; that of 1 if none fits."""
         budget, _ = self._budget(gpu)
         program = with_workspaces(self._step(gpu, layout), gpu.workspaces)
-        cap = cap_of(self.traces.workload, self.settings)
-        size = largest(program, lambda: CachingAllocator(budget), cap, neighbours=0) or 0
-        found = replay(program.at(max(1, size)), CachingAllocator(budget if size else None))
+        cap = cap_of(self.settings)
+        size = largest(program, lambda: gpu_allocator(budget), cap, neighbours=0) or 0
+        found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
         return size, found.peak_reserved_bytes or found.peak_allocated_bytes
 
     def _prepare(self, gpu: HardwareProfile) -> None:
@@ -185,14 +186,14 @@ class RankEstimator:
             return replicas, "the loss sees the whole batch, so each rank has a whole model"
         program = with_workspaces(self._step(gpu, replicas), gpu.workspaces)
         budget, _ = self._budget(gpu)
-        if largest(program, lambda: CachingAllocator(budget), 1, neighbours=0):
+        if largest(program, lambda: gpu_allocator(budget), 1, neighbours=0):
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
         return self.layout("shard"), "no whole model fits on a rank, so the ranks share it (--parallel shard)"
 
     def _remedies(self, gpu: HardwareProfile, one: Estimate) -> list[Remedy]:
         layout = self.layout(one.parallel or "shard")
         capability = gpu.compute_capability
-        spending = spending_on(gpu, one.budget_bytes, cap_of(self.traces.workload, self.settings))
+        spending = spending_on(gpu, one.budget_bytes, cap_of(self.settings))
         step = self._step(gpu, layout)
         with self.traces.arranged(layout) as how:
             setting, trace = self.traces.setting(capability, how), self.traces.tracer(layout, capability)

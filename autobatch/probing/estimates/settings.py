@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 from autobatch.core.records.base import GradientDtype, Precision, ShardSync
+from autobatch.core.records.estimate import Estimate
 from autobatch.core.units import GiB
-from autobatch.device.allocator.caching import AllocatorConfig, CachingAllocator
 from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.profiles import list_profiles, load_profile
+from autobatch.footprint.predict import gpu_allocator
 from autobatch.footprint.remedies import NATIVE_BF16, Spending
-from autobatch.workload.contract import Workload
-from autobatch.workload.streams import ENDLESS, is_open_ended
 
+LARGEST = 2**31 - 1
+"""The largest micro-batch of any search, for a step whose memory does not grow."""
 TABLE_GPUS = 3
 """GPUs in the table of ranks, if only one was asked about."""
 
@@ -97,11 +98,19 @@ def device_notes(settings: EstimateSettings) -> list[str]:
     ]
 
 
-def cap_of(workload: Workload, settings: EstimateSettings) -> int:
-    """Return the largest micro-batch to try."""
-    data = workload.train_data
-    caps = [ENDLESS if is_open_ended(data) else len(data)]  # type: ignore[arg-type]
-    return min(caps + [cap for cap in (settings.max_micro_batch, settings.target_batch) if cap is not None])
+def cap_of(settings: EstimateSettings) -> int:
+    """Return the largest micro-batch to try. The data are no cap: a GPU that is not here may see more."""
+    return min(cap for cap in (settings.max_micro_batch, settings.target_batch, LARGEST) if cap is not None)
+
+
+def cap_notes(estimates: Sequence[Estimate], settings: EstimateSettings) -> list[str]:
+    """Return on which GPUs an option bounds the micro-batch, and not memory."""
+    cap = cap_of(settings)
+    names = [one.profile for one in estimates if one.fits and one.micro_batch == cap]
+    if settings.micro_batch is not None or not names:
+        return []
+    option = "--max-micro-batch" if cap == settings.max_micro_batch else "--target-batch"
+    return [f"{option} {cap:,} bounds the micro-batch on {', '.join(names)}: more may fit without it"]
 
 
 def precision_on(settings: EstimateSettings, capability: tuple[int, int]) -> Precision:
@@ -113,13 +122,9 @@ def precision_on(settings: EstimateSettings, capability: tuple[int, int]) -> Pre
 
 def spending_on(gpu: HardwareProfile, budget_bytes: int, cap: int) -> Spending:
     """Return the budget of a GPU, and the largest micro-batch to spend it on."""
-
-    def allocator(limit: int | None, expandable: bool) -> CachingAllocator:
-        return CachingAllocator(limit, AllocatorConfig(expandable_segments=expandable))
-
     return Spending(
-        allocator=partial(allocator, budget_bytes),
-        unlimited=partial(allocator, None),
+        allocator=partial(gpu_allocator, budget_bytes),
+        unlimited=partial(gpu_allocator, None),
         cap=cap,
         workspaces=gpu.workspaces,
     )

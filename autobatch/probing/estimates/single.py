@@ -17,6 +17,7 @@ from autobatch.footprint.predict import (
     Footprint,
     Prediction,
     footprint_of,
+    gpu_allocator,
     predict,
     why_untrusted,
 )
@@ -69,7 +70,7 @@ def predict_single(
 
 def _allocator(limit: int | None, workspaces: tuple[int, int] | None) -> CachingAllocator:
     """Return an allocator that holds the workspaces of libraries, as far as the limit allows."""
-    allocator = CachingAllocator(limit)
+    allocator = gpu_allocator(limit)
     size, count = workspaces or (0, 0)
     with suppress(BudgetExceeded):
         for _ in range(count):

@@ -8,6 +8,7 @@ import pytest
 
 from autobatch.device.profiles import load_profile
 from autobatch.probing.estimates.settings import (
+    LARGEST,
     EstimateSettings,
     cap_of,
     device_notes,
@@ -15,7 +16,6 @@ from autobatch.probing.estimates.settings import (
     named_gpus,
     precision_on,
 )
-from tests.support.step_workloads import WORKLOADS
 
 NOWHERE = Path("nowhere")
 
@@ -29,11 +29,10 @@ def test_a_device_that_is_left_out_is_named(device: str):
 
 @pytest.mark.parametrize(
     ("settings", "cap"),
-    [({}, 64), ({"max_micro_batch": 9}, 9), ({"target_batch": 5, "max_micro_batch": 9}, 5)],
+    [({}, LARGEST), ({"max_micro_batch": 9}, 9), ({"target_batch": 5, "max_micro_batch": 9}, 5)],
 )
-def test_an_estimate_is_capped_by_the_data_and_the_options(settings, cap):
-    options = EstimateSettings(profiles=["a100-80gb"], **settings)
-    assert cap_of(WORKLOADS["perceptron"](), options) == cap
+def test_an_estimate_is_capped_by_options_only(settings, cap):
+    assert cap_of(EstimateSettings(profiles=["a100-80gb"], **settings)) == cap
 
 
 def test_a_precision_that_was_asked_for_holds_on_every_gpu():
