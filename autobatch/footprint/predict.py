@@ -27,7 +27,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import Replay, replay
 from autobatch.device.cuda_settings import keeps_workspaces
 from autobatch.footprint.fit_sizes import Unpredictable, fit
-from autobatch.footprint.largest import largest
+from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.selftest import self_test
 from autobatch.footprint.tracing.cuda_policy import missing_parts
@@ -166,10 +166,10 @@ def predict(
 
     try:
         # Each limits the next: if the live bytes alone exceed the budget, no allocator fits them.
-        high = largest(program, lambda: CountingAllocator(budget_bytes), cap, neighbours=0) or 0
-        best = largest(program, allocator, high) or 0
+        high = largest_micro_batch(program, lambda: CountingAllocator(budget_bytes), cap)
+        best = largest_micro_batch(program, allocator, high)
         cautious = partial(allocator, 1 - step.margin)
-        low = largest(program, cautious, best, neighbours=0) or 0
+        low = largest_micro_batch(program, cautious, best)
         asked = best if micro_batch is None else micro_batch
         outcome = replay(program.at(max(1, asked)), allocator())
         fits = outcome.fits and asked > 0

@@ -18,7 +18,7 @@ from autobatch.core.units import format_bytes
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint.depth import deep_footprint
-from autobatch.footprint.largest import largest
+from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.predict import Footprint, with_workspaces
 from autobatch.footprint.program import Polynomial, Program, Untraceable
 from autobatch.footprint.tracing.trace_step import Setting
@@ -241,7 +241,7 @@ def _outcome(step: Footprint, spending: Spending, *, expandable: bool) -> tuple[
 
     program: Program = with_workspaces(step, spending.workspaces)
     try:
-        size = largest(program, allocator, spending.cap, neighbours=0) or 0
+        size = largest_micro_batch(program, allocator, spending.cap)
         # If a size fits only after the cache is emptied, the peak is the one within the budget.
         peaks = replay(program.at(max(1, size)), allocator() if size else spending.unlimited(expandable))
     except Untraceable:

@@ -14,7 +14,7 @@ from typing import Protocol
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import Trace, replay
 from autobatch.footprint.fit_sizes import recorded
-from autobatch.footprint.largest import largest
+from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.scratch import in_proportion
 from autobatch.footprint.tracing.apart import run_apart
 from autobatch.footprint.tracing.recording import Recording
@@ -99,7 +99,7 @@ def closed_in(trace_of: TraceOf, new_allocator: Callable[[], Allocator], cap: in
     """Return the traces of sizes that close in on the largest that fits, by their size."""
 
     def in_proportion_to(size: int, trace: Trace) -> int:
-        return largest(in_proportion(size, trace), new_allocator, cap, neighbours=0) or 0
+        return largest_micro_batch(in_proportion(size, trace), new_allocator, cap)
 
     size = min(FIRST_SIZE, cap)
     for _ in range(GLANCES):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from autobatch.device.allocator.ledger import Allocator
 from autobatch.device.allocator.trace import Trace
-from autobatch.footprint.largest import Fitting, largest
+from autobatch.footprint.largest import Fitting, largest_micro_batch
 from autobatch.footprint.program import Program, Untraceable
 from autobatch.footprint.scratch import Envelope, in_proportion, order_of_tensors
 from autobatch.search.peaks import peak_bytes
@@ -139,7 +139,7 @@ class ReplayPredictor:
             is_refuted = self._refusals == 1 and not self._points and self._other is None
             program = self._with_room(self._program) if is_refuted else self._program
             try:
-                return largest(program, self._new_allocator, cap, other=self._other) or 0
+                return largest_micro_batch(program, self._new_allocator, cap, other=self._other)
             except Untraceable:
                 self._program = None
         if self._envelope is not None and not self._needs_points:
@@ -199,7 +199,7 @@ class ReplayPredictor:
 
     def _fits(self, program: Program, micro_batch: int) -> bool | None:
         try:
-            return Fitting(program, self._new_allocator).fits(micro_batch)
+            return Fitting([program], self._new_allocator).fits(micro_batch)
         except Untraceable:
             return None
 
@@ -209,7 +209,7 @@ class ReplayPredictor:
     def _largest_within(self, bounds: Envelope, cap: int) -> int:
         """Return the largest that fits with the most scratch."""
         most = self._with_room(bounds.upper) if self._refusals else bounds.upper
-        return largest(most, self._new_allocator, cap) or 0
+        return largest_micro_batch(most, self._new_allocator, cap)
 
     def _with_room(self, program: Program) -> Program:
         """Return a program with a block for what a prediction leaves free after refusals."""
@@ -224,11 +224,11 @@ class ReplayPredictor:
     def _in_proportion_to_largest(self, cap: int) -> int:
         """Return the largest size that fits if memory grows in proportion to that of the largest run."""
         *_, (before, early), (size, trace) = [(0, None), *sorted(self._points, key=lambda point: point[0])]
-        guess = largest(in_proportion(size, trace), self._new_allocator, cap) or 0
+        guess = largest_micro_batch(in_proportion(size, trace), self._new_allocator, cap)
         if guess <= NEAR * size:
             return guess
         if early is not None:
-            other = largest(in_proportion(before, early), self._new_allocator, cap) or 0
+            other = largest_micro_batch(in_proportion(before, early), self._new_allocator, cap)
             if abs(other - guess) <= AGREES * guess:
                 return min(other, guess)
         return size + int(CAREFUL * (guess - size))

@@ -35,7 +35,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
     largest = probe.micro_batch
     if limit.footprint is None or probe.real_batches is not None or probe.stopped_by is not None:
         return limit, largest
-    fitting = Fitting(limit.footprint.program, lambda: new_allocator(process.info))
+    fitting = Fitting([limit.footprint.program], lambda: new_allocator(process.info))
     attempts: list[Attempt] = []
     try:
         # A replay that does not even know the limit says nothing of the sizes below.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autobatch.core.knobs import COMPILE, EXPANDABLE, SPLIT, Configuration, Value, memory_signature
 from autobatch.core.units import format_bytes
 from autobatch.device.allocator.trace import replay
-from autobatch.footprint.largest import largest
+from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
@@ -105,7 +105,7 @@ class TrialLimits:
             device = with_knobs(self.setup, values).device
             budget = format_bytes(self.setup.device.budget_bytes)
             with suppress(Untraceable):
-                found = largest(step.program, device.new_allocator, self.task.cap)
+                found = largest_micro_batch(step.program, device.new_allocator, self.task.cap)
                 return found or f"not even a micro-batch of 1 is predicted to fit in {budget}"
         return self._search(values, cap=self.task.cap) or "not even a micro-batch of 1 fits"
 

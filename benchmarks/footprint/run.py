@@ -33,7 +33,7 @@ from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import cpu_name
 from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
-from autobatch.footprint.largest import largest
+from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.predict import footprint
 from autobatch.footprint.program import Program
 from autobatch.footprint.tracing.trace_step import Setting
@@ -119,7 +119,7 @@ def measure(name: str, precision: str) -> dict[str, Any]:
 def limit(setup: TrainSetup, program: Program, size: int) -> dict[str, Any]:
     """Return the predicted largest micro-batch under a budget, and if real runs confirm it."""
     budget = replay(program.at(size), CachingAllocator()).peak_reserved_bytes
-    found = largest(program, lambda: CachingAllocator(budget), 4096)
+    found = largest_micro_batch(program, lambda: CachingAllocator(budget), 4096)
     gpu = TrainSetup(
         workload=setup.workload,
         model=setup.model,

@@ -15,7 +15,7 @@ from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.footprint import predict as predicting
 from autobatch.footprint.fit_sizes import Unpredictable
-from autobatch.footprint.largest import largest
+from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.predict import footprint, gpu_allocator, predict
 from autobatch.footprint.tracing.trace_step import record
 from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
@@ -27,7 +27,7 @@ def test_the_largest_on_the_cpu_is_the_largest_that_runs(name):
     step = footprint(setting(setup(WORKLOADS[name]()), steps=ATTEMPT_STEPS))
     budget = replay(step.program.at(23), setup(WORKLOADS[name]()).device.new_allocator()).peak_allocated_bytes
     device = setup(WORKLOADS[name](), budget=budget + 100)
-    size = largest(step.program, device.device.new_allocator, 1000)
+    size = largest_micro_batch(step.program, device.device.new_allocator, 1000)
     assert size >= 23
     assert attempt(device, size).attempt.fits
     assert not attempt(device, size + 1).attempt.fits

@@ -26,7 +26,7 @@ from autobatch.device.hardware_profile import HardwareProfile
 from autobatch.device.simulated import context_bytes
 from autobatch.distributed.sharding.checks import sync_of
 from autobatch.distributed.sharding.layout import ShardLayout
-from autobatch.footprint.largest import largest
+from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.predict import Footprint, Prediction, gpu_allocator, predict, with_workspaces
 from autobatch.footprint.remedies import find_remedies
 from autobatch.footprint.tracing.apart import run_apart, run_in_copies
@@ -161,7 +161,7 @@ class RankEstimator:
         budget, _ = self._budget(gpu)
         program = with_workspaces(self._step(gpu, layout), gpu.workspaces)
         cap = cap_of(self.settings)
-        size = largest(program, lambda: gpu_allocator(budget), cap, neighbours=0) or 0
+        size = largest_micro_batch(program, lambda: gpu_allocator(budget), cap)
         found = replay(program.at(max(1, size)), gpu_allocator(budget if size else None))
         return size, found.peak_reserved_bytes or found.peak_allocated_bytes
 
@@ -186,7 +186,7 @@ class RankEstimator:
             return replicas, "the loss sees the whole batch, so each rank has a whole model"
         program = with_workspaces(self._step(gpu, replicas), gpu.workspaces)
         budget, _ = self._budget(gpu)
-        if largest(program, lambda: gpu_allocator(budget), 1, neighbours=0):
+        if largest_micro_batch(program, lambda: gpu_allocator(budget), 1):
             return replicas, "a whole model fits on each rank, so each has its own (--parallel replicate)"
         return self.layout("shard"), "no whole model fits on a rank, so the ranks share it (--parallel shard)"
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autobatch.core.errors import AutobatchError
+from autobatch.core.largest import largest, near
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.footprint.largest import last_fitting
 from autobatch.footprint.program import Untraceable
 from autobatch.footprint.size_program import TRACED_STEPS, Shape, SizeProgram, fit_size_program
 from autobatch.footprint.size_replay import replay_batches
@@ -144,7 +144,7 @@ def curve_of(
     """
     knots = np.unique(np.quantile(sizes, np.linspace(0, 1, KNOTS + 1)[1:], method="higher"))
     found: list[CurvePoint] = []
-    least = limit or 1
+    least, larger = limit or 1, float(knots[-1])
     for size in knots[::-1].tolist():
 
         def fits(m: int, size: float = size) -> bool:
@@ -154,6 +154,8 @@ def curve_of(
 
         if found or limit is None:
             # Samples that are smaller fit at least as well as larger ones.
-            least = max(least, last_fitting(fits, least, cap) if fits(least) else least)
+            likely = near(int(least * larger / size) if size > 0 else cap)
+            least = largest(fits, least, max(cap, least) + 1, likely)
+        larger = size
         found.append(CurvePoint(float(size), min(least, cap)))
     return found[::-1]

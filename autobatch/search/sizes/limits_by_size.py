@@ -10,7 +10,7 @@ import msgspec
 
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Attempt, LengthLimit, Probe, UpperBoundBy
-from autobatch.footprint.largest import largest
+from autobatch.footprint.largest import largest_micro_batch
 from autobatch.footprint.scratch import in_proportion
 from autobatch.search import questions
 from autobatch.search.failed_sizes import FailedSizes
@@ -149,7 +149,9 @@ def _run_near(process: SetupProcess, size: float, likely: int, cap: int) -> Foun
             high = guess
         elif ran.trace is not None:
             grown = in_proportion(guess, ran.trace)
-            rough = min(largest(grown, lambda: new_allocator(process.info), cap) or guess, high - 1)
+            rough = min(
+                largest_micro_batch(grown, lambda: new_allocator(process.info), cap) or guess, high - 1
+            )
         if sizes.stopped_by or sizes.largest >= ENOUGH_NEAR * min(rough, high - 1):
             break
         aim = int(AIM * rough) if sizes.largest else int(LIKELY * high)

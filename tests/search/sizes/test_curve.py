@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autobatch.footprint.largest import last_fitting
+from autobatch.core.largest import halving, largest
 from autobatch.footprint.program import Untraceable
 from autobatch.search.sizes.curve import curve_of, trace_sizes
 from autobatch.setup.attempt import attempt_at
@@ -25,7 +25,7 @@ def test_a_curve_grows_for_smaller_samples_and_its_points_run(tmp_path: Path) ->
     sizes = setup.worst_case.sizes()
     program = trace_sizes(setting_of(setup), sizes)
     assert program.is_exact
-    limit = last_fitting(lambda m: attempt_at(setup, m, None).attempt.fits, 0, 400)
+    limit = largest(lambda m: attempt_at(setup, m, None).attempt.fits, 0, 401, halving)
     points = curve_of(program, sizes, setup.device.new_allocator, limit=limit, cap=4000)
     assert [point.size for point in points] == sorted({point.size for point in points})
     assert points[-1] == (24.0, limit)

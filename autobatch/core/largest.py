@@ -1,0 +1,80 @@
+"""The largest size that fits: the one search of this package, with a bound on its questions.
+
+Replays of a trace, real runs and plain arithmetic are asked in the same way: a size goes in, whether it fits
+comes out. A guess makes the search short where it is good, and costs little where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import comb
+
+Guess = Callable[[int, int], int]
+"""Names the likely largest size, given one that fits and a larger one that does not."""
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int, guess: Guess) -> int:
+    """Return a size that fits while the next one does not.
+
+    Nothing is assumed of ``fits`` and ``guess``. If larger sizes never fit where a smaller one does not, the
+    answer is the largest of all; else it is the largest of a run of sizes that fit.
+
+    With n = ``high - low``, at most ⌊log2 n⌋ + 3 sizes are asked for, and at most ⌊½ log2 n⌋ + 2 of them do
+    not fit.
+
+    Proof. Let S(r, f) = C(r, 0) + … + C(r, f), so that S(r, f) = S(r - 1, f) + S(r - 1, f - 1). At the start
+    r = ⌊log2 n⌋ + 3 and f ≥ r / 2, so S(r, f) ≥ 2^(r - 1) > n. As long as n ≤ S(r, f), there is a size after
+    which at most S(r - 1, f) answers remain if it fits, and at most S(r - 1, f - 1) if not; `_nearest` takes
+    the one that is nearest to the guess. As S(r, 0) = S(0, f) = 1, a single answer remains before either
+    allowance is used up.
+
+    Args:
+        fits: returns whether a size fits; asked for sizes strictly between ``low`` and ``high``, once each.
+        low: a size that is known to fit, or the answer if none does.
+        high: a larger size that is known not to fit, or one above the largest to ask for.
+        guess: returns the size to ask for, as far as the bound allows.
+    """
+    asked, failed = most_asked(high - low)
+    while high - low > 1:
+        size = _nearest(guess(low, high), low, high, asked, failed)
+        asked -= 1
+        if fits(size):
+            low = size
+        else:
+            high = size
+            failed -= 1
+    return low
+
+
+def most_asked(answers: int) -> tuple[int, int]:
+    """Return how often `largest` asks at most among so many answers, and how often for what does not fit."""
+    doublings = answers.bit_length() - 1
+    return doublings + 3, doublings // 2 + 2
+
+
+def _nearest(guess: int, low: int, high: int, asked: int, failed: int) -> int:
+    """Return the size nearest to a guess after which the remaining questions tell all answers apart."""
+    least = max(low + 1, high - _told_apart(asked - 1, failed))
+    most = min(high - 1, low + _told_apart(asked - 1, failed - 1))
+    return min(max(guess, least), most)
+
+
+def _told_apart(asked: int, failed: int) -> int:
+    """Return the number of answers that so many questions tell apart, of which some may be answered no."""
+    return sum(comb(asked, number) for number in range(failed + 1))
+
+
+def halving(low: int, high: int) -> int:
+    """Guess the middle."""
+    return (low + high) // 2
+
+
+def near(start: int) -> Guess:
+    """Guess ``start``, then sizes in growing strides from it."""
+
+    def guess(low: int, high: int) -> int:
+        if low < start < high:
+            return start
+        return low + max(1, low - start) if start <= low else high - max(1, high - start)
+
+    return guess

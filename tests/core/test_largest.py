@@ -1,0 +1,73 @@
+"""The search for the largest size, against brute force and against its bound."""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autobatch.core.largest import halving, largest, most_asked, near
+
+INTERVALS = st.tuples(st.integers(0, 50), st.integers(1, 5000)).map(lambda pair: (pair[0], sum(pair)))
+ANY_GUESS = st.one_of(
+    st.just(halving),
+    st.integers(-10, 6000).map(near),
+    st.integers(0, 2**32).map(lambda seed: lambda low, high: hash((seed, low, high)) % (3 * high) - high),
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(INTERVALS, st.integers(0, 2**32), st.floats(0, 1), ANY_GUESS)
+def test_any_guess_finds_an_edge_of_what_fits_within_the_bound(interval, seed, share, guess) -> None:
+    """Sizes fit or not at random, and the guesses are right, wrong, or no sizes at all."""
+    low, high = interval
+    asked: list[int] = []
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        return hash((seed, size)) % 1000 < 1000 * share
+
+    found = largest(fits, low, high, guess)
+    assert len(set(asked)) == len(asked)
+    assert all(low < size < high for size in asked)
+    assert found == low or (found in asked and hash((seed, found)) % 1000 < 1000 * share)
+    assert found == high - 1 or found + 1 in asked
+    answers = high - low
+    assert len(asked) <= math.log2(answers) + 3
+    assert sum(hash((seed, size)) % 1000 >= 1000 * share for size in asked) <= math.log2(answers) / 2 + 2
+
+
+@settings(max_examples=500, deadline=None)
+@given(INTERVALS, st.integers(0, 6000), ANY_GUESS)
+def test_what_is_monotone_gives_the_largest_of_all(interval, limit, guess) -> None:
+    low, high = interval
+    assert largest(lambda size: size <= limit, low, high, guess) == min(max(limit, low), high - 1)
+
+
+@pytest.mark.parametrize("limit", [1, 17, 999])
+def test_a_right_guess_is_asked_with_its_neighbour_only(limit: int) -> None:
+    asked: list[int] = []
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        return size <= limit
+
+    assert largest(fits, 0, 2 * limit + 1, near(limit)) == limit
+    assert asked == [limit, limit + 1]
+
+
+def test_every_answer_can_be_told_at_the_allowance() -> None:
+    for answers in range(1, 3000):
+        asked, failed = most_asked(answers)
+        assert answers <= sum(math.comb(asked, number) for number in range(failed + 1))
+        worst = max(_asked(answers, limit) for limit in {0, answers // 3, answers // 2, answers - 1})
+        assert worst <= asked
+
+
+def _asked(answers: int, limit: int) -> int:
+    counter = count()
+    largest(lambda size: next(counter) >= 0 and size <= limit, 0, answers, lambda low, high: low + 1)
+    return next(counter)
