@@ -46,6 +46,7 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
         AutobatchError: see `autobatch.training.run.train`.
     """
     ranks = context.ranks
+    command = _repeat_command(context.command, options)
     options = continued(checked_options(options, ranks), ranks)
     ranks.limit_wait(options.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)
@@ -74,11 +75,22 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
             ready.result,
             training=training,
             model=whole,
-            command=context.command,
+            command=command,
             options=msgspec.to_builtins(options),
             surroundings=_surroundings(),
         )
         return _write(result, ready.out, context.progress) if ranks.rank == 0 else result
+
+
+def _repeat_command(command: str, options: FitOptions) -> str:
+    """Return the command that runs the whole run again, without the resume that only ends it."""
+    if not options.resume or not command:
+        return command
+    words = shlex.split(command)
+    # An option of a config file or of the environment is overridden.
+    return shlex.join([word for word in words if word != "--resume"] or words) + (
+        "" if "--resume" in words else " --no-resume"
+    )
 
 
 def _resume_hint(command: str, out: Path) -> str:

@@ -19,7 +19,9 @@ from autobatch.core.version import versions
 from autobatch.distributed.launch import VERDICT, check_equal
 from autobatch.distributed.ranks import Ranks, open_ranks
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
+from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.run_folder import CHECKPOINTS, claim_folder
+from autobatch.workload.data_digest import DataDigest, check_same_data
 
 SHARED_SECONDS = 30.0
 """Longest wait until a file of rank 0 shows on every rank; network file systems keep listings for a while."""
@@ -84,6 +86,25 @@ def check_count(options: SearchOptions, ranks: Ranks) -> None:
     raise InputError(
         f"--ranks is {options.ranks}, and torchrun started {ranks.world}: leave out --ranks under torchrun"
     )
+
+
+def check_data_of_ranks(data: DataDigest | None, ranks: Ranks, resumed: Loaded | None = None) -> None:
+    """Check that all ranks read the same training data, and those of the run that they resume.
+
+    Args:
+        data: what this rank reads; None if nothing tells its data from others.
+        ranks: the ranks; all of them call it.
+        resumed: the checkpoint; None for a new run.
+
+    Raises:
+        InputError: some rank reads other data.
+    """
+    found = [msgspec.convert(one, DataDigest | None) for one in ranks.gather(msgspec.to_builtins(data))]
+    whose = [f"rank {rank}" for rank in range(ranks.world)] if ranks.world > 1 else ["this run"]
+    if resumed is not None:
+        found.insert(0, msgspec.convert(resumed.facts.get("data"), DataDigest | None))
+        whose.insert(0, f"the checkpoint {resumed.path}")
+    check_same_data(found, whose)
 
 
 def agree_on_fit(probe: Callable[[], T], ranks: Ranks) -> T:

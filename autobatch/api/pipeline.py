@@ -43,8 +43,8 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.probing.estimates.estimate import estimate_limits
 from autobatch.probing.estimates.over_ranks import estimate_over_ranks
 from autobatch.report.result import Estimates, Result
-from autobatch.setup.setup import find_workload
 from autobatch.workload.contract import Workload
+from autobatch.workload.reference import find_workload
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
@@ -123,7 +123,7 @@ def run_estimate(
     Raises:
         InputError: the page cannot be written.
     """
-    made, settings = find_workload(workload), unpack.estimate_settings(options)
+    made, settings = find_workload(workload, options.seed), unpack.estimate_settings(options)
     if options.all:
         settings = replace(settings, profiles=(), device="auto")
     ranks, home = unpack.rank_settings(options), data_home(environ)

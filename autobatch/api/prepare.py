@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,9 +14,7 @@ from autobatch.api import unpack
 from autobatch.api.checks import CHECKING_SPLIT, refuse_split, refuse_weights
 from autobatch.api.confirm import JointSettings
 from autobatch.api.context import RunContext
-from autobatch.api.over_ranks import (
-    claim_of_ranks,
-)
+from autobatch.api.over_ranks import check_data_of_ranks, claim_of_ranks
 from autobatch.api.parallel import layout_of_resume, open_choice, probe_choice, with_parallel
 from autobatch.api.probe_stage import (
     OPENING,
@@ -35,6 +33,8 @@ from autobatch.api.tune_stage import (
 )
 from autobatch.core.options import FitOptions
 from autobatch.core.records.plan import Plan
+from autobatch.core.records.run import RunRecord
+from autobatch.core.records.tuning import Tuning
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.distributed.shared_stream import open_stream, split_note
@@ -43,7 +43,7 @@ from autobatch.search.sizes.real_batches import Order
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import SetupProcess, ThisProcess
 from autobatch.setup.key import KeyValue, device_key
-from autobatch.setup.setup import find_workload, open_setup
+from autobatch.setup.setup import data_of_setup, open_setup
 from autobatch.training.build import (
     build_sampler,
     count_stream,
@@ -65,9 +65,14 @@ from autobatch.training.run_folder import (
 from autobatch.training.run_settings import LoopSettings
 from autobatch.training.train_plan import PreparedRun, Resume
 from autobatch.workload.contract import Workload
+from autobatch.workload.data_digest import DataDigest, check_same_data
 from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.reference import find_workload
 from autobatch.workload.sampler_order import epoch_of
-from autobatch.workload.streams import ENDLESS, count_samples, forgets_order
+from autobatch.workload.streams import ENDLESS, count_samples
+
+BEFORE_TRAINING = ("device", "probe", "tuning", "title", "predicted", "memory_curve")
+"""Records of the parts before the training, which every checkpoint keeps for a resume."""
 
 
 class ReadyRun(NamedTuple):
@@ -126,16 +131,24 @@ def prepare(
         sizes = sizes_of(process, result)
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
-    setup = (
-        process.setup
-        if isinstance(process, ThisProcess) and shard is None
-        else _open_setup(_find(workload, context), options, context, shard, is_demo=workload is None)
-    )
+    data = process.info.data
+    if isinstance(process, ThisProcess) and shard is None:
+        setup = process.setup
+    else:
+        found = _find(workload, options.seed, context)
+        setup = _open_setup(found, options, context, shard, is_demo=workload is None)
+        check_same_data([data, data_of_setup(setup)], ["the probe", "the process that trains"])
     setup = _budgeted(setup, process.info.key)
     sampler = _sampler_of(setup, settings, samples, context)
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
-    run = PreparedRun(setup=setup, plan=result.plan, sampler=sampler, key=process.info.key)
+    run = PreparedRun(
+        setup=setup,
+        plan=result.plan,
+        sampler=sampler,
+        key=process.info.key,
+        facts=run_facts(result, data),
+    )
     return ReadyRun(result, run, out)
 
 
@@ -148,7 +161,7 @@ def prepare_resume(
 ) -> ReadyRun:
     """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
     progress, ranks = context.progress, context.ranks
-    found = _find(workload, context)
+    found = _find(workload, options.seed, context)
     out = claim_of_ranks(
         lambda: folder_of(options.out, found.name, resume=True), ranks, context.entered, held
     )
@@ -160,6 +173,8 @@ def prepare_resume(
     setup = _open_setup(found, options, context, shard, is_demo=workload is None)
     sampler = _sampler_of(setup, settings, None, context)
     check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
+    data = data_of_setup(setup)
+    check_data_of_ranks(data, ranks, stored)
     changes = changes_since_checkpoint(
         stored,
         device_key(setup),
@@ -172,16 +187,22 @@ def prepare_resume(
     changes += [] if setup.layout == layout_of(plan) else ["--parallel"]
     changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:
-        # A stream whose order may change says so itself.
-        exactly = "" if forgets_order(setup.stream) else ", bit for bit"
+        # Nothing is claimed of a stream, and of values that are random by nature.
+        exactly = ", bit for bit" if data is not None and data.is_fixed else ""
         progress.note(f"resuming from {stored.path} on the same hardware{exactly}")
         device = setup.device.describe()
         progress.opened(device)
         progress.planned(plan)
-        result = Result(device=device, plan=plan, title=setup.workload.name)
+        result = stored_result(stored.facts, Result(device=device, plan=plan, title=setup.workload.name))
         setup = _budgeted(setup, stored.facts.get("key", {}))
-        key, resume = stored.facts.get("key", {}), Resume(checkpoint=stored, is_exact=True)
-        run = PreparedRun(setup=setup, plan=plan, sampler=sampler, key=key, resume=resume)
+        run = PreparedRun(
+            setup=setup,
+            plan=plan,
+            sampler=sampler,
+            key=stored.facts.get("key", {}),
+            facts=run_facts(result, data),
+            resume=Resume(checkpoint=stored, is_exact=True),
+        )
         return ReadyRun(result, run, out)
     progress.note(
         f"resuming from {stored.path} with another {' and another '.join(changes)}: the batch, the learning "
@@ -191,11 +212,48 @@ def prepare_resume(
     assert result.plan is not None
     rate = {name: getattr(plan, name) for name in Plan.__struct_fields__ if name.startswith("learning_rate")}
     plan = msgspec.structs.replace(result.plan, **rate)
-    result = msgspec.structs.replace(result, plan=plan)
-    resume = Resume(checkpoint=stored, is_exact=False)
+    tuning = stored_result(stored.facts, result).tuning
+    result = msgspec.structs.replace(result, plan=plan, tuning=_tuned_elsewhere(tuning))
     setup = _budgeted(setup, key)
-    run = PreparedRun(setup=setup, plan=plan, sampler=sampler, key=key, resume=resume)
+    run = PreparedRun(
+        setup=setup,
+        plan=plan,
+        sampler=sampler,
+        key=key,
+        facts=run_facts(result, data),
+        resume=Resume(checkpoint=stored, is_exact=False),
+    )
     return ReadyRun(result, run, out)
+
+
+def run_facts(result: Result, data: DataDigest | None) -> dict[str, Any]:
+    """Return what a resume takes over: the records of the parts before the training, and the data."""
+    return {"records": result.to_json(*BEFORE_TRAINING, "profile"), "data": msgspec.to_builtins(data)}
+
+
+def stored_result(facts: Mapping[str, Any], result: Result) -> Result:
+    """Return a result with the records that an earlier process of the run has stored, if there are any."""
+    fields = {name: facts.get("records", {}).get(name) for name in RunRecord.__struct_fields__}
+    profile = facts.get("records", {}).get("profile")
+    try:
+        found = msgspec.convert(
+            {name: value for name, value in fields.items() if value is not None}, RunRecord
+        )
+    except msgspec.ValidationError:  # of a checkpoint without records
+        return result
+    return msgspec.structs.replace(
+        result,
+        profile=None if profile is None else Path(profile),
+        **{name: getattr(found, name) for name in BEFORE_TRAINING},
+    )
+
+
+def _tuned_elsewhere(tuning: Tuning | None) -> Tuning | None:
+    """Return what was tuned before a resume on other hardware, with a note that its choices are not used."""
+    if tuning is None or not tuning.trials:
+        return tuning
+    note = "the run went on with another plan, without the choices that were made before"
+    return msgspec.structs.replace(tuning, notes=[*tuning.notes, note])
 
 
 def _planned_again(
@@ -229,9 +287,9 @@ def _with_split(
     )
 
 
-def _find(workload: Workload | str | None, context: RunContext) -> Workload:
+def _find(workload: Workload | str | None, seed: int, context: RunContext) -> Workload:
     context.progress.doing(OPENING)
-    return find_workload(workload)
+    return find_workload(workload, seed)
 
 
 def _open_setup(

@@ -13,7 +13,7 @@ from autobatch.api import unpack
 from autobatch.api.confirm import JointLimits, JointSettings, confirmed_limits
 from autobatch.api.context import RunContext
 from autobatch.api.one_size import one_size_if_asked
-from autobatch.api.over_ranks import agree_on_fit
+from autobatch.api.over_ranks import agree_on_fit, check_data_of_ranks
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.files import write_output
 from autobatch.core.options import ProbeOptions
@@ -162,6 +162,7 @@ def _limit(
     # For a stream these are only the scanned samples, and rank 0 reads them for all ranks.
     samples = None if info.epoch_samples is None else info.samples
     check_equal(context.ranks.gather({"the model": info.key.get("model"), "the data": samples}))
+    check_data_of_ranks(info.data, context.ranks)
     return limit
 
 

@@ -241,9 +241,6 @@ def rates_in_words(found: LrTuning) -> str:
 
 def training_in_words(training: Training) -> str:
     """Describe the training run: samples, time, recoveries, skipped steps and failed checkpoints."""
-    if training.resumed_from is not None and training.samples_per_s is None:
-        steps = plural(training.optimizer_steps, "optimizer step")
-        return f"Nothing was left to train after {steps}."
     recoveries = plural(training.oom_recoveries, "recovery", "recoveries")
     rate = "" if training.samples_per_s is None else f" ({decimal(training.samples_per_s)} samples/s)"
     words = (

@@ -178,8 +178,6 @@ def describe_reached(training: Training) -> str:
 def describe_training(training: Training, *, with_loss: bool = True) -> str:
     """Describe the work of the training, with its loss or without."""
     steps = plural(training.optimizer_steps, "step")
-    if training.resumed_from is not None and training.samples_per_s is None:
-        return f"nothing was left to train after {steps}"
     words = [f"{steps}, {plural(training.samples, 'sample')}"]
     if training.samples_per_s is not None:
         words.append(f"{training.samples_per_s:,.0f} samples/s")

@@ -19,9 +19,10 @@ from autobatch.core.errors import AutobatchError
 from autobatch.device.host import count_oom_kills
 from autobatch.distributed.launch import OTHER_FAILED
 from autobatch.setup.attempt import TrainSetup
-from autobatch.setup.setup import SetupInfo, SetupSettings, describe_setup, find_workload, open_setup
+from autobatch.setup.setup import SetupInfo, SetupSettings, describe_setup, open_setup
 from autobatch.setup.spare import Spare, start_spare
 from autobatch.workload.contract import Workload
+from autobatch.workload.reference import find_workload
 
 ANSWER_SECONDS = 600.0
 """Time after which a call counts as hung."""
@@ -244,4 +245,4 @@ SetupProcess = ThisProcess | ChildProcess
 
 def open_here(workload: Workload | str | None, settings: SetupSettings) -> ThisProcess:
     """Open the workload in this process."""
-    return ThisProcess(open_setup(find_workload(workload), settings, is_demo=workload is None))
+    return ThisProcess(open_setup(find_workload(workload, settings.seed), settings, is_demo=workload is None))

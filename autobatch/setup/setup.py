@@ -23,10 +23,10 @@ from autobatch.setup.key import KeyValue, setup_key
 from autobatch.setup.model import build_model, build_shared_model, check_whole
 from autobatch.setup.notes import emulation_notes, placement_notes, whole_batch_notes
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
-from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream, kind_of
+from autobatch.workload.contract import WholeBatchLoss, Workload, is_stream
 from autobatch.workload.data import WorstCaseSampler
+from autobatch.workload.data_digest import DataDigest, digest_data
 from autobatch.workload.demo import MEMORY_BUDGET
-from autobatch.workload.reference import DEMO, load_workload
 from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.size_multiple import in_multiples, multiple_notes
@@ -103,6 +103,8 @@ class SetupInfo(Record, frozen=True, kw_only=True):
     """Digest of the sizes of all samples; None if some are unknown."""
     layout: ShardLayout | None = None
     """What ranks gather and reduce of a model that they share; None if each has a whole one."""
+    data: DataDigest | None = None
+    """What tells the training data from others; None for a stream, and for values that are never the same."""
     notes: list[str] = []
 
 
@@ -113,20 +115,6 @@ def with_knobs(setup: TrainSetup, knobs: Mapping[str, Value]) -> TrainSetup:
     if knobs.get(EXPANDABLE) and device.why_not_expandable() is None:
         device = device.expandable()
     return replace(setup, precision=precision, device=device, knobs=knobs)
-
-
-def find_workload(workload: object) -> Workload:
-    """Return the workload, load the one that a reference names, or load the demo for None.
-
-    Raises:
-        InputError: the reference is invalid, or the value is neither a workload nor a reference.
-    """
-    if isinstance(workload, Workload):
-        return workload
-    if not (workload is None or isinstance(workload, str)):
-        hint = ": call it" if callable(workload) else ""
-        raise InputError(f"the workload must be an autobatch.Workload, found {kind_of(workload)}{hint}")
-    return load_workload(workload or DEMO)
 
 
 def open_setup(
@@ -227,6 +215,8 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
     """
     workload = setup.workload
     device = setup.device.describe()
+    # Before anything else reads a sample, as in every process.
+    data = data_of_setup(setup)
     with preserved_random_state():
         setup.worst_case.check_collate()
         key = setup_key(setup, device)
@@ -249,6 +239,7 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
         may_spill=setup.device.may_spill,
         size_quartiles=setup.worst_case.size_quartiles(),
         largest_sample=setup.worst_case.largest(),
+        data=data,
         size_unit=size_unit,
         sizes_digest=None if sizes is None else digest_of(sizes),
         layout=setup.layout,
@@ -263,6 +254,11 @@ def describe_setup(setup: TrainSetup) -> SetupInfo:
             *emulation_notes(setup.precision, setup.device.compute_capability),
         ],
     )
+
+
+def data_of_setup(setup: TrainSetup) -> DataDigest | None:
+    """Return what tells the training data of a setup from others; None if nothing does."""
+    return None if setup.stream is not None else digest_data(setup.workload.train_data)
 
 
 def new_allocator(info: SetupInfo, *, capped: bool = True, expandable: bool | None = None) -> Allocator:

@@ -8,7 +8,7 @@ host never waits for them. The time of ``data`` is then what the GPU waits for d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,16 @@ class PhaseTimes:
             phase: seconds * step_seconds / sampled for phase, seconds in self._sampled.items() if sampled
         }
         return dict(sorted((found | self._besides).items(), key=lambda one: -one[1]))
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return the seconds so far, which a resume continues."""
+        self._read()
+        return {"sampled": dict(self._sampled), "besides": dict(self._besides)}
+
+    def load_state_dict(self, state: Mapping[str, dict[str, float]]) -> None:
+        """Continue from the seconds of the run before a resume."""
+        self._sampled = dict(state["sampled"])
+        self._besides = dict(state["besides"])
 
     def _read(self) -> bool:
         """Add up the laps of the last timed step. Return False if its events have not passed yet."""

@@ -86,6 +86,10 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     check_checkpoint_state(capture_loop(loop))
     check_exportable(loop.train_state.model)
     totals = RunTotals()
+    if resumed is not None:
+        if loop.batches_seen == loop.sampler.total:
+            progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
+        loop.times.load_state_dict(resumed.facts.get("times", {"sampled": {}, "besides": {}}))
     if ranks.rank == 0:
         rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
     run = _Run(loop, settings, resumed, sinks)
@@ -128,7 +132,7 @@ class _Run:
     def __init__(self, loop: Loop, settings: RunSettings, resumed: Loaded | None, sinks: UserSinks) -> None:
         self._loop = loop
         self._settings = settings
-        self.checkpoints = RunCheckpoints(loop, settings, None if resumed is None else resumed.path)
+        self.checkpoints = RunCheckpoints(loop, settings, resumed)
         self._writers: list[MetricsWriter] = [sinks]
         fixed = settings.validation_micro_batch
         # If the meter sees no memory, only the end of the process would stop the growth.

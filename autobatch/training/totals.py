@@ -20,11 +20,8 @@ class RunTotals:
         self.final_loss: float | None = None
         self.skipped_steps = 0
         self.samples = 0
-        """Samples since the resume."""
         self.seconds = 0.0
-        """Seconds since the resume."""
         self._peaks: dict[str, int | None] = dict.fromkeys(PEAKS)
-        self._samples_before = 0
         self._last_count = 0.0
         """Items of the last batch: the target batch in the unit of the noise scale."""
 
@@ -32,14 +29,16 @@ class RunTotals:
         """Add a step from before the resume, as ``metrics.jsonl`` holds it."""
         self._add(row.get("loss"), is_applied=row.get("applied", True))
         self._add_peaks(row)
-        self._samples_before = row.get("samples", self._samples_before)
+        self.samples = row.get("samples", self.samples)
+        self.seconds += row.get("seconds", 0.0)
+        self._last_count = row.get("count", self._last_count)
 
     def add(self, record: StepRecord) -> None:
         """Add a step of this process."""
         self._add(record.loss, is_applied=record.applied)
         if record.peak_allocated_bytes is not None or record.peak_reserved_bytes is not None:
             self._add_peaks({name: getattr(record, name) for name in PEAKS})
-        self.samples = record.samples - self._samples_before
+        self.samples = record.samples
         self.seconds += record.seconds
         self._last_count = record.count
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -56,6 +56,8 @@ class PreparedRun:
     sampler: GlobalBatchSampler
     key: Mapping[str, Any]
     """Values that the limit depends on; stored beside every checkpoint."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the run knows beside the plan, and a resume takes over; stored beside every checkpoint."""
     resume: Resume | None = None
     """None for a new run."""
 
@@ -90,7 +92,7 @@ def train_plan(
     ranks = ranks or Alone()
     plan, sampler, resume = run.plan, run.sampler, run.resume
     setup = with_knobs(run.setup, plan.knobs)
-    told, tell = _kept_notes(progress)
+    told, tell = _kept_notes(progress, [] if resume is None else resume.checkpoint.facts.get("notes", []))
     progress.doing("checking that the loss can be split into micro-batches")
     if plan.parallel == "shard":
         watch = None
@@ -108,6 +110,8 @@ def train_plan(
         facts = {
             "plan": msgspec.to_builtins(plan),
             "key": dict(run.key),
+            **run.facts,
+            "notes": told,
             "sample_seeds": loop.feed is not None,
             **_facts(setup, sampler, loop_settings, ranks),
         }
@@ -116,12 +120,13 @@ def train_plan(
     return msgspec.structs.replace(record, notes=told), loop.train_state.model
 
 
-def _kept_notes(progress: Progress) -> tuple[list[str], Callable[[str], None]]:
-    """Return a list, and a function that shows a note and adds it to the list."""
-    kept: list[str] = []
+def _kept_notes(progress: Progress, before: list[str]) -> tuple[list[str], Callable[[str], None]]:
+    """Return the notes of the run before a resume, and a function that shows a note and adds a new one."""
+    kept = list(before)
 
     def tell(line: str) -> None:
-        kept.append(line)
+        if line not in kept:
+            kept.append(line)
         progress.note(line)
 
     return kept, tell

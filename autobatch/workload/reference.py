@@ -1,4 +1,8 @@
-"""A workload found by its reference: ``file.py``, ``path/to/file.py:function`` or ``module:function``."""
+"""A workload found by its reference: ``file.py``, ``path/to/file.py:function`` or ``module:function``.
+
+Python, NumPy and torch are seeded before the user's module is imported and before its function is called, in
+every process alike. So a ``random_split`` or a ``random.shuffle`` there gives the same data in each of them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +20,46 @@ from autobatch.core.errors import InputError
 from autobatch.core.files import is_file
 from autobatch.core.text import LONGEST_VALUE, cut
 from autobatch.workload.contract import Workload, kind_of
+from autobatch.workload.rng import preserved_random_state, seed_everything
 from autobatch.workload.user_code import user_code
 
 DEMO = "autobatch.workload.demo:workload"
 
 
-def load_workload(reference: str) -> Workload:
+def find_workload(workload: object, seed: int = 0) -> Workload:
+    """Return a workload: as it is, made by a function, named by a reference, or the demo for None.
+
+    Args:
+        workload: a workload, a function that returns one, a reference, or None.
+        seed: of the run, which seeds the user's module and function.
+
+    Raises:
+        InputError: the reference is invalid, or the value is no workload, function or reference.
+    """
+    if isinstance(workload, Workload):
+        return workload
+    if workload is None or isinstance(workload, str):
+        return load_workload(workload or DEMO, seed)
+    if not callable(workload):
+        raise InputError(
+            "the workload must be an autobatch.Workload, a function that returns one, or a reference, found "
+            f"{kind_of(workload)}"
+        )
+    name = getattr(workload, "__name__", type(workload).__name__)
+    made = _call(workload, seed, f"function {name}")
+    if not isinstance(made, Workload):
+        raise InputError(f"{name} returned {kind_of(made)}, not an autobatch.Workload")
+    return made
+
+
+def _call(make: Callable[[], Any], seed: int, part: str) -> Any:
+    """Call the user's function with seeded generators, whose states are restored afterwards."""
+    with preserved_random_state(), user_code(part):
+        seed_everything(seed)
+        return make()
+
+
+def load_workload(reference: str, seed: int = 0) -> Workload:
     """Import and call the function of a reference ``path/to/file.py:function`` or ``module:function``.
 
     The function may be left out if there is only one that can be meant. The working directory is importable,
@@ -31,7 +70,9 @@ def load_workload(reference: str) -> Workload:
         InputError: the file, module or function does not exist, or the function returns no `Workload`.
     """
     place, function = check_reference(reference)
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    with preserved_random_state():
+        seed_everything(seed)
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     function = function or _only_workload_of(module, place)
     make = getattr(module, function, None)
     if make is None:
@@ -43,8 +84,7 @@ def load_workload(reference: str) -> Workload:
         return make
     if not callable(make):
         raise InputError(f"{reference} is {kind_of(make)}, not a function or an autobatch.Workload")
-    with user_code(f"function {function} in {place}"):
-        workload = make()
+    workload = _call(make, seed, f"function {function} in {place}")
     if not isinstance(workload, Workload):
         raise InputError(f"{reference} returned {kind_of(workload)}, not an autobatch.Workload")
     if workload.name != Workload.name:

@@ -172,7 +172,7 @@ def test_a_new_learning_rate_is_compared_with_the_default() -> None:
     assert describe_rate(kept) == f"kept 0.0003: {tried}"
 
 
-def test_the_training_says_what_it_reached_and_a_finished_run_says_that_nothing_was_left() -> None:
+def test_the_training_says_what_it_reached() -> None:
     training = msgspec.structs.replace(
         a_run().training, validation={"loss": 0.5, "accuracy": 0.9722, "x": None}
     )
@@ -181,8 +181,6 @@ def test_the_training_says_what_it_reached_and_a_finished_run_says_that_nothing_
     assert (
         describe_reached(msgspec.structs.replace(training, validation={})) == "training loss 2.4212 → 0.3618"
     )
-    again = msgspec.structs.replace(training, resumed_from="checkpoints/step-120", samples_per_s=None)
-    assert describe_training(again) == "nothing was left to train after 120 steps"
     assert describe_training(training) == (
         "120 steps, 122,880 samples, 1,824 samples/s, loss 2.4212 → 0.3618, 1 recovery from out of memory"
     )

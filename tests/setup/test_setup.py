@@ -20,7 +20,6 @@ from autobatch.setup.setup import (
     SetupSettings,
     budget_of,
     describe_setup,
-    find_workload,
     new_allocator,
     open_setup,
     precision_of,
@@ -31,13 +30,6 @@ from autobatch.workload.demo import MEMORY_BUDGET
 from tests.support.probes import WIDTH, RandomVectors, Sequences, amsgrad, classify, mlp, pad, vectors, work
 from tests.support.training import INFO_NCE, make_workload
 from tests.support.untouched import fingerprint, with_gradients
-
-
-def test_a_function_in_place_of_its_workload_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"must be an autobatch.Workload, found a function: call it"):
-        find_workload(work)
-    with pytest.raises(InputError, match=r"must be an autobatch.Workload, found an int$"):
-        find_workload(3)
 
 
 def test_a_given_budget_replaces_the_budget_of_the_demo() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from autobatch.core.errors import InputError
 from autobatch.workload.contract import Workload
-from autobatch.workload.reference import check_reference, load_workload
+from autobatch.workload.reference import check_reference, find_workload, load_workload
 from autobatch.workload.user_code import describe, failed_part, user_frame
 
 MAKES = (
@@ -149,3 +149,12 @@ def test_a_reference_is_checked_without_running_code(tmp_path: Path) -> None:
         check_reference("other.py:make")
     with pytest.raises(InputError, match=r"there is no module 'elsewhere\.inner' to import from "):
         check_reference("elsewhere.inner:make")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(3, r"must be an autobatch.Workload, a function .* found an int$"), (dict, "dict returned a dict, not")],
+)
+def test_anything_but_a_workload_its_function_or_its_reference_is_refused(given: object, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        find_workload(given)

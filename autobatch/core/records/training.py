@@ -45,7 +45,7 @@ class Training(Record, frozen=True, kw_only=True):
     optimizer_steps: int
     samples: int
     samples_per_s: float | None
-    """None if a resumed run had nothing left to train."""
+    """Over all steps of the run, also those before a resume; None if none of them was timed."""
     first_loss: float | None
     final_loss: float | None
     oom_recoveries: int
@@ -75,6 +75,6 @@ class Training(Record, frozen=True, kw_only=True):
     notes: list[str] = []
     """Findings of the check of the loss, before the training and in its first batches."""
     phase_seconds: dict[str, float] = {}
-    """Seconds since the last resume by phase, the largest first: ``data`` (waiting for it), ``forward``,
+    """Seconds of the whole run by phase, the largest first: ``data`` (waiting for it), ``forward``,
     ``backward``, ``step`` and ``other`` of the steps, from a sample of them, and ``validation`` and
     ``checkpoint`` between steps."""

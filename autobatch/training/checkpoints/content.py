@@ -20,6 +20,7 @@ from autobatch.core.records.plan import Plan
 from autobatch.device.oom import is_oom
 from autobatch.training.checkpoints.manifest import MANIFEST, state_path
 from autobatch.training.checkpoints.sharded_content import ShardNote, check_shards
+from autobatch.workload.data_digest import DataDigest
 from autobatch.workload.order import LastBatch
 
 _Count = Annotated[int, Meta(ge=0)]
@@ -39,6 +40,11 @@ class _Facts(msgspec.Struct):
     total_samples: _Positive
     key: dict[str, Any] = {}
     sample_seeds: bool = False
+    notes: list[str] = []
+    failed_checkpoints: list[int] = []
+    times: dict[str, dict[str, float]] = {}
+    data: DataDigest | None = None
+    records: dict[str, Any] = {}
 
 
 class _Counters(msgspec.Struct):

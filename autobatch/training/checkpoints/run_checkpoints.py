@@ -9,6 +9,7 @@ from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.progress import Progress
 from autobatch.device.oom import first_line, is_oom
 from autobatch.training.checkpoints.checkpoint import save_checkpoint
+from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.checkpoints.sharded import save_sharded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
@@ -24,16 +25,18 @@ class RunCheckpoints:
     Args:
         loop: the loop.
         settings: the folder and the intervals.
-        resumed_from: the checkpoint that the run continues from; None for a new run.
+        resumed: the checkpoint that the run continues from; None for a new run.
     """
 
-    def __init__(self, loop: Loop, settings: RunSettings, resumed_from: Path | None) -> None:
+    def __init__(self, loop: Loop, settings: RunSettings, resumed: Loaded | None) -> None:
         self._loop = loop
         self._settings = settings
-        self._resumed_from = resumed_from
-        self.newest = resumed_from
+        self._resumed_from = None if resumed is None else resumed.path
+        self.newest = self._resumed_from
         """The last checkpoint; None if there is none."""
-        self.failed_steps: list[int] = []
+        self.failed_steps: list[int] = (
+            [] if resumed is None else [*resumed.facts.get("failed_checkpoints", [])]
+        )
         """Steps after which no checkpoint could be written."""
         self._saved_at = loop.clock()
 
@@ -94,7 +97,11 @@ class RunCheckpoints:
         check_checkpoint_state(state)
         more: dict[str, Any] = {
             "state": state,
-            "facts": settings.facts,
+            "facts": {
+                **settings.facts,
+                "failed_checkpoints": self.failed_steps,
+                "times": loop.times.state_dict(),
+            },
             "keep_last": settings.keep_last,
             "protected": self._resumed_from,
         }

@@ -1,0 +1,156 @@
+"""Every process of a run sees the same training data, or the run is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import autobatch
+from tests.support.commandline import autobatch as command
+from tests.support.training import make_workload
+
+HEAD = """
+import os, random, torch
+import numpy as np
+from torch.utils.data import TensorDataset, random_split
+from autobatch import Workload
+
+def of(data):
+    return Workload(
+        name="same",
+        model=lambda: torch.nn.Linear(1, 1),
+        train_data=data,
+        loss=lambda model, batch: model(batch[0]).sub(batch[0]).pow(2).mean(),
+        optimizer=lambda params, learning_rate: torch.optim.SGD(params, lr=learning_rate),
+        learning_rate=0.1,
+    )
+"""
+OF_A_SET = """
+WORDS = {str(number) for number in range(64)}
+
+def workload():
+    return of(TensorDataset(torch.tensor([[float(word) / 64] for word in WORDS])))
+"""
+DRAWN = """
+NUMBERS = [number / 64 for number in range(64)]
+random.shuffle(NUMBERS)
+ORDER = np.random.permutation(64)
+
+def workload():
+    data = TensorDataset(torch.tensor([[NUMBERS[place]] for place in ORDER]))
+    return of(random_split(data, [40, 24])[0])
+"""
+FIT = ("fit", "file.py", "--device", "cpu", "--target-batch", 8, "--trials", 0)
+
+
+def write(folder: Path, code: str) -> None:
+    (folder / "file.py").write_text(HEAD + code)
+
+
+def test_the_order_of_a_set_is_refused_on_resume(tmp_path: Path) -> None:
+    write(tmp_path, OF_A_SET)
+    whole = (*FIT, "--out", "run", "--steps", 2)
+    assert command(tmp_path, *whole, PYTHONHASHSEED="1").code == 0
+    ended = command(tmp_path, *whole, "--resume", PYTHONHASHSEED="2")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "this run are not those of the checkpoint run" in ended.err
+    assert "PYTHONHASHSEED=0" in ended.err
+    assert command(tmp_path, *whole, "--resume", PYTHONHASHSEED="1").code == 0
+
+
+@pytest.mark.distributed
+def test_the_order_of_a_set_is_refused_over_ranks(tmp_path: Path) -> None:
+    write(tmp_path, OF_A_SET)
+    ended = command(tmp_path, *FIT, "--steps", 2, "--ranks", 2, PYTHONHASHSEED="random")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "training data of rank 1 are not those of rank 0" in ended.err
+
+
+@pytest.mark.distributed
+def test_draws_at_import_and_in_the_function_are_alike_in_every_process(tmp_path: Path) -> None:
+    write(tmp_path, DRAWN)
+    assert command(tmp_path, *FIT, "--out", "whole", "--steps", 4).code == 0
+    assert command(tmp_path, *FIT, "--out", "parts", "--steps", 2).code == 0
+    resumed = command(tmp_path, *FIT, "--out", "parts", "--steps", 4, "--resume")
+    assert resumed.code == 0
+    assert "on the same hardware, bit for bit" in resumed.out
+    assert command(tmp_path, *FIT, "--out", "ranks", "--steps", 4, "--ranks", 2).code == 0
+    whole, parts, ranks = (
+        load_file(tmp_path / one / "model.safetensors") for one in ("whole", "parts", "ranks")
+    )
+    assert all(parts[name].equal(value) for name, value in whole.items())
+    assert all(torch.allclose(ranks[name], value, rtol=1e-5) for name, value in whole.items())
+
+
+class Augmented(torch.utils.data.TensorDataset):
+    """Rows with noise."""
+
+    def __getitem__(self, index: int):
+        inputs, labels = super().__getitem__(index)
+        return inputs + torch.randn(5).double(), labels
+
+
+@pytest.mark.parametrize("is_random", [True, False])
+def test_nothing_is_claimed_of_values_that_are_random_by_nature(tmp_path: Path, is_random: bool) -> None:
+    rows = make_workload().train_data
+    data = Augmented(*rows.columns) if is_random else rows
+    said: list[str] = []
+
+    class Heard(autobatch.Progress):
+        def note(self, text: str) -> None:
+            said.append(text)
+
+    for resume in (False, True):
+        autobatch.fit(
+            make_workload(train_data=data), target_batch=8, steps=2, trials=0, device="cpu", out=tmp_path,
+            resume=resume, progress=Heard(),
+        )  # fmt: skip
+    resuming = next(line for line in said if line.startswith("resuming from"))
+    assert resuming.endswith("on the same hardware" if is_random else "on the same hardware, bit for bit")
+
+
+def test_a_function_that_returns_the_workload_is_called_with_seeded_generators(tmp_path: Path) -> None:
+    drawn = []
+
+    def made() -> autobatch.Workload:
+        drawn.append(torch.rand(()).item())
+        return make_workload()
+
+    for _ in range(2):
+        autobatch.probe(made, device="cpu", max_micro_batch=2)
+    assert drawn[0] == drawn[1]
+
+
+VARYING = ("created", "phase_seconds", "resumed_from", "checkpoints")
+
+
+def test_the_result_of_a_resumed_run_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    write(tmp_path, DRAWN)
+    fit = (*FIT[:-2], "--trials", 2, "--out", "run", "--checkpoint-every", 2)
+    assert command(tmp_path, *fit, "--steps", 3).code == 0
+
+    def stored() -> tuple[dict, dict]:
+        result = json.loads((tmp_path / "run" / "result.json").read_text())
+        return result, result.pop("training")
+
+    before, trained = stored()
+    finished = command(tmp_path, *fit, "--steps", 3, "--resume")
+    assert finished.code == 0
+    again, trained_again = stored()
+    differing = {name for name in before if before[name] != again[name]}
+    assert differing <= {"created", "options", "surroundings"}
+    assert {name for name in trained if trained[name] != trained_again[name]} <= set(VARYING)
+    assert again["command"] == before["command"]
+    assert "--resume" not in (tmp_path / "run" / "report.html").read_text()
+    assert command(tmp_path, *fit, "--steps", 6, "--resume").code == 0
+    longer, trained_longer = stored()
+    for part in ("probe", "tuning", "memory_curve", "predicted", "plan", "profile", "title"):
+        assert longer[part] == before[part], part
+    assert (trained_longer["samples"], trained_longer["first_loss"]) == (48, trained["first_loss"])
+    assert trained_longer["seconds"] > trained["seconds"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert trained_longer["seconds"] == pytest.approx(sum(row["seconds"] for row in rows))
