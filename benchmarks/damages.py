@@ -17,17 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.manifest import (
-    MANIFEST,
-    OLD_STATE,
-    STATE,
-    read_manifest,
-    state_path,
-    write_manifest,
-)
+from autobatch.training.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
+from autobatch.training.checkpoints.state_file import STATE
 from autobatch.training.resume import load_run_state
 from autobatch.training.run_folder import CHECKPOINTS
 from benchmarks.tiny_run import tiny_workload, trained_run
+
+TENSORS = "state-00001.safetensors"
+OF_TORCH = "state.pt"
+"""A file as torch.save writes it, which nothing reads."""
 
 
 class Damage(NamedTuple):
@@ -52,7 +50,7 @@ def damage_checkpoints(root: Path, seed: int, number: int) -> tuple[dict[str, Co
     """
     trained_run(root, steps=3, workload=tiny_workload())
     older, newest = list_checkpoints(root / CHECKPOINTS)[-2:]
-    sound = {name: (newest / name).read_bytes() for name in (MANIFEST, STATE)}
+    sound = {name: (newest / name).read_bytes() for name in (MANIFEST, STATE, TENSORS)}
     other = {name: (older / name).read_bytes() for name in sound}
     assert load_run_state(root).path == newest
     sentinel = root / "executed"
@@ -65,7 +63,7 @@ def damage_checkpoints(root: Path, seed: int, number: int) -> tuple[dict[str, Co
         if found != "caught":
             missed.append(f"{damage.kind}: {found}")
         sentinel.unlink(missing_ok=True)
-        (newest / OLD_STATE).unlink(missing_ok=True)
+        (newest / OF_TORCH).unlink(missing_ok=True)
         for name, content in sound.items():
             (newest / name).write_bytes(content)
     assert load_run_state(root).path == newest
@@ -95,10 +93,12 @@ def _damages(
     yield Damage("swaps", dict(other))
     yield Damage("swaps", {STATE: sound[MANIFEST]})
     yield Damage("swaps", {MANIFEST: sound[STATE]})
+    yield Damage("swaps", {STATE: sound[TENSORS], TENSORS: sound[STATE]}, resealed=True)
     for payload in _payloads(sentinel):
-        for name, planted in ((STATE, payload), (OLD_STATE, payload), (OLD_STATE, _in_zip(payload))):
-            yield Damage("planted pickles", {STATE: None, name: planted})
-            yield Damage("planted pickles with right sums", {STATE: None, name: planted}, resealed=True)
+        for place in (STATE, TENSORS):
+            for name, planted in ((place, payload), (OF_TORCH, payload), (OF_TORCH, _in_zip(payload))):
+                yield Damage("planted pickles", {place: None, name: planted})
+                yield Damage("planted pickles with right sums", {place: None, name: planted}, resealed=True)
 
 
 class _Calling:
@@ -144,10 +144,14 @@ def _apply(path: Path, damage: Damage) -> None:
             (path / name).write_bytes(content)
     if damage.resealed:
         manifest = read_manifest(path)
-        content = state_path(path).read_bytes()
-        sums = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         entries = {name: manifest[name] for name in ("step", "facts")}
-        write_manifest(path / MANIFEST, {**entries, "files": {state_path(path).name: sums}})
+        files = {file.name: _sums_of(file) for file in path.iterdir() if file.name != MANIFEST}
+        write_manifest(path / MANIFEST, {**entries, "files": files})
+
+
+def _sums_of(file: Path) -> dict[str, Any]:
+    content = file.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _outcome(root: Path, older: Path, newest: Path, sentinel: Path) -> str:

@@ -1,7 +1,5 @@
 """State of the training loop, captured as plain values and tensors and restored from them.
 
-A checkpoint holds neither NumPy scalars nor arrays. They become plain numbers and tensors here.
-
 Counters in a checkpoint:
 
 - ``batches_seen``: batches trained so far, whether their step was applied or not.
@@ -13,10 +11,8 @@ Counters in a checkpoint:
 
 from __future__ import annotations
 
-import io
-import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +24,36 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError, InputError
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
 from autobatch.step.ema import load_average
-from autobatch.training.checkpoints.sharded import sharded_bytes, with_shards
-from autobatch.training.checkpoints.state_file import pack, read_state_file, write_state_file
+from autobatch.step.local_part import is_sharded
+from autobatch.step.train_state import TrainState
+from autobatch.training.checkpoints.state_file import pack, replace_sharded, sharded_tensors
 from autobatch.training.loop import Loop
-from autobatch.training.oom_errors import available_host_memory
 from autobatch.workload.nested import tensors_of
-from autobatch.workload.rng import capture_random_state, restore_random_state, seed_rank
+from autobatch.workload.rng import (
+    capture_random_state,
+    plain_random_state,
+    random_state_of,
+    restore_random_state,
+    seed_rank,
+)
 from autobatch.workload.streams import stream_state
 
 
 def capture_loop(loop: Loop) -> dict[str, Any]:
     """Return everything that the rest of a run depends on, between two steps."""
     train_state = loop.train_state
-    own = _plain_random()
+    own = plain_random_state()
     return {
         "model": train_state.model.state_dict(),
         "buffers": _unsaved_buffers(train_state.model),
-        "optimizers": [to_plain(optimizer.state_dict()) for optimizer in train_state.optimizers],
-        "schedules": [to_plain(schedule.state_dict()) for schedule in loop.schedules],
+        "names": _parameter_names(train_state),
+        "optimizers": [optimizer.state_dict() for optimizer in train_state.optimizers],
+        "schedules": [schedule.state_dict() for schedule in loop.schedules],
         "scaler": None if train_state.scaler is None else train_state.scaler.state_dict(),
         "average": None if train_state.average is None else train_state.average.state_dict(),
         "items_per_sample": train_state.items_per_sample,
         "noise": loop.noise.state_dict(),
-        "stream": to_plain(stream_state(loop.workload.train_data)),
+        "stream": stream_state(loop.workload.train_data),
         "random": own,
         "ranks": _ranks_of(loop, own),
         "counters": {
@@ -82,7 +85,7 @@ def restore_loop(
     watch = _OomWatch()
     try:
         with watch:
-            _restore_train_state(loop, with_shards(loop, state, folder))
+            _restore_train_state(loop, _with_shards(loop, state, folder))
             _restore_random_of_rank(loop, state, same_hardware=same_hardware)
     except AutobatchError:
         raise
@@ -108,27 +111,51 @@ def restore_loop(
         loop.micro_batch = loop.engine.limits[loop.engine.ranks.rank]
 
 
-def _plain_random() -> dict[str, Any]:
-    """Return the random states of this process as plain values and tensors."""
-    state = capture_random_state()
-    numpy = state.numpy
-    return {
-        "python": state.python,
-        "numpy": None if numpy is None else (numpy[0], torch.from_numpy(numpy[1].copy()), *numpy[2:]),
-        "torch": state.torch,
-        "cuda": state.cuda,
-    }
-
-
 def _ranks_of(loop: Loop, own: dict[str, Any]) -> dict[str, Any] | None:
     """Return what a checkpoint keeps of every rank; None for one process. All ranks call it."""
     ranks = loop.engine.ranks
     if ranks.world == 1:
         return None
-    file = io.BytesIO()
-    write_state_file(file, own)
-    found = [read_state_file(io.BytesIO(one)) for one in ranks.gather_bytes(file.getvalue())]
-    return {"limits": [*loop.engine.limits], "random": found}
+    return {"limits": [*loop.engine.limits], "random": ranks.gather(own)}
+
+
+def _parameter_names(train_state: TrainState) -> dict[str, Any]:
+    """Return the names of the parameters that optimizers and the average know by number."""
+    known = {parameter: name for name, parameter in train_state.model.named_parameters()}
+
+    def names_of(parameters: Iterable[Tensor]) -> list[str]:
+        return [known.get(one, f"parameter-{number}") for number, one in enumerate(parameters)]  # type: ignore[call-overload]
+
+    return {
+        "optimizers": [
+            names_of(p for group in optimizer.param_groups for p in group["params"])
+            for optimizer in train_state.optimizers
+        ],
+        "average": names_of(train_state.parameters),
+    }
+
+
+def _with_shards(loop: Loop, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
+    """Return a state with all of its tensors, sharded as those of the loop.
+
+    Args:
+        loop: the loop that is going to be restored.
+        state: of the checkpoint.
+        folder: of the checkpoint; None if the state has all tensors.
+    """
+    wanted, mesh = sharded_tensors(state), loop.engine.mesh
+    if not wanted and mesh is None:
+        return state
+    # Only here: one process needs no torch.distributed.
+    from autobatch.distributed.sharding.files import read_shards
+    from autobatch.distributed.sharding.state import shard_like, sharded_parameters
+
+    if wanted:
+        assert folder is not None
+        # The weights are read in place.
+        into = sharded_parameters(loop.train_state)
+        state = replace_sharded(state, read_shards(folder, wanted, mesh=mesh, into=into))
+    return state if mesh is None else shard_like(loop.train_state, state, mesh)
 
 
 def _restore_random_of_rank(loop: Loop, state: Mapping[str, Any], *, same_hardware: bool) -> None:
@@ -144,7 +171,10 @@ def _restore_random_of_rank(loop: Loop, state: Mapping[str, Any], *, same_hardwa
 
 def _restore_train_state(loop: Loop, state: Mapping[str, Any]) -> None:
     train_state = loop.train_state
-    train_state.model.load_state_dict(state["model"])
+    model = OrderedDict(state["model"])
+    # The versions of its modules, which a state dict has as an attribute.
+    model._metadata = train_state.model.state_dict()._metadata  # type: ignore[attr-defined]
+    train_state.model.load_state_dict(model)
     _load_buffers(train_state.model, state["buffers"], train_state.device)
     for optimizer, saved in zip(train_state.optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, saved)
@@ -181,7 +211,9 @@ class _OomWatch(TorchFunctionMode):
 
 
 def _not_enough_memory(loop: Loop, state: Mapping[str, Any], error: Exception) -> str:
-    size = sum(tensor.nbytes for tensor in tensors_of(dict(state))) + sharded_bytes(loop, state)
+    shared = sum(one.nbytes for one in sharded_tensors(state).values())
+    own = shared if loop.engine.mesh is None else -(-shared // loop.engine.ranks.world)
+    size = sum(tensor.nbytes for tensor in tensors_of(dict(state))) + own
     return (
         f"not enough memory to resume: the state of the checkpoint takes {format_bytes(size)}, and the "
         f"memory budget is {format_bytes(loop.device.budget_bytes)}: {first_line(error).rstrip('.')}. The "
@@ -194,49 +226,16 @@ def check_checkpoint_state(state: Mapping[str, Any]) -> None:
 
     Raises:
         InputError: it holds objects that a checkpoint cannot hold; names the part.
-        DoesNotFitError: the host memory does not suffice for the check.
     """
     for part, value in state.items():
         try:
-            json.dumps(pack(_skeleton(value)).value)
-        except Exception as error:
-            if is_oom(error):
-                raise DoesNotFitError(
-                    f"not enough host memory to keep the state of the workload's {part} in a checkpoint, "
-                    f"found {available_host_memory()} available: {first_line(error).rstrip('.')}. "
-                    "Free host memory"
-                ) from error
+            pack({"names": state["names"], part: value})
+        except TypeError as error:
             raise InputError(
                 f"the state of the workload's {part} cannot be kept in a checkpoint, which is read without "
-                f"executing code, found {first_line(error)}: keep only numbers, text, tensors and lists, "
-                "tuples, sets and dicts of them"
+                f"executing code, found {error}: keep only numbers, text, tensors and lists, tuples, sets "
+                "and dicts of them"
             ) from None
-
-
-def to_plain(value: Any) -> Any:
-    """Return the value with NumPy scalars as exact Python numbers; containers without any are kept."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
-    if isinstance(value, dict):
-        changed = {to_plain(key): to_plain(item) for key, item in value.items()}
-        is_same = all(a is b for a, b in zip(changed.values(), value.values(), strict=True))
-        return value if is_same and all(a is b for a, b in zip(changed, value, strict=True)) else changed
-    if type(value) in (list, tuple):
-        items = [to_plain(item) for item in value]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-    return value
-
-
-def _skeleton(value: Any) -> Any:
-    """Return the same structure with every sharded tensor empty, which has a file of its own."""
-    if hasattr(value, "device_mesh"):
-        return torch.empty(0, device="cpu")
-    if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):
-        if isinstance(value, dict):
-            return {key: _skeleton(item) for key, item in value.items()}
-        return type(value)(_skeleton(item) for item in value)
-    return value
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -257,26 +256,27 @@ def _load_buffers(model: nn.Module, saved: Mapping[str, Tensor], device: torch.d
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load optimizer state exactly: torch would round float32 state of 16-bit parameters to 16 bits."""
+    """Load optimizer state exactly, in the layout of its parameters.
+
+    torch would round float32 state of 16-bit parameters to 16 bits. Files keep no layout in memory, and fused
+    optimizers need that of the parameter.
+    """
     optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in saved["state"].get(number, {}).items():
-            loaded = optimizer.state[parameter][name]
-            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][name] = value.to(loaded.device, copy=True)
+            if not isinstance(value, Tensor):
+                continue
+            device = optimizer.state[parameter][name].device
+            if value.shape == parameter.shape and not is_sharded(value):
+                made = torch.empty_like(parameter.detach(), dtype=value.dtype, device=device)
+                optimizer.state[parameter][name] = made.copy_(value)
+            elif optimizer.state[parameter][name].dtype != value.dtype:
+                optimizer.state[parameter][name] = value.to(device, copy=True)
 
 
-def _restore_random(state: Mapping[str, Any], *, with_cuda: bool) -> None:
-    numpy = state["numpy"]
-    current = capture_random_state()
-    cuda: list[Tensor] = state["cuda"] if with_cuda and len(state["cuda"]) == len(current.cuda) else []
-    restore_random_state(
-        current._replace(
-            python=state["python"],
-            numpy=None if numpy is None else (numpy[0], numpy[1].numpy(), *numpy[2:]),
-            torch=state["torch"],
-            cuda=cuda,
-        )
-    )
+def _restore_random(plain: Mapping[str, Any], *, with_cuda: bool) -> None:
+    saved, current = random_state_of(plain), capture_random_state()
+    cuda = saved.cuda if with_cuda and len(saved.cuda) == len(current.cuda) else []
+    restore_random_state(current._replace(**saved._replace(cuda=cuda)._asdict()))

@@ -16,7 +16,6 @@ from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.training.checkpoints.checkpoint import clean_leftovers, list_checkpoints
 from autobatch.training.checkpoints.content import check_content
 from autobatch.training.checkpoints.load import Loaded, load_newest
-from autobatch.training.checkpoints.manifest import state_path
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
 from autobatch.training.run_settings import LoopSettings
@@ -174,10 +173,10 @@ def changes_since_checkpoint(
 
 def _not_enough_memory(folder: Path, error: Exception) -> str:
     path = list_checkpoints(folder)[-1]
+    size = sum(file.stat().st_size for file in path.iterdir())
     return (
-        f"not enough memory to resume from {path}: its state takes "
-        f"{format_bytes(state_path(path).stat().st_size)} of host memory, found "
-        f"{available_host_memory()} available: {first_line(error).rstrip('.')}. "
+        f"not enough memory to resume from {path}: its state takes {format_bytes(size)} of host memory, "
+        f"found {available_host_memory()} available: {first_line(error).rstrip('.')}. "
         "Free host memory, then resume again"
     )
 

@@ -8,7 +8,7 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -69,6 +69,47 @@ def capture_random_state(last: RandomState | None = None) -> RandomState:
         numpy_mark=mark,
         python_mark=own,
     )
+
+
+def plain_random_state() -> dict[str, Any]:
+    """Return the states of all generators as values that JSON can hold; bytes are hexadecimal."""
+    state = capture_random_state()
+    numpy = state.numpy
+    return {
+        "python": [state.python[0], list(state.python[1]), state.python[2]],
+        "numpy": None if numpy is None else [numpy[0], numpy[1].tolist(), *numpy[2:]],
+        "torch": _hex_of(state.torch),
+        "cuda": [_hex_of(one) for one in state.cuda],
+    }
+
+
+def random_state_of(plain: Mapping[str, Any]) -> RandomState:
+    """Return the states that `plain_random_state` returned.
+
+    Raises:
+        ValueError: a state has no such form.
+        TypeError: a state has no such form.
+    """
+    numpy = plain["numpy"]
+    if numpy is not None:
+        from numpy import array, uint32
+
+        numpy = (numpy[0], array(numpy[1], uint32), *numpy[2:])
+    version, words, gauss = plain["python"]
+    return RandomState(
+        python=(version, tuple(words), gauss),
+        numpy=numpy,
+        torch=_bytes_of(plain["torch"]),
+        cuda=[_bytes_of(one) for one in plain["cuda"]],
+    )
+
+
+def _hex_of(state: Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _bytes_of(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8, device="cpu")
 
 
 @functools.cache

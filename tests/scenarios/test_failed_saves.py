@@ -43,10 +43,10 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: Path) 
     assert newest(tmp_path) == 3
 
 
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(5))
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_failed_flush_is_a_failed_checkpoint(tmp_path: Path, monkeypatch, which, number) -> None:
-    """State, manifest, folder and parent folder are flushed, and each flush may fail."""
+    """State, tensors, manifest, folder and parent folder are flushed, and each flush may fail."""
     save(tmp_path, 1)
     calls = iter(range(10))
 
@@ -58,7 +58,7 @@ def test_a_failed_flush_is_a_failed_checkpoint(tmp_path: Path, monkeypatch, whic
     with pytest.raises(CheckpointError, match=os.strerror(number)):
         save(tmp_path, 2)
     monkeypatch.undo()
-    assert newest(tmp_path) == (2 if which == 3 else 1)
+    assert newest(tmp_path) == (2 if which == 4 else 1)
     assert is_valid(tmp_path / "step-00000001")
     assert leftovers(tmp_path) == []
 

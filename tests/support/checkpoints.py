@@ -17,13 +17,14 @@ from autobatch.planning import make_plan
 from autobatch.training.checkpoints import checkpoint
 from autobatch.training.checkpoints.checkpoint import save_checkpoint
 from autobatch.training.checkpoints.load import load_newest
-from autobatch.training.checkpoints.manifest import read_manifest, write_manifest, write_state
-from autobatch.training.checkpoints.state_file import read_state_file
+from autobatch.training.checkpoints.manifest import read_manifest, write_manifest
+from autobatch.training.checkpoints.state_file import pack, read_state, write_state
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop
 from autobatch.training.resume import data_order_facts
 
-MANIFEST, STATE = "manifest.json", "state.tensors"
+TENSORS = "state-00001.safetensors"
+MANIFEST, STATE = "manifest.json", "state.json"
 
 
 def save(folder: Path, step: int, size: int = 8, **options: Any) -> Path:
@@ -53,11 +54,9 @@ def save_run(folder: Path, loop: Loop, steps: int) -> list[Path]:
 
 def reseal(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
     """Change the state and the facts of a checkpoint, and give it valid sums."""
-    manifest = read_manifest(path)
-    with (path / STATE).open("rb") as file:
-        state = read_state_file(file)
+    manifest, state = read_manifest(path), read_state(path)
     change(state, manifest["facts"])
-    files = {STATE: write_state(path / STATE, state)}
+    files = write_state(path, pack(state))
     content = {"step": manifest["step"], "files": files, "facts": manifest["facts"]}
     write_manifest(path / MANIFEST, content)
 

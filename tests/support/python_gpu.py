@@ -178,7 +178,7 @@ class PythonGpu:
 
 def _packed_values(module: Any) -> Operator:
     pack = module._packed_tensor
-    return lambda x, into: pack(x.inner if isinstance(x, GpuTensor) else x, into)
+    return lambda x, *more: pack(x.inner if isinstance(x, GpuTensor) else x, *more)
 
 
 @contextmanager

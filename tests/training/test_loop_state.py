@@ -14,7 +14,7 @@ import torch
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.training.checkpoints.checkpoint import save_checkpoint
 from autobatch.training.checkpoints.load import load_newest
-from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop, to_plain
+from autobatch.training.loop_state import capture_loop, check_checkpoint_state, restore_loop
 from tests.support.faults import Fault
 from tests.support.kinds import RUNS, adamw
 from tests.support.training import apart, fingerprint, make_loop, make_workload, weights
@@ -163,14 +163,6 @@ def test_memory_that_runs_out_at_any_tensor_operation_of_a_resume_is_no_other_mo
         assert "\n" not in str(caught.value)
 
 
-def test_memory_that_runs_out_in_the_check_is_no_fault_of_the_state() -> None:
-    state = capture_loop(open_loop("ragged"))
-    with Fault(0, error=MemoryError()) as fault:
-        fault.armed = True
-        with pytest.raises(DoesNotFitError, match=r"not enough host memory to keep .* available"):
-            check_checkpoint_state(state)
-
-
 def test_any_error_of_a_users_schedule_is_refused_in_one_line() -> None:
     class Strict(torch.optim.lr_scheduler.StepLR):
         def load_state_dict(self, state):
@@ -196,14 +188,3 @@ def test_state_that_no_checkpoint_can_hold_is_refused(make) -> None:
     loop = make_loop(make_workload(schedule=lambda o, steps: Odd(o, 1)))
     with pytest.raises(InputError, match="schedules cannot be kept in a checkpoint"):
         check_checkpoint_state(capture_loop(loop))
-
-
-def test_numpy_scalars_become_python_numbers_and_the_rest_is_kept() -> None:
-    tensor = torch.ones(2)
-    value = {"a": [np.float64(0.1), tensor], np.int64(3): (np.bool_(True),), "b": {"c": 1}}
-    found = to_plain(value)
-    assert found == {"a": [0.1, tensor], 3: (True,), "b": {"c": 1}}
-    assert [type(key) for key in found] == [str, int, str]
-    assert (type(found["a"][0]), type(found[3][0])) == (float, bool)
-    assert found["a"][1] is tensor
-    assert found["b"] is value["b"]

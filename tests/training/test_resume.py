@@ -73,7 +73,7 @@ NO_MEMORY = {
 @pytest.mark.parametrize(
     "place",
     [
-        "autobatch.training.checkpoints.load.read_state_file",
+        "autobatch.training.checkpoints.load.read_state",
         "hashlib.file_digest",
         "json.loads",
         "pathlib.Path.read_bytes",
@@ -93,7 +93,7 @@ def test_memory_that_runs_out_while_a_checkpoint_is_read_does_not_make_it_invali
         patch.setattr(place, fail)
         with pytest.raises(DoesNotFitError, match="not enough memory to resume from") as caught:
             load_run_state(tmp_path)
-    size = format_bytes((newest / STATE).stat().st_size)
+    size = format_bytes(sum(file.stat().st_size for file in newest.iterdir()))
     assert f"{newest}: its state takes {size} of host memory, found " in str(caught.value)
     assert caught.value.exit_code == 3
     assert ".." not in str(caught.value)
@@ -110,7 +110,7 @@ def test_memory_that_runs_out_at_any_tensor_operation_of_loading_does_not_make_a
     with Fault() as fault:
         fault.armed = True
         load_run_state(tmp_path)
-    assert fault.count > 10
+    assert fault.count > 3
     for operation in range(fault.count):
         for error in (NO_MEMORY["device"], NO_MEMORY["python"]):
             fault = Fault(operation, error=error)

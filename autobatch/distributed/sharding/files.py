@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_sharded
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
@@ -33,7 +33,23 @@ FILE_BYTES = GiB
 """Bytes of a file, unless one tensor has more. A rank holds two copies of a file in host memory."""
 
 
-def write_shards(folder: Path, shards: dict[str, DTensor], group: Group) -> dict[str, dict[str, Any]]:
+class WholeTensor(Protocol):
+    """A sharded tensor of a checkpoint, as its state describes it."""
+
+    @property
+    def shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the name of its type in torch."""
+
+    @property
+    def dim(self) -> int | None:
+        """Return the dimension that is cut over ranks; None if each rank has all of it."""
+
+
+def write_shards(folder: Path, shards: Mapping[str, Tensor], group: Group) -> dict[str, dict[str, Any]]:
     """Write the parts of every rank, and flush them to the disk; all ranks call it.
 
     Args:
@@ -54,7 +70,7 @@ def write_shards(folder: Path, shards: dict[str, DTensor], group: Group) -> dict
     )
     try:
         with as_rank_lost("write the checkpoint"):
-            save(shards, storage_writer=writer, process_group=group.tensor_group(torch.device("cpu")))
+            save(dict(shards), storage_writer=writer, process_group=group.tensor_group(torch.device("cpu")))
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
         raise _clear_error(rank, folder, cause) from cause
@@ -74,7 +90,7 @@ def write_shards(folder: Path, shards: dict[str, DTensor], group: Group) -> dict
 
 def read_shards(
     folder: Path,
-    notes: Mapping[str, Mapping[str, Any]],
+    wanted: Mapping[str, WholeTensor],
     *,
     mesh: DeviceMesh | None,
     into: Mapping[str, Tensor] | None = None,
@@ -83,19 +99,18 @@ def read_shards(
 
     Args:
         folder: of the checkpoint.
-        notes: of `autobatch.distributed.sharding.state.separate`.
+        wanted: the tensors by name.
         mesh: the ranks that share them from now on; None for whole tensors, on the CPU.
-        into: tensors to read into, by place; the others are new.
+        into: tensors to read into, by name; the others are new.
 
     Returns:
-        The tensors by place.
+        The tensors by name.
     """
-    found = {}
-    for place in {note["kept_at"]: None for note in notes.values()}:
-        note = notes[place]
-        target = (into or {}).get(place)
-        is_fit = target is not None and list(target.shape) == note["shape"]
-        found[place] = target.detach() if target is not None and is_fit else _empty(note, mesh)
+    found: dict[str, Tensor] = {}
+    for name, one in wanted.items():
+        target = (into or {}).get(name)
+        is_fit = target is not None and list(target.shape) == one.shape
+        found[name] = target.detach() if target is not None and is_fit else _empty(one, mesh)
     with warnings.catch_warnings():
         # It warns that ranks do not read together, which is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -104,25 +119,25 @@ def read_shards(
         except CheckpointException as error:
             (cause, _), *_ = error.failures.values()
             raise cause from None
-    return {place: found[note["kept_at"]] for place, note in notes.items()}
+    return found
 
 
-def _empty(note: Mapping[str, Any], mesh: DeviceMesh | None) -> Tensor:
-    dtype = getattr(torch, note["dtype"])
+def _empty(one: WholeTensor, mesh: DeviceMesh | None) -> Tensor:
+    dtype = getattr(torch, one.dtype)
     if mesh is None:
-        return torch.empty(note["shape"], dtype=dtype, device="cpu")
-    placement: Placement = Replicate() if note["dim"] is None else Shard(note["dim"])
-    return empty_sharded(*note["shape"], dtype=dtype, device_mesh=mesh, placements=[placement])
+        return torch.empty(one.shape, dtype=dtype, device="cpu")
+    placement: Placement = Replicate() if one.dim is None else Shard(one.dim)
+    return empty_sharded(*one.shape, dtype=dtype, device_mesh=mesh, placements=[placement])
 
 
-def _files_of(shards: Mapping[str, DTensor], world: int) -> dict[str, int]:
+def _files_of(shards: Mapping[str, Tensor], world: int) -> dict[str, int]:
     """Number the files of a rank from 1, and give every tensor one of them; the same on every rank."""
     files, number, used = {}, 1, 0
-    for place, shard in shards.items():
+    for name, shard in shards.items():
         size = -(-shard.numel() * shard.dtype.itemsize // world)
         if used and used + size > FILE_BYTES:
             number, used = number + 1, 0
-        files[place] = number
+        files[name] = number
         used += size
     return files
 

@@ -1,56 +1,17 @@
-"""Sharded tensors within the state of a run: taken out for a checkpoint, and put back.
-
-A tensor is known by its place, which are the keys that lead to it: ``model.blocks.0.weight`` or
-``optimizers.0.state.3.exp_avg``. A state without its sharded tensors has None in their places.
-"""
+"""The state of a sharded model: whole tensors cut into its parts, and parts gathered into whole weights."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autobatch.step.train_state import TrainState
-
-
-class Separated(NamedTuple):
-    """A state without its sharded tensors."""
-
-    state: Any
-    """The state, with None in their places."""
-    shards: dict[str, DTensor]
-    """The sharded tensors by their places, tied ones once."""
-    notes: dict[str, dict[str, Any]]
-    """For each place the shape, type and sharded dimension, and the place that has the values; plain."""
-
-
-def separate(state: Any) -> Separated:
-    """Take the sharded tensors out of a state."""
-    shards: dict[str, DTensor] = {}
-    notes: dict[str, dict[str, Any]] = {}
-    known: dict[Any, str] = {}
-
-    def take(place: str, leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor):
-            return leaf
-        kept_at = known.setdefault(_memory_of(leaf), place)
-        notes[place] = _note_of(leaf, kept_at)
-        if kept_at == place:
-            shards[place] = leaf
-        return None
-
-    rest = map_leaves(state, take)
-    return Separated(rest, shards, notes)
-
-
-def fill(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a state with tensors in their places."""
-    return map_leaves(state, tensors.get)
 
 
 def shard_like(train_state: TrainState, state: Any, mesh: DeviceMesh) -> Any:
@@ -58,7 +19,7 @@ def shard_like(train_state: TrainState, state: Any, mesh: DeviceMesh) -> Any:
     owners = _owners(train_state)
 
     def cut(place: str, leaf: Any) -> Any:
-        owner = owners.get(place, owners.get(place.rpartition(".")[0]))
+        owner = owners.get(place, owners.get(place.rpartition("/")[0]))
         if not isinstance(owner, DTensor) or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
             return leaf
         if not leaf.dim():  # numbers of steps
@@ -70,9 +31,9 @@ def shard_like(train_state: TrainState, state: Any, mesh: DeviceMesh) -> Any:
 
 
 def sharded_parameters(train_state: TrainState) -> dict[str, Tensor]:
-    """Return the sharded tensors of a model by their places in a state."""
+    """Return the sharded tensors of a model by their names in a checkpoint."""
     own = train_state.model.state_dict()
-    return {f"model.{name}": value for name, value in own.items() if isinstance(value, DTensor)}
+    return {f"model/{name}": value for name, value in own.items() if isinstance(value, DTensor)}
 
 
 @torch.no_grad()
@@ -103,12 +64,12 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], place: str = "") -
 
     Args:
         value: dicts, lists and tuples of leaves.
-        change: receives the place of a leaf, which are the keys joined by dots, and the leaf.
+        change: receives the place of a leaf, which are the keys joined by slashes, and the leaf.
         place: of the value.
     """
 
     def inner(key: object, item: Any) -> Any:
-        return map_leaves(item, change, f"{place}.{key}" if place else str(key))
+        return map_leaves(item, change, f"{place}/{key}" if place else str(key))
 
     if isinstance(value, dict):
         changed = {key: inner(key, item) for key, item in value.items()}
@@ -128,25 +89,9 @@ def _owners(train_state: TrainState) -> dict[str, Tensor]:
     """Return the parameter that each tensor of a state belongs to, by its place or the place around it."""
     owners = sharded_parameters(train_state)
     for number, parameter in enumerate(train_state.parameters):
-        owners[f"average.averages.{number}"] = parameter
+        owners[f"average/averages/{number}"] = parameter
     for place, optimizer in enumerate(train_state.optimizers):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(parameters):
-            owners[f"optimizers.{place}.state.{number}"] = parameter
+            owners[f"optimizers/{place}/state/{number}"] = parameter
     return owners
-
-
-def _memory_of(shard: DTensor) -> tuple[int, ...]:
-    """Return what tied tensors have in common, on every rank: also an empty part has memory of its own."""
-    own = shard.to_local()
-    return (own.untyped_storage()._cdata, own.storage_offset(), *shard.shape)
-
-
-def _note_of(shard: DTensor, kept_at: str) -> dict[str, Any]:
-    (placement,) = shard.placements
-    return {
-        "shape": list(shard.shape),
-        "dtype": str(shard.dtype).removeprefix("torch."),
-        "dim": placement.dim if isinstance(placement, Shard) else None,
-        "kept_at": kept_at,
-    }

@@ -3,11 +3,13 @@
 A checkpoint is a folder ``step-N``. It is written as ``step-N.tmp-PID``: every file is flushed to the disk,
 and the manifest comes last, with their sizes and SHA-256 sums and a sum of its own. Then the folder is
 renamed and its parent flushed, so a folder called ``step-N`` is complete. Later damage is detected on
-reading: the checkpoint is named and passed over, never deleted. A state is JSON and tensors, so nothing in a
-file is executed.
+reading: the checkpoint is named and passed over, never deleted.
 
     step-N.tmp-PID ──► step-N ──► step-N.trash-PID ──► deleted       (more than ``keep_last``)
                           └─────► step-N.damaged-K                   (the run reaches the same step again)
+
+Tensors that ranks share are written by all of them with torch.distributed.checkpoint; rank 0 writes the rest
+and publishes. No rank continues before. A checkpoint is read by any number of ranks, sharded or not.
 """
 
 from __future__ import annotations
@@ -21,15 +23,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autobatch.core.errors import CheckpointError
-from autobatch.training.checkpoints.manifest import (
-    MANIFEST,
-    STATE,
-    check_files,
-    read_manifest,
-    write_manifest,
-    write_state,
-)
+from autobatch.core.errors import CheckpointError, DoesNotFitError
+from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.training.checkpoints.manifest import MANIFEST, check_files, read_manifest, write_manifest
+from autobatch.training.checkpoints.state_file import Packed, pack, write_state
 
 _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+\.(?:tmp|trash)-\d+")
@@ -43,6 +40,7 @@ def save_checkpoint(
     facts: Mapping[str, Any],
     keep_last: int = 3,
     protected: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Write a checkpoint, then delete all but the last ``keep_last``, oldest first.
 
@@ -53,25 +51,30 @@ def save_checkpoint(
         facts: JSON that users and resumes read without loading tensors.
         keep_last: checkpoints to keep.
         protected: the checkpoint that the run was resumed from, which is never deleted.
+        ranks: all of them call this; None if this process trains alone.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: the disk is full or not writable; earlier checkpoints are intact.
+        CheckpointError: the disk is full or not writable, for some rank; earlier checkpoints are intact.
+        DoesNotFitError: the host memory of a rank does not suffice.
     """
-    temporary = begin_checkpoint(folder, step)
-    path = publish_checkpoint(temporary, state=state, facts=facts)
-    prune(path, keep_last=keep_last, protected=protected)
-    return path
+    ranks = ranks or Alone()
+    packed = pack(state)
+    temporary = Path(ranks.once(lambda: str(_begin(folder, step))))
+    shards = _write_shards(temporary, packed, ranks)
+
+    def publish() -> str:
+        path = _publish(temporary, packed, facts, shards)
+        _prune(path, keep_last=keep_last, protected=protected)
+        return str(path)
+
+    return Path(ranks.once(publish))
 
 
-def begin_checkpoint(folder: Path, step: int) -> Path:
-    """Make the folder that becomes a checkpoint when it is published.
-
-    Raises:
-        CheckpointError: it cannot be made.
-    """
+def _begin(folder: Path, step: int) -> Path:
+    """Make the folder that becomes a checkpoint when it is published."""
     temporary = folder / f"step-{step:08d}.tmp-{os.getpid()}"
     with _as_checkpoint_error(temporary):
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,31 +83,30 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     return temporary
 
 
-def publish_checkpoint(
-    temporary: Path,
-    *,
-    state: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    files: Mapping[str, Mapping[str, Any]] | None = None,
+def _write_shards(temporary: Path, packed: Packed, ranks: Ranks) -> Mapping[str, Mapping[str, Any]]:
+    """Write the sharded tensors of all ranks, and return sizes and sums of their files by name."""
+    if not packed.sharded:
+        return {}
+    # Only here: one process needs no torch.distributed.
+    from autobatch.distributed.group import Group
+    from autobatch.distributed.sharding.files import write_shards
+
+    assert isinstance(ranks, Group)
+    try:
+        return write_shards(temporary, packed.sharded, ranks)
+    except (CheckpointError, DoesNotFitError):
+        ranks.once(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        raise
+
+
+def _publish(
+    temporary: Path, packed: Packed, facts: Mapping[str, Any], shards: Mapping[str, Mapping[str, Any]]
 ) -> Path:
-    """Write the state and the manifest, and give the folder its name.
-
-    Args:
-        temporary: of `begin_checkpoint`.
-        state: see `save_checkpoint`.
-        facts: see `save_checkpoint`.
-        files: sizes and sums of files that are flushed there already.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        CheckpointError: see `save_checkpoint`; nothing is left of this one.
-    """
+    """Write the state and the manifest, and give the folder its name."""
     folder, target = temporary.parent, temporary.with_suffix("")
     with _as_checkpoint_error(temporary):
-        listed = {STATE: write_state(temporary / STATE, state), **(files or {})}
-        write_manifest(temporary / MANIFEST, {"step": _number(target), "files": listed, "facts": dict(facts)})
+        files = {**write_state(temporary, packed), **shards}
+        write_manifest(temporary / MANIFEST, {"step": _number(target), "files": files, "facts": dict(facts)})
         _sync_directory(temporary)
         if target.exists():
             # A resumed run reached the same step: keep the old checkpoint until the new one is published.
@@ -113,11 +115,6 @@ def publish_checkpoint(
         _sync_directory(folder)
     shutil.rmtree(_trash(target), ignore_errors=True)
     return target
-
-
-def discard_checkpoint(temporary: Path) -> None:
-    """Delete a checkpoint that was not published."""
-    shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -130,7 +127,7 @@ def _as_checkpoint_error(temporary: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if _trash(target).exists() and not target.exists():
                 _trash(target).rename(target)
-        discard_checkpoint(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(
@@ -180,7 +177,7 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def prune(newest: Path, *, keep_last: int, protected: Path | None) -> None:
+def _prune(newest: Path, *, keep_last: int, protected: Path | None) -> None:
     """Delete the oldest checkpoints over ``keep_last``, each by one rename, so that none is ever incomplete.
 
     Damaged checkpoints are neither counted nor deleted. Neither are later steps: the run passed over them.

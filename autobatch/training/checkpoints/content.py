@@ -18,10 +18,11 @@ from autobatch.core.errors import CheckpointError
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.core.records.plan import Plan
 from autobatch.device.oom import is_oom
-from autobatch.training.checkpoints.manifest import MANIFEST, state_path
-from autobatch.training.checkpoints.sharded_content import ShardNote, check_shards
+from autobatch.training.checkpoints.manifest import MANIFEST
+from autobatch.training.checkpoints.state_file import STATE
 from autobatch.workload.data_digest import DataDigest
 from autobatch.workload.order import LastBatch
+from autobatch.workload.rng import random_state_of
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
@@ -64,7 +65,7 @@ class _Noise(msgspec.Struct):
 
 class _Average(msgspec.Struct):
     decay: Annotated[float, Meta(ge=0, le=1)]
-    averages: list[Tensor | None]
+    averages: list[Any]
 
 
 class _Scaler(msgspec.Struct):
@@ -79,9 +80,9 @@ class _Scaler(msgspec.Struct):
 
 class _Random(msgspec.Struct):
     python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, Tensor, int, int, float] | None
-    torch: Tensor
-    cuda: list[Tensor]
+    numpy: tuple[str, list[int], int, int, float] | None
+    torch: str
+    cuda: list[str]
 
 
 class _Ranks(msgspec.Struct):
@@ -112,7 +113,6 @@ class _State(msgspec.Struct):
     random: _Random
     counters: _Counters
     ranks: _Ranks | None = None
-    sharded: dict[str, ShardNote] | None = None
     stream: _Stream | None = None
 
 
@@ -130,11 +130,10 @@ def check_content(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     name = MANIFEST
     try:
         _check_plan(msgspec.convert(facts, _Facts).plan)
-        name = state_path(path).name
+        name = STATE
         found = msgspec.convert(state, _State)
         if found.scaler:
             msgspec.convert(found.scaler, _Scaler)
-        check_shards(path, found.sharded or {})
         _check_counters(found.counters, int(path.name.removeprefix("step-")))
         for random_state in [found.random, *(found.ranks.random if found.ranks else [])]:
             _check_random(random_state)
@@ -169,13 +168,13 @@ def _check_counters(counters: _Counters, step: int) -> None:
 def _check_random(state: _Random) -> None:
     """Check random states by setting generators of their own to them."""
     try:
-        random.Random().setstate(state.python)
-        torch.Generator().set_state(state.torch)
-        if state.numpy is not None:
+        found = random_state_of(msgspec.to_builtins(state))
+        random.Random().setstate(found.python)
+        torch.Generator().set_state(found.torch)
+        if found.numpy is not None:
             import numpy as np
 
-            kind, keys, *rest = state.numpy
-            np.random.RandomState().set_state((kind, keys.numpy(), *rest))  # type: ignore[arg-type]
+            np.random.RandomState().set_state(found.numpy)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         if is_oom(error):
             raise

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
-
 from autobatch.core.errors import CheckpointError, InputError
 from autobatch.device.oom import is_oom
 from autobatch.distributed.ranks import Alone, Ranks
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
-from autobatch.training.checkpoints.manifest import OLD_STATE, STATE, check_files, read_manifest
-from autobatch.training.checkpoints.state_file import read_state_file
+from autobatch.training.checkpoints.manifest import check_files, read_manifest
+from autobatch.training.checkpoints.state_file import read_state
 
 
 class Loaded(NamedTuple):
@@ -84,25 +82,13 @@ def load_checkpoint(path: Path, check: Check = lambda *_: None, *, part: tuple[i
     """
     manifest = read_manifest(path)
     check_files(path, manifest, part=part)
-    file = path / (STATE if STATE in manifest["files"] else OLD_STATE)
     try:
-        state = _read_state(file)
+        state = read_state(path)
         check(path, state, manifest["facts"])
     except CheckpointError:
         raise
-    except Exception as error:  # a hostile or foreign file may make the reader raise anything
+    except Exception as error:  # a hostile or foreign file may make the readers raise anything
         if is_oom(error):
             raise
-        raise CheckpointError(f"{path}: {file.name} cannot be read ({type(error).__name__})") from None
+        raise CheckpointError(f"{path}: its state cannot be read ({type(error).__name__})") from None
     return Loaded(path, state, manifest["facts"], [])
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    if path.name == OLD_STATE:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        return found
-    with path.open("rb") as file:
-        found = read_state_file(file)
-    if not isinstance(found, dict):
-        raise TypeError(f"the state must be an object, found {type(found).__name__}")
-    return found

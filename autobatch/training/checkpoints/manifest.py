@@ -7,40 +7,33 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from autobatch.core.errors import CheckpointError
 from autobatch.device.oom import is_oom
-from autobatch.training.checkpoints.state_file import write_state_file
 
-SCHEMA = 2
-"""Format of checkpoints; 2 counts ``batches_seen``, ``steps_applied`` and ``skipped_steps_in_a_row``."""
+SCHEMA = 3
+"""Format of checkpoints; 3 has tensors by name in safetensors files."""
 MANIFEST = "manifest.json"
-STATE = "state.tensors"
-"""In the format of safetensors. Its name does not end so, because a reader of shards takes all such files."""
-OLD_STATE = "state.pt"
-"""Name of the state in checkpoints of earlier versions, in torch's own format."""
 _PREFIX = b'{"sha256": "'
 _BODY_START = len(_PREFIX) + 64 + 2
 """Offset of the first byte that the manifest's own sum covers."""
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Write tensors and plain values, and flush them to the disk.
+def write_file(path: Path, content: bytes) -> dict[str, Any]:
+    """Write a file, and flush it to the disk.
 
     Returns:
         Size in bytes and SHA-256, as the manifest lists them.
 
     Raises:
         OSError: the file cannot be written.
-        TypeError: the state holds something else; names its class.
     """
     with path.open("wb") as file:
-        digest = _HashingFile(file)
-        write_state_file(cast("IO[bytes]", digest), state)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": digest.size, "sha256": digest.sha256.hexdigest()}
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -50,10 +43,7 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     body = json.dumps({"schema": SCHEMA, **manifest}, indent=1)[1:].encode()
-    with path.open("wb") as file:
-        file.write(_PREFIX + _sum_of(body) + b'",' + body)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(path, _PREFIX + _sum_of(body) + b'",' + body)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -77,9 +67,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if content != _PREFIX + _sum_of(body) + b'",' + body:
         raise CheckpointError(f"{path}: {MANIFEST} was changed after it was written (SHA-256 differs)")
     files = manifest.get("files")
-    has_state = isinstance(files, dict) and bool({STATE, OLD_STATE} & files.keys())
-    if not (has_state and isinstance(manifest.get("facts"), dict)):
-        raise CheckpointError(f"{path}: {MANIFEST} does not list {STATE}")
+    if not (isinstance(files, dict) and isinstance(manifest.get("facts"), dict)):
+        raise CheckpointError(f"{path}: {MANIFEST} lists no files")
     if not all(isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in files.values()):
         raise CheckpointError(f"{path}: {MANIFEST} lists files without size and sum")
     if not all(Path(name).name == name for name in files):
@@ -87,15 +76,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def state_path(path: Path) -> Path:
-    """Return the file of the state in the checkpoint ``path``, also in one of an earlier version."""
-    return path / (STATE if (path / STATE).exists() else OLD_STATE)
-
-
 def check_files(
     path: Path, manifest: Mapping[str, Any], *, sums: bool = True, part: tuple[int, int] = (0, 1)
 ) -> None:
-    """Check the files of the checkpoint ``path``.
+    """Check the files of the checkpoint ``path``: those of the manifest, and no others.
 
     Args:
         path: its folder.
@@ -123,25 +107,10 @@ def check_files(
             raise CheckpointError(f"{path}: {name} must have {expected['bytes']} bytes, found {size}")
         if found != expected["sha256"]:
             raise CheckpointError(f"{path}: {name} was changed after it was written (SHA-256 differs)")
-    # A reader of shards takes every such file of the folder.
+    # The readers of tensors take every such file of the folder.
     for name in sorted(one.name for one in path.glob("*.safetensors")):
         if name not in manifest["files"]:
             raise CheckpointError(f"{path}: {name} is not listed in {MANIFEST}")
-
-
-class _HashingFile:
-    """A file that is hashed as it is written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-        self.size = 0
-
-    def write(self, content: bytes | memoryview) -> int:
-        self.file.write(content)
-        self.sha256.update(content)
-        self.size += len(content)
-        return len(content)
 
 
 def _sum_of(body: bytes) -> bytes:

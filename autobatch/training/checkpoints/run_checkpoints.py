@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from autobatch.core.errors import CheckpointError, DoesNotFitError
 from autobatch.core.progress import Progress
 from autobatch.device.oom import first_line, is_oom
 from autobatch.training.checkpoints.checkpoint import save_checkpoint
 from autobatch.training.checkpoints.load import Loaded
-from autobatch.training.checkpoints.sharded import save_sharded
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
 from autobatch.training.oom_errors import available_host_memory
@@ -91,26 +89,23 @@ class RunCheckpoints:
         )
 
     def _write_checkpoint(self) -> None:
-        loop, settings = self._loop, self._settings
+        loop, settings, ranks = self._loop, self._settings, self._loop.engine.ranks
         loop.engine.share(loop.train_state.model.buffers())
         state = capture_loop(loop)
         check_checkpoint_state(state)
-        more: dict[str, Any] = {
-            "state": state,
-            "facts": {
+        self.newest = save_checkpoint(
+            settings.out / CHECKPOINTS,
+            step=loop.batches_seen,
+            state=state,
+            facts={
                 **settings.facts,
                 "failed_checkpoints": self.failed_steps,
                 "times": loop.times.state_dict(),
             },
-            "keep_last": settings.keep_last,
-            "protected": self._resumed_from,
-        }
-        folder, ranks = settings.out / CHECKPOINTS, loop.engine.ranks
-        if loop.engine.mesh is None:
-            path = ranks.once(lambda: str(save_checkpoint(folder, step=loop.batches_seen, **more)))
-        else:
-            path = str(save_sharded(loop, folder, **more))
-        self.newest = Path(path)
+            keep_last=settings.keep_last,
+            protected=self._resumed_from,
+            ranks=ranks,
+        )
         # From now on the checkpoint has the smaller micro-batch. No rank continues before, because it may run
         # out of memory at once and write this file.
         ranks.once(lambda: (settings.out / OOM_FILE).unlink(missing_ok=True))

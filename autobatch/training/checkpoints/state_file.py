@@ -1,272 +1,258 @@
-"""State of a run in one file of the safetensors format: tensors, and everything else as JSON in its header.
+"""State of a run as files: its tensors as safetensors, and everything else as one JSON beside them.
 
-Nothing in the file can be executed. JSON has no tuples, no numbers as keys and no tensors, so each of these
-is an object whose first key begins with ``$``, for example ``{"$tuple": [1, 2]}``. Python's JSON keeps
-integers of up to 4,300 digits, and every float bit for bit (of NaN only that it is one).
-
-The library of safetensors reads these files too. It is not used here, because it needs the bytes of all
-tensors beside the tensors, and maps files into memory that may be deleted later.
+A tensor is known by a name that a person can read, for example ``model/blocks.0.weight`` or
+``optimizer/0/exp_avg/blocks.0.weight``. In the JSON ``{"$tensor": name}`` stands in its place. Nothing in the
+files can be executed. JSON has no tuples and no numbers as keys, so these are objects whose first key begins
+with ``$`` too: ``{"$tuple": [1, 2]}``. Python's JSON keeps every float bit for bit, but no bits of NaN.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import os
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Types of the format. Tensors of other types are kept as bytes."""
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_CLASSES: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
-"""Classes of tensors that a file can hold. Others may have more than their values."""
+from autobatch.core.units import MiB
+from autobatch.step.local_part import is_sharded, local_part
+from autobatch.training.checkpoints.manifest import write_file
+
+STATE = "state.json"
+"""File of a checkpoint with everything but the tensors."""
+FILE_BYTES = 256 * MiB
+"""Bytes of a file of tensors, unless one tensor has more. Host memory holds two copies of one file."""
 _PLAIN = (bool, int, float, str, type(None))
-_HEADER_BYTES = 8
-_ALIGNMENT = 8
-"""The header is filled up to a multiple of it, as the library does."""
-_PART_BYTES = 1 << 26
-"""Bytes that are copied and written at a time."""
 
 
-def write_state_file(file: IO[bytes], state: Mapping[str, Any]) -> None:
-    """Write a state.
+@dataclass(frozen=True)
+class ShardedTensor:
+    """A tensor of which each rank holds a part, in files that torch.distributed.checkpoint reads."""
 
-    Args:
-        file: open for writing.
-        state: tensors and plain values in containers.
+    name: str
+    shape: list[int]
+    dtype: str
+    dim: int | None
+    """The dimension that is cut over the ranks; None if each rank has all of it."""
 
-    Raises:
-        TypeError: it holds something else; names its class.
-        OSError: the file cannot be written.
-    """
-    packed = pack(state)
-    header: dict[str, Any] = {"__metadata__": {"state": json.dumps(packed.value)}}
-    end = 0
-    for name, tensor in packed.tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    file.write(len(text).to_bytes(_HEADER_BYTES, "little") + text)
-    for tensor in packed.tensors.values():
-        for part in torch.split(_bytes_of(tensor), _PART_BYTES):
-            file.write(part.cpu().numpy().data)
-
-
-def read_state_file(file: IO[bytes]) -> Any:
-    """Read what `write_state_file` has written, on the CPU.
-
-    Raises:
-        ValueError: the file has another content.
-        Exception: a foreign file may let the reader of JSON raise anything.
-    """
-    left = file.seek(0, os.SEEK_END) - _HEADER_BYTES
-    file.seek(0)
-    size = int.from_bytes(file.read(_HEADER_BYTES), "little")
-    if size > left:
-        raise ValueError(f"the header must have {size} bytes, found {left}")
-    header = json.loads(file.read(size))
-    value = json.loads(header.pop("__metadata__")["state"])
-    end = 0
-    for name, entry in header.items():
-        begin, end = end, end + prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
-        if entry["data_offsets"] != [begin, end]:
-            raise ValueError(f"tensor {name} must lie at {[begin, end]}, found {entry['data_offsets']}")
-    # Before memory is taken for them.
-    if end != left - size:
-        raise ValueError(f"the tensors must have {end} bytes, found {left - size}")
-    tensors = {name: _read_tensor(file, _DTYPES[one["dtype"]], one["shape"]) for name, one in header.items()}
-    return _Unpacker(tensors).unpack(value)
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the whole tensor."""
+        return prod(self.shape) * _dtype_of(self.dtype).itemsize
 
 
 @dataclass
 class Packed:
-    """A state as JSON, and its tensors."""
+    """A state as JSON, and its tensors by name. Tensors that share all of their memory have one name."""
 
     value: Any = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By the numbers that the JSON has for them: contiguous, and of a type of the format."""
-    _numbers: dict[tuple[object, ...], str] = field(default_factory=dict)
+    sharded: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of which this rank holds a part; the same names on every rank."""
+    _names: dict[tuple[object, ...], str] = field(default_factory=dict)
 
-    def add(self, tensor: Tensor) -> str:
-        """Add a tensor, and return its number; the same one for the same memory."""
-        memory = tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype
-        number = self._numbers.get(memory) if tensor.numel() else None
-        if number is None:
-            number = self._numbers[memory] = str(len(self.tensors))
-            self.tensors[number] = tensor
-        return number
+    def add(self, tensor: Tensor, name: str) -> str:
+        """Add a tensor, and return its name, which is another one if its memory is known."""
+        memory = _memory_of(tensor)
+        if memory in self._names and tensor.numel():
+            return self._names[memory]
+        while name in self.tensors or name in self.sharded:
+            name += "'"
+        self._names[memory] = name
+        (self.sharded if is_sharded(tensor) else self.tensors)[name] = tensor
+        return name
 
 
-def pack(state: Any) -> Packed:
-    """Return a state as JSON and tensors. No values of tensors are read, except of those that are not dense.
+def pack(state: Mapping[str, Any]) -> Packed:
+    """Return a state as JSON and tensors; no values of tensors are read.
+
+    Args:
+        state: tensors and plain values in dicts, lists, tuples and sets. ``names``, if it is there, has the
+            names of the parameters that the optimizers and the average know by number.
 
     Raises:
         TypeError: it holds something else; names its class.
     """
     packed = Packed()
-    packed.value = _packed(state, packed)
+    names = state.get("names", {})
+    packed.value = {key: _packed(value, (key,), names, packed) for key, value in state.items()}
     return packed
 
 
-def _packed(value: Any, into: Packed) -> Any:
+def _packed(value: Any, path: tuple[str, ...], names: Mapping[str, Any], into: Packed) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
     kind = type(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return _packed_tensor(value, into)
-    if kind not in _PACKERS:
+        return _packed_tensor(value, _name_of(path, names), into)
+    if kind in _TEXTS:
+        tag, text_of = _TEXTS[kind]
+        return {tag: text_of(value)}
+    if kind not in _CONTAINERS:
         raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
-    return _PACKERS[kind](value, into)
+    is_mapping = isinstance(value, dict)
+    keys = value.keys() if is_mapping else range(len(value))
+    items = [
+        _packed(item, (*path, str(key)), names, into)
+        for key, item in zip(keys, value.values() if is_mapping else value, strict=True)
+    ]
+    if kind is list:
+        return items
+    if kind in (dict, OrderedDict) and all(type(key) is str and not key.startswith("$") for key in keys):
+        return dict(zip(keys, items, strict=True))
+    if is_mapping:
+        items = [[_packed(key, (), names, into), item] for key, item in zip(keys, items, strict=True)]
+    return {_CONTAINERS[kind]: items}
 
 
-def _packed_dict(value: dict[Any, Any], into: Packed) -> dict[str, Any]:
-    if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _packed(item, into) for key, item in value.items()}
-    return {"$dict": _pairs(value, into)}
-
-
-def _packed_ordered(value: OrderedDict[Any, Any], into: Packed) -> dict[str, Any]:
-    """Return it with its attributes: a state dict has the versions of its modules there."""
-    more = {"attributes": _packed(vars(value), into)} if vars(value) else {}
-    return {"$ordered": _pairs(value, into), **more}
-
-
-def _pairs(value: Mapping[Any, Any], into: Packed) -> list[list[Any]]:
-    return [[_packed(key, into), _packed(item, into)] for key, item in value.items()]
-
-
-def _items(value: Iterable[Any], into: Packed) -> list[Any]:
-    return [_packed(item, into) for item in value]
-
-
-_PACKERS: dict[type, Callable[[Any, Packed], Any]] = {
-    list: _items,
-    dict: _packed_dict,
-    OrderedDict: _packed_ordered,
-    Counter: lambda value, into: {"$counter": _pairs(value, into)},
-    tuple: lambda value, into: {"$tuple": _items(value, into)},
-    set: lambda value, into: {"$set": _items(value, into)},
-    torch.Size: lambda value, into: {"$size": _items(value, into)},
-    bytes: lambda value, _: {"$bytes": base64.b64encode(value).decode()},
-    bytearray: lambda value, _: {"$bytearray": base64.b64encode(value).decode()},
-    complex: lambda value, _: {"$complex": [value.real, value.imag]},
-    torch.dtype: lambda value, _: {"$dtype": str(value).removeprefix("torch.")},
-    torch.device: lambda value, _: {"$device": str(value)},
+_TEXTS: dict[type, tuple[str, Callable[[Any], str]]] = {
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("$device", str),
 }
-"""The JSON of values by their class."""
+_CONTAINERS: dict[type, str] = {
+    list: "",
+    tuple: "$tuple",
+    torch.Size: "$tuple",
+    set: "$set",
+    dict: "$dict",
+    OrderedDict: "$dict",
+    Counter: "$counter",
+}
 
 
-def _packed_tensor(tensor: Tensor, into: Packed) -> dict[str, Any]:
+def _packed_tensor(tensor: Tensor, name: str, into: Packed) -> dict[str, Any]:
+    if is_sharded(tensor):
+        (placement,) = tensor.placements  # type: ignore[attr-defined]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found = {"shape": list(tensor.shape), "dtype": dtype, "dim": getattr(placement, "dim", None)}
+        return {"$sharded": into.add(tensor, name), **found}
+    check_tensor(tensor)
+    return {"$tensor": into.add(tensor, name)}
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Check that a file can hold a tensor: other classes of tensors may have more than their values.
+
+    Raises:
+        TypeError: it cannot; names the class, the type and the layout.
+    """
     kind = type(tensor)
-    has_more = tensor.is_quantized or tensor.layout not in (torch.strided, torch.sparse_coo)
-    if kind not in _CLASSES or has_more:
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    if kind not in (Tensor, nn.Parameter) or not is_dense or not _is_known(tensor.dtype):
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} of {tensor.dtype} and {tensor.layout}")
-    tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        indices, values = _packed(tensor._indices(), into), _packed(tensor._values(), into)
-        return {"$sparse": [indices, values, list(tensor.shape), tensor.is_coalesced()]}
-    tensor = tensor.resolve_conj().resolve_neg()
-    # Dimensions in the order of the memory, so that channels-last stays what it is.
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    dense = tensor.permute(order)
-    if not dense.is_contiguous():
-        order, dense = list(range(tensor.dim())), tensor.contiguous()
-    found: dict[str, Any] = {}
-    if tensor.dtype not in _NAMES:
-        found = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(dense.shape)}
-        dense = _bytes_of(dense)
-    if order != sorted(order):
-        found["order"] = order
-    return {"$tensor": into.add(dense), **found}
 
 
-@dataclass(frozen=True)
-class _Unpacker:
-    tensors: Mapping[str, Tensor]
+@cache
+def _is_known(dtype: torch.dtype) -> bool:
+    """Return whether the format has a type of tensors."""
+    from safetensors.torch import save
 
-    def unpack(self, value: Any) -> Any:
-        """Return the value that was packed.
-
-        Raises:
-            ValueError: the JSON has an unknown kind of value.
-        """
-        if isinstance(value, list):
-            return [self.unpack(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        kind = next(iter(value), "")
-        if not kind.startswith("$"):
-            return {key: self.unpack(item) for key, item in value.items()}
-        if kind == "$tensor":
-            return self._tensor(value)
-        if kind == "$ordered":
-            made = OrderedDict(self._pairs(value[kind]))
-            vars(made).update(self.unpack(value.get("attributes", {})))
-            return made
-        if kind not in _MAKERS:
-            raise ValueError(f"{kind} is no kind of value")
-        return _MAKERS[kind](self, value[kind])
-
-    def _tensor(self, value: Mapping[str, Any]) -> Tensor:
-        tensor = self.tensors[value["$tensor"]]
-        if "dtype" in value:
-            if value["dtype"].startswith("q"):  # without its scale, torch reads past its memory
-                raise ValueError(f"{value['dtype']} is a quantized type, found only its bytes")
-            tensor = tensor.view(_dtype_of(value["dtype"])).reshape(value["shape"])
-        if "order" not in value:
-            return tensor
-        return tensor.permute([value["order"].index(dim) for dim in range(tensor.dim())])
-
-    def _pairs(self, pairs: list[list[Any]]) -> Iterator[tuple[Any, Any]]:
-        return ((self.unpack(key), self.unpack(item)) for key, item in pairs)
-
-    def _sparse(self, parts: list[Any]) -> Tensor:
-        indices, values, shape, is_coalesced = parts
-        # torch 2.11 warns if the argument for it is used.
-        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
-            made: Tensor = torch.sparse_coo_tensor(
-                self.unpack(indices), self.unpack(values), shape, is_coalesced=is_coalesced
-            )
-        return made
+    try:
+        save({"one": torch.zeros(1, dtype=dtype, device="cpu")})
+    except (KeyError, ValueError, RuntimeError, AttributeError):
+        return False
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        return False
+    return True
 
 
-_MAKERS: dict[str, Callable[[_Unpacker, Any], Any]] = {
-    "$dict": lambda unpacker, pairs: dict(unpacker._pairs(pairs)),
-    "$counter": lambda unpacker, pairs: Counter(dict(unpacker._pairs(pairs))),
-    "$tuple": lambda unpacker, items: tuple(unpacker.unpack(items)),
-    "$set": lambda unpacker, items: set(unpacker.unpack(items)),
-    "$size": lambda unpacker, items: torch.Size(unpacker.unpack(items)),
-    "$bytes": lambda _, text: base64.b64decode(text, validate=True),
-    "$bytearray": lambda _, text: bytearray(base64.b64decode(text, validate=True)),
-    "$complex": lambda _, parts: complex(*parts),
-    "$dtype": lambda _, name: _dtype_of(name),
-    "$device": lambda _, name: torch.device(name),
-    "$sparse": lambda unpacker, parts: unpacker._sparse(parts),
-}
+def _name_of(path: tuple[str, ...], names: Mapping[str, Any]) -> str:
+    """Return the name of the tensor at some keys, with the name of its parameter in place of a number."""
+    match path:
+        case ("optimizers", place, "state", number, key, *more) if number.isdigit():
+            return "/".join(("optimizer", place, key, names["optimizers"][int(place)][int(number)], *more))
+        case ("average", "averages", number):
+            return f"average/{names['average'][int(number)]}"
+    return "/".join(path)
+
+
+def write_state(folder: Path, packed: Packed) -> dict[str, dict[str, Any]]:
+    """Write a state without its sharded tensors, and flush it to the disk.
+
+    Returns:
+        Size in bytes and SHA-256 of each file by name, as the manifest lists them.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    from safetensors.torch import save
+
+    files = {STATE: write_file(folder / STATE, json.dumps(packed.value, indent=1).encode())}
+    for number, tensors in enumerate(_by_file(packed.tensors), 1):
+        content = save({name: _on_host(tensor) for name, tensor in tensors.items()})
+        name = f"state-{number:05d}.safetensors"
+        files[name] = write_file(folder / name, content)
+    return files
+
+
+def _by_file(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of one file after the other."""
+    found: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if found and size + tensor.nbytes > FILE_BYTES:
+            yield found
+            found, size = {}, 0
+        found[name] = tensor
+        size += tensor.nbytes
+    if found:
+        yield found
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, with memory of its own in which its elements follow each other."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read what `write_state` has written, on the CPU; a `ShardedTensor` stands for each sharded one.
+
+    Raises:
+        ValueError: a file has another content.
+        Exception: a foreign file may let the readers raise anything.
+    """
+    from safetensors.torch import load
+
+    value = json.loads((folder / STATE).read_bytes())
+    if not isinstance(value, dict):
+        raise TypeError(f"the state must be an object, found {type(value).__name__}")
+    tensors: dict[str, Tensor] = {}
+    with torch.device("cpu"):  # whatever the default device of the user is
+        for file in sorted(folder.glob("state-*.safetensors")):
+            tensors.update(load(file.read_bytes()))
+        return {key: _unpacked(item, tensors) for key, item in value.items()}
+
+
+def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: _unpacked(item, tensors) for key, item in value.items()}
+    if tag == "$tensor":
+        return tensors[value[tag]]
+    if tag == "$sharded":
+        return ShardedTensor(value[tag], value["shape"], value["dtype"], value["dim"])
+    if tag not in _MAKERS:
+        raise ValueError(f"{tag} is no kind of value")
+    content = value[tag]
+    return _MAKERS[tag](_unpacked(content, tensors) if isinstance(content, list) else content)
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -276,14 +262,43 @@ def _dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, as a tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "$dict": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+    "$tuple": tuple,
+    "$set": set,
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$dtype": _dtype_of,
+    "$device": torch.device,
+}
+"""The values of the tagged objects of the JSON."""
 
 
-def _read_tensor(file: IO[bytes], dtype: torch.dtype, shape: list[int]) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device of the user is
-    content = _bytes_of(tensor).numpy()
-    if content.size and file.readinto(content) != content.size:  # type: ignore[attr-defined]
-        raise ValueError(f"a tensor must have {content.size} bytes")
-    return tensor
+def replace_sharded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a state with tensors, by name, in place of each `ShardedTensor`."""
+    if isinstance(value, ShardedTensor):
+        return tensors[value.name]
+    if isinstance(value, dict):
+        return {key: replace_sharded(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(replace_sharded(item, tensors) for item in value)
+    return value
+
+
+def sharded_tensors(value: Any) -> dict[str, ShardedTensor]:
+    """Return the sharded tensors of a state by name."""
+    if isinstance(value, ShardedTensor):
+        return {value.name: value}
+    items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+    found: dict[str, ShardedTensor] = {}
+    if isinstance(value, dict | list | tuple):
+        for item in items:
+            found.update(sharded_tensors(item))
+    return found
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tied tensors have in common, on every rank: also an empty part has memory of its own."""
+    own = local_part(tensor)
+    storage = own.untyped_storage()._cdata
+    return storage, own.storage_offset(), tuple(tensor.shape), own.stride(), tensor.dtype

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autobatch.distributed.sharding.state import fill, map_leaves, separate, shard_like
+from autobatch.distributed.sharding.state import map_leaves, shard_like
 from autobatch.training.loop_state import capture_loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -29,38 +28,12 @@ def test_leaves_have_places_and_containers_without_a_change_are_kept() -> None:
         return leaf
 
     assert map_leaves(value, note) is value
-    assert places == ["model.weight", "averages.0", "averages.1.0", "averages.1.1"]
-    changed = map_leaves(value, lambda place, leaf: 5 if place == "model.weight" else leaf)
+    assert places == ["model/weight", "averages/0", "averages/1/0", "averages/1/1"]
+    changed = map_leaves(value, lambda place, leaf: 5 if place == "model/weight" else leaf)
     assert changed["model"] == OrderedDict(weight=5)
     assert changed["model"]._metadata == {"version": 2}
     assert changed["averages"] is value["averages"]
     assert inner["weight"] == 1
-    filled = fill(value, {"averages.0": torch.ones(1), "averages.1.0": torch.zeros(1)})
-    assert filled["averages"][0] == 1
-    assert type(filled["averages"][1]) is tuple
-
-
-def separated() -> list[Any]:
-    group = open_group()
-    mesh = init_device_mesh("cpu", (group.world,))
-    rows = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
-    same = distribute_tensor(torch.arange(3, dtype=torch.int64), mesh, [Replicate()])
-    state = {"a": [rows, rows.detach()], "b": {"step": torch.ones(()), "same": same}}
-    rest, shards, notes = separate(state)
-    assert list(shards) == ["a.0", "b.same"], "tied tensors are kept once, also if a rank has an empty part"
-    assert rest["a"] == [None, None]
-    assert rest["b"]["step"] is state["b"]["step"]
-    assert fill(rest, {"a.0": rows, "a.1": rows, "b.same": same})["a"][1] is rows
-    group.close()
-    return [notes[place] for place in ("a.0", "a.1", "b.same")]
-
-
-@pytest.mark.distributed
-def test_sharded_tensors_are_noted_alike_on_all_ranks(server: RankServer) -> None:
-    first, *others = server.values(separated, world=4)
-    assert others == [first] * 3
-    rows = {"shape": [3, 2], "dtype": "float32", "dim": 0, "kept_at": "a.0"}
-    assert first == [rows, rows, {"shape": [3], "dtype": "int64", "dim": None, "kept_at": "b.same"}]
 
 
 def like_parameters() -> list[str]:

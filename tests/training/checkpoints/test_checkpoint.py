@@ -1,36 +1,91 @@
-"""Checkpoints are loaded as they were saved, pruned from the oldest, and never executed."""
+"""Checkpoints are loaded as they were saved, pruned from the oldest, never executed, and damage is named."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from autobatch.core.errors import InputError
-from autobatch.training.checkpoints.checkpoint import (
-    clean_leftovers,
-    is_valid,
-    list_checkpoints,
-)
-from autobatch.training.checkpoints.load import load_newest
-from autobatch.training.checkpoints.manifest import OLD_STATE, write_manifest
-from tests.support.checkpoints import MANIFEST, STATE, newest, save
+from autobatch.core.errors import CheckpointError, InputError
+from autobatch.training.checkpoints.checkpoint import clean_leftovers, is_valid, list_checkpoints
+from autobatch.training.checkpoints.load import load_checkpoint, load_newest
+from autobatch.training.checkpoints.manifest import check_files, read_manifest, write_file, write_manifest
+from tests.support.checkpoints import MANIFEST, STATE, TENSORS, newest, save
+
+FILES = [MANIFEST, STATE, TENSORS]
 
 
 def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     loaded = load_newest(tmp_path)
+    assert loaded is not None
     assert (loaded.path, loaded.facts, loaded.passed_over) == (path, {"seed": 1, "step": 2}, [])
     assert torch.equal(loaded.state["weights"], torch.full((8,), 2.0))
     assert load_newest(tmp_path / "nothing") is None
+    manifest = read_manifest(path)
+    assert (manifest["step"], manifest["facts"]) == (2, {"seed": 1, "step": 2})
+    assert manifest["files"] == {name: entry_of(path / name) for name in (STATE, TENSORS)}
 
 
-def test_damaged_checkpoints_are_all_named(tmp_path: Path) -> None:
+def entry_of(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_change_of_any_byte_is_detected(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    content = (path / name).read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        (path / name).write_bytes(changed)
+        with pytest.raises(CheckpointError, match="step-00000002"):
+            load_checkpoint(path)
+    loaded = load_newest(tmp_path)
+    assert loaded is not None
+    assert loaded.state["step"] == 1
+    assert len(loaded.passed_over) == 1
+    assert name in loaded.passed_over[0]
+    assert (path / name).read_bytes() == bytes(changed), "a damaged checkpoint is never deleted"
+    (path / name).write_bytes(content)
+    assert newest(tmp_path) == 2
+
+
+DAMAGES = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "longer": lambda content: content + b"\0",
+    "nested": lambda content: b"[" * 100_000,
+    "missing": lambda content: None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    content = DAMAGES[damage]((path / name).read_bytes())
+    (path / name).unlink()
+    if content is not None:
+        (path / name).write_bytes(content)
+    loaded = load_newest(tmp_path)
+    assert loaded is not None
+    assert loaded.state["step"] == 1
+    assert f"{path}: {name}" in loaded.passed_over[0]
+    assert path.is_dir()
+
+
+def test_if_all_are_damaged_all_are_named(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / STATE).write_bytes(b"")
     with pytest.raises(InputError, match=r"no checkpoint in .*step-00000002.*step-00000001") as caught:
@@ -39,24 +94,30 @@ def test_damaged_checkpoints_are_all_named(tmp_path: Path) -> None:
     assert "start without --resume, or restore one of them" in str(caught.value)
 
 
-def seal(path: Path, name: str) -> None:
-    """Give a checkpoint with one file a valid manifest."""
-    content = (path / name).read_bytes()
-    sums = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    write_manifest(path / MANIFEST, {"step": 2, "files": {name: sums}, "facts": {"seed": 1, "step": 2}})
+def seal(path: Path, files: dict[str, Any]) -> None:
+    write_manifest(path / MANIFEST, {"step": 2, "files": files, "facts": {"seed": 1, "step": 2}})
 
 
-def test_a_checkpoint_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+def test_a_manifest_that_lists_something_else_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 2)
-    (path / STATE).unlink()
-    torch.save({"weights": torch.full((8,), 5.0), "step": 2}, path / OLD_STATE)
-    seal(path, OLD_STATE)
-    loaded = load_newest(tmp_path)
-    assert torch.equal(loaded.state["weights"], torch.full((8,), 5.0))
-    save(tmp_path / "other", 2)
-    (tmp_path / "other" / "step-00000002" / STATE).rename(path / STATE)
-    loaded = load_newest(tmp_path)
-    assert torch.equal(loaded.state["weights"], torch.full((8,), 5.0)), "only files of the manifest count"
+    sound = read_manifest(path)["files"]
+    for files, message in (
+        ({**sound, "../../secret": sound[STATE]}, "lists files outside of the checkpoint"),
+        ({STATE: {"bytes": 3}}, "lists files without size and sum"),
+        ([STATE], "lists no files"),
+    ):
+        seal(path, files)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=message):
+            read_manifest(path)
+    seal(path, sound)
+    assert is_valid(path)
+    shutil.copy(path / TENSORS, path / "planted.safetensors")
+    with pytest.raises(CheckpointError, match=r"planted\.safetensors is not listed in manifest\.json"):
+        load_checkpoint(path)
+    content = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(content.replace('"schema": 3', '"schema": 2'))
+    with pytest.raises(CheckpointError, match="has format 2, and this version reads 3"):
+        load_checkpoint(path)
 
 
 class Malicious:
@@ -65,29 +126,26 @@ class Malicious:
     def __init__(self, sentinel: Path) -> None:
         self.sentinel = sentinel
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, Any]:
         return (Path.touch, (self.sentinel,))
 
 
 @pytest.mark.parametrize("raw", [True, False])
-@pytest.mark.parametrize("name", [STATE, OLD_STATE])
+@pytest.mark.parametrize("name", [STATE, TENSORS, "state.pt"])
 def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, name: str, raw: bool) -> None:
     """The manifest is right in every byte."""
-    folder = tmp_path / "checkpoints"
-    sentinel = tmp_path / "sentinel"
+    folder, sentinel = tmp_path / "checkpoints", tmp_path / "sentinel"
     save(folder, 1)
     path = save(folder, 2)
-    (path / STATE).unlink()
-    with (path / name).open("wb") as file:
-        if raw:
-            file.write(pickle.dumps(Malicious(sentinel)))
-        else:
-            torch.save({"step": Malicious(sentinel)}, file)
-    seal(path, name)
+    if raw:
+        (path / name).write_bytes(pickle.dumps(Malicious(sentinel)))
+    else:
+        torch.save({"step": Malicious(sentinel)}, path / name)
+    seal(path, {name: entry_of(path / name) for name in {STATE, TENSORS, name}})
     assert is_valid(path)
     loaded = load_newest(folder)
-    assert loaded.state["step"] == 1
-    assert f"{name} cannot be read" in loaded.passed_over[0]
+    assert loaded is not None
+    assert loaded.state["step"] == (2 if name == "state.pt" else 1)  # nothing reads such a file
     assert not sentinel.exists()
     pickle.loads(pickle.dumps(Malicious(sentinel)))
     assert sentinel.exists(), "the pickle does what it says where it is executed"
@@ -133,3 +191,20 @@ def test_leftovers_are_deleted_and_a_checkpoint_that_was_set_aside_is_restored(t
     clean_leftovers(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-00000001", "step-00000002"]
     assert newest(tmp_path) == 2
+
+
+def test_without_sums_only_sizes_are_compared(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    content = (path / TENSORS).read_bytes()
+    (path / TENSORS).write_bytes(bytes(len(content)))
+    check_files(path, read_manifest(path), sums=False)
+    (path / TENSORS).write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=rf"must have {len(content)} bytes, found {len(content) - 1}"):
+        check_files(path, read_manifest(path), sums=False)
+
+
+@pytest.mark.parametrize("size", [8, 1_000_000])
+def test_a_full_device_raises_the_error_of_the_system(size: int) -> None:
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_file(Path("/dev/full"), bytes(size))
+    assert caught.value.errno == errno.ENOSPC

@@ -12,8 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load_file
 
-from autobatch.core.errors import AutobatchError
+from autobatch.core.errors import AutobatchError, InputError
 from autobatch.distributed.sharding import files as shard_files
 from autobatch.training.checkpoints.checkpoint import (
     clean_leftovers,
@@ -22,11 +23,10 @@ from autobatch.training.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from autobatch.training.checkpoints.load import load_newest
-from autobatch.training.checkpoints.manifest import MANIFEST, STATE
-from autobatch.training.checkpoints.sharded import SHARDED, save_sharded, sharded_bytes
+from autobatch.training.checkpoints.state_file import STATE
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, restore_loop
-from tests.support.checkpoints import leftovers
+from tests.support.checkpoints import MANIFEST, TENSORS, leftovers, save
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
 from tests.support.sharded_loops import block_workload, digests, sharded_loop, step_together, tensors
@@ -42,13 +42,19 @@ def restored(loop: Loop, folder: Path) -> Loop:
     return loop
 
 
+def save_together(loop: Loop, folder: Path, **options: Any) -> Path:
+    """Write a checkpoint; all ranks call it."""
+    state, ranks = capture_loop(loop), loop.engine.ranks
+    return save_checkpoint(folder, step=loop.batches_seen, state=state, facts={}, ranks=ranks, **options)
+
+
 def on_ranks(folder: Path, steps: int, look: Callable[[Loop], Any] = digests) -> Any:
     """Continue from the newest checkpoint, if any, on sharded ranks; write another after the last step."""
     group = open_group()
     loop = restored(sharded_loop(group, block_workload(), ema=0.9), folder)
     step_together(loop, steps)
     if steps:
-        save_sharded(loop, folder, state=capture_loop(loop), facts={})
+        save_together(loop, folder)
     found = look(loop)
     group.close()
     return found
@@ -71,11 +77,12 @@ def numbers(loop: Loop) -> dict[str, Any]:
 def test_a_run_moves_between_numbers_of_ranks(server: RankServer, tmp_path: Path) -> None:
     written, *others = server.values(on_ranks, tmp_path, 2, world=2)
     assert others == [written]
-    assert {"model.mix.weight", "model.offset", "optimizers.0.state.0.max_exp_avg_sq"} <= written.keys()
-    assert "average.averages.0" in written
+    assert {"model/mix.weight", "model/offset", "optimizers/0/state/0/max_exp_avg_sq"} <= written.keys()
+    assert "average/averages/0" in written
     (path,) = list_checkpoints(tmp_path)
     shards = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
-    assert sorted(one.name for one in path.iterdir()) == sorted([MANIFEST, STATE, *shards])
+    assert {one.name for one in path.iterdir()} == {MANIFEST, STATE, TENSORS, *shards}
+    assert "optimizer/0/max_exp_avg_sq/mix.weight" in load_file(path / shards[0])
     assert server.values(on_ranks, tmp_path, 0, world=4) == [written] * 4  # the head has 3 rows
     assert alone(tmp_path, 0) == written
     alone(tmp_path, 2)
@@ -92,7 +99,7 @@ def interrupted(folder: Path) -> bool:
     group = open_group()
     straight = sharded_loop(group, block_workload(), ema=0.9)
     step_together(straight, 2)
-    save_sharded(straight, folder, state=capture_loop(straight), facts={})
+    save_together(straight, folder)
     again = restored(sharded_loop(group, block_workload(), ema=0.9), folder)
     for loop in (straight, again):
         step_together(loop, 2)
@@ -121,7 +128,7 @@ def save_twice(folder: Path) -> None:
     loop = sharded_loop(group, block_workload(), ema=0.9)
     for _ in range(2):
         step_together(loop, 1)
-        save_sharded(loop, folder, state=capture_loop(loop), facts={})
+        save_together(loop, folder)
     group.close()
 
 
@@ -148,19 +155,19 @@ def fail_on_rank_1(folder: Path, *errors: BaseException) -> list[str]:
     group = open_group()
     loop = sharded_loop(group, block_workload(), ema=0.9)
     step_together(loop, 1)
-    save_sharded(loop, folder, state=capture_loop(loop), facts={})
+    save_together(loop, folder)
     told = []
     for error in errors:
         step_together(loop, 1)
         failing = patch.object(os, "fsync", side_effect=error) if group.rank == 1 else nullcontext()
         try:
             with failing:
-                save_sharded(loop, folder, state=capture_loop(loop), facts={})
+                save_together(loop, folder)
         except AutobatchError as raised:
             told.append(f"{type(raised).__name__}: {raised}")
     # The run may continue, and write the next one.
     step_together(loop, 1)
-    save_sharded(loop, folder, state=capture_loop(loop), facts={})
+    save_together(loop, folder)
     group.close()
     return told
 
@@ -187,7 +194,7 @@ def killed_at(folder: Path, rank: int, call: int) -> int:
     group = open_group()
     loop = sharded_loop(group, block_workload(), ema=0.9)
     step_together(loop, 1)
-    save_sharded(loop, folder, state=capture_loop(loop), facts={})
+    save_together(loop, folder)
     calls = 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,7 +210,7 @@ def killed_at(folder: Path, rank: int, call: int) -> int:
     for name in ("mkdir", "rename", "fsync", "open", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
     step_together(loop, 1)
-    save_sharded(loop, folder, state=capture_loop(loop), facts={}, keep_last=1)
+    save_together(loop, folder, keep_last=1)
     (folder / f"acknowledged-{group.rank}").touch()
     group.close()
     return calls
@@ -238,8 +245,56 @@ def test_a_kill_at_any_call_loses_no_checkpoint(server: RankServer, tmp_path: Pa
         check_kill(server, tmp_path / str(call), rank, call)
 
 
-def test_the_size_of_a_state_has_its_sharded_tensors_and_tied_ones_once() -> None:
-    loop = make_loop(block_workload())
-    note = {"shape": [4, 2], "dtype": "float64", "dim": 0, "kept_at": "a"}
-    assert sharded_bytes(loop, {SHARDED: {"a": note, "tied": note}}) == 64
-    assert sharded_bytes(loop, {}) == 0
+def load_with_each_file_damaged(folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """Write two checkpoints; change one file of the newer after the other, and load what is valid then."""
+    group = open_group()
+    loop = sharded_loop(group, block_workload())
+    for _ in range(2):
+        step_together(loop, 1)
+        newer = save_together(loop, folder)
+    names = group.once(lambda: [path.name for path in sorted(newer.iterdir())])
+    found = {}
+    for name in [*names, "none"]:
+        path = newer / name
+        content = path.read_bytes() if path.exists() else b""
+        group.agree(False)
+        if group.rank == 0 and content:
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        group.agree(False)
+        loaded = load_newest(folder, ranks=group)
+        assert loaded is not None
+        found[name] = loaded.path.name, loaded.passed_over
+        group.agree(False)
+        if group.rank == 0 and content:
+            path.write_bytes(content)
+    group.close()
+    return found
+
+
+def test_a_file_that_any_rank_finds_changed_is_passed_over_by_all(server: RankServer, tmp_path: Path) -> None:
+    found, other = server.values(load_with_each_file_damaged, tmp_path)
+    assert other == found
+    assert found.pop("none") == ("step-00000002", [])
+    assert len(found) == 5
+    for name, (loaded, passed_over) in found.items():
+        assert loaded == "step-00000001"
+        assert len(passed_over) == 1
+        assert "step-00000002: " in passed_over[0], name
+
+
+def load_nothing(folder: Path) -> str:
+    group = open_group()
+    try:
+        load_newest(folder, ranks=group)
+    except InputError as error:
+        return str(error)
+    finally:
+        group.close()
+    return ""
+
+
+def test_ranks_end_alike_if_nothing_is_valid(server: RankServer, tmp_path: Path) -> None:
+    (save(tmp_path, 1) / STATE).write_bytes(b"")
+    first, second = server.values(load_nothing, tmp_path)
+    assert first == second
+    assert first.startswith(f"no checkpoint in {tmp_path} is valid")
