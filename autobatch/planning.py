@@ -10,8 +10,6 @@ import itertools
 import math
 from collections.abc import Mapping
 
-import msgspec
-
 from autobatch.core.errors import InputError
 from autobatch.core.records.base import GradientDtype, Precision
 from autobatch.core.records.plan import LearningRateRule, Plan
@@ -130,23 +128,6 @@ def make_plan(
         ),
         precision=precision,
         gradient_dtype=gradient_dtype,
-    )
-
-
-def in_one_size(plan: Plan) -> Plan:
-    """Return a plan whose micro-batches all have one size: the largest divisor of the batch up to its own.
-
-    Raises:
-        InputError: several ranks train, whose shares of a batch may differ.
-    """
-    if plan.world_size > 1:
-        raise InputError(
-            f"--static-shapes needs a single rank, found {plan.world_size}: leave it out, or train on one"
-        )
-    size = next(one for one in range(plan.micro_batch, 0, -1) if plan.target_batch % one == 0)
-    count = plan.target_batch // size
-    return msgspec.structs.replace(
-        plan, micro_batch=size, accumulation_steps=count, micro_batches=[size] * count
     )
 
 

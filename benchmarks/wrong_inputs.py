@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import get_origin
 from unittest import mock
 
-import msgspec
-
 from autobatch.api import probe_stage
 from autobatch.cli import main as cli
-from autobatch.core.option_types import choices_of, expected, plain_type
-from autobatch.core.options import COMMANDS
+from autobatch.core.check_options import choices_of, expected, plain_type
+from autobatch.core.options import COMMANDS, fields_of
 from benchmarks.wrong_files import PROFILES, RUNS, TABLES, WORKLOADS
 
 LONGEST_LINE = 2100
@@ -76,12 +74,12 @@ class Answer:
 
 
 def _command(dice: random.Random) -> tuple[str, list[str]]:
-    name = dice.choice(list(COMMANDS))
+    name = dice.choice(COMMANDS)
     return name, [name, *(["--target-batch", "8"] if "target_batch" in _required(name) else [])]
 
 
 def _required(name: str) -> set[str]:
-    return {one.name for one in msgspec.structs.fields(COMMANDS[name]) if one.required}
+    return {one for one, field in fields_of(name).items() if name in field.about.required_by}
 
 
 def _wrong_value(name: str, annotation: object, dice: random.Random) -> str:
@@ -100,7 +98,7 @@ def _wrong_value(name: str, annotation: object, dice: random.Random) -> str:
 def _option(dice: random.Random) -> tuple[list[str], str, str]:
     """Return the words of a command, and an option that it takes with a wrong value."""
     name, words = _command(dice)
-    one = dice.choice(msgspec.structs.fields(COMMANDS[name]))
+    one = dice.choice(list(fields_of(name).values()))
     value = _wrong_value(one.name, one.type, dice)
     return words, one.name, value
 

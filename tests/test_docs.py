@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autobatch.cli.main import run
-from autobatch.core.options import COMMANDS
+from autobatch.core.options import all_fields, fields_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"])
@@ -30,7 +30,7 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def command_line_options() -> set[str]:
-    return {name.replace("_", "-") for kind in COMMANDS.values() for name in kind.__struct_fields__}
+    return {name.replace("_", "-") for name in all_fields()}
 
 
 def test_the_readme_is_short() -> None:
@@ -92,7 +92,7 @@ def test_every_option_in_an_autobatch_command_exists(path: Path) -> None:
     commands = [line.partition("autobatch ")[2].partition("#")[0] for line in lines if "pip" not in line]
     for command in commands:
         name, options = command.split()[0], OPTION.findall(command)
-        known = {field.replace("_", "-") for field in COMMANDS[name].__struct_fields__}
+        known = {field.replace("_", "-") for field in fields_of(name)}
         assert set(options) <= known, command
 
 

@@ -13,7 +13,6 @@ from autobatch.core.records.plan import Plan
 from autobatch.planning import (
     even_split,
     even_split_note,
-    in_one_size,
     launched_world_size,
     learning_rate_factor,
     make_plan,
@@ -179,22 +178,3 @@ def test_an_invalid_number_of_ranks_is_refused(text: str) -> None:
 
 def _plan(target: int, limit: int, ranks: int = 1) -> Plan:
     return make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1, world_size=ranks)
-
-
-def test_one_size_is_the_largest_divisor_that_fits() -> None:
-    for target in range(1, 60):
-        for limit in range(1, 60):
-            plan = make_plan(target_batch=target, micro_batch_limit=limit, learning_rate=0.1)
-            one = in_one_size(plan)
-            assert one.micro_batches == [one.micro_batch] * one.accumulation_steps
-            assert sum(one.micro_batches) == target
-            divisors = [size for size in range(1, plan.micro_batch + 1) if target % size == 0]
-            assert one.micro_batch == max(divisors)
-            # The loop splits by the micro-batch alone.
-            assert micro_batches(target, one.micro_batch) == one.micro_batches
-
-
-def test_one_size_is_for_a_single_rank() -> None:
-    plan = make_plan(target_batch=64, micro_batch_limit=8, learning_rate=0.1, world_size=2)
-    with pytest.raises(InputError, match="needs a single rank, found 2"):
-        in_one_size(plan)

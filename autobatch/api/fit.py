@@ -19,7 +19,7 @@ from autobatch.api.over_ranks import continued
 from autobatch.api.pipeline import checked_options
 from autobatch.api.prepare import prepare, prepare_resume
 from autobatch.core.files import write_atomic
-from autobatch.core.options import FitOptions
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.text import error_text
 from autobatch.core.version import commit, versions
@@ -38,7 +38,7 @@ from autobatch.workload.contract import Workload
 from autobatch.workload.shared_model import shared_model_notes
 
 
-def run_fit(workload: Workload | str | None, options: FitOptions, context: RunContext) -> Result:
+def run_fit(workload: Workload | str | None, options: Options, context: RunContext) -> Result:
     """Run ``autobatch fit``: the whole pipeline.
 
     Raises:
@@ -48,10 +48,10 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
     ranks = context.ranks
     command = _repeat_command(context.command, options)
     options = continued(checked_options(options, ranks), ranks)
-    ranks.limit_wait(options.collective_timeout)
+    ranks.limit_wait(options.ranks.collective_timeout)
     settings = unpack.loop_settings(options, is_demo=workload is None)
     with ExitStack() as held:
-        prepare_run = prepare_resume if options.resume else prepare
+        prepare_run = prepare_resume if options.train.resume else prepare
         ready = prepare_run(workload, options, settings, context, held)
         for line in shared_model_notes(ready.run.setup.workload, ready.run.setup.model):
             context.progress.note(line)
@@ -62,7 +62,7 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
                 unpack.run_settings(options, ready.out, _resume_hint(context.command, ready.out)),
                 sinks=context.sinks,
             ),
-            split_check=options.split_check,
+            split_check=options.batch.split_check or "error",
             progress=context.progress,
             ranks=ranks,
         )
@@ -76,15 +76,15 @@ def run_fit(workload: Workload | str | None, options: FitOptions, context: RunCo
             training=training,
             model=whole,
             command=command,
-            options=msgspec.to_builtins(options),
+            options=options.by_name(),
             surroundings=_surroundings(),
         )
         return _write(result, ready.out, context.progress) if ranks.rank == 0 else result
 
 
-def _repeat_command(command: str, options: FitOptions) -> str:
+def _repeat_command(command: str, options: Options) -> str:
     """Return the command that runs the whole run again, without the resume that only ends it."""
-    if not options.resume or not command:
+    if not options.train.resume or not command:
         return command
     words = shlex.split(command)
     # An option of a config file or of the environment is overridden.

@@ -24,8 +24,6 @@ from autobatch.core.keywords import (
     ProbeKeywords,
     TuneKeywords,
 )
-from autobatch.core.options import EstimateOptions, FitOptions, ProbeOptions
-from autobatch.core.plan_options import RankPlanOptions, TuneOptions
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
 from autobatch.training.sinks import Sink
 from autobatch.workload.contract import Workload
@@ -49,7 +47,7 @@ def probe(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from(ProbeOptions, dict(options))
+    checked = options_from("probe", dict(options))
     with listening(progress) as listener, joined_ranks(os.environ) as ranks:
         result = run_probe(workload, checked, RunContext(progress=listener, ranks=ranks))
     assert result.probe is not None
@@ -79,8 +77,8 @@ def plan(
         InputError: an option, the device or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from(RankPlanOptions, {"own_loop": True, **options})
-    environ = os.environ if checked.world_size is None and "RANK" in os.environ else {}
+    checked = options_from("plan", {"own_loop": True, **options})
+    environ = os.environ if checked.batch.world_size is None and "RANK" in os.environ else {}
     with listening(progress) as listener, joined_ranks(environ) as ranks:
         result = run_plan(workload, checked, RunContext(progress=listener, ranks=ranks))
     assert result.plan is not None
@@ -100,7 +98,7 @@ def estimate(workload: Workload | str | None = None, **options: Unpack[EstimateK
         Unpredictable: the step cannot be traced; the message says why.
         DoesNotFitError: not even a micro-batch of 1 fits on any of the GPUs.
     """
-    return run_estimate(workload, options_from(EstimateOptions, dict(options)), os.environ)
+    return run_estimate(workload, options_from("estimate", dict(options)), os.environ)
 
 
 def tune(
@@ -121,7 +119,7 @@ def tune(
         InputError: an option, the device, the storage or the workload is invalid.
         DoesNotFitError: not even a micro-batch of 1 fits.
     """
-    checked = options_from(TuneOptions, dict(options))
+    checked = options_from("tune", dict(options))
     with listening(progress) as listener, joined_ranks(os.environ) as ranks:
         return run_tune(workload, checked, RunContext(progress=listener, ranks=ranks))
 
@@ -150,7 +148,7 @@ def fit(
         DoesNotFitError: not even a micro-batch of 1 fits.
         AutobatchError: see `autobatch.training.run.train`.
     """
-    checked = options_from(FitOptions, dict(options))
+    checked = options_from("fit", dict(options))
     with listening(progress) as listener, joined_ranks(os.environ) as ranks:
         return run_fit(workload, checked, RunContext(progress=listener, sinks=tuple(sinks), ranks=ranks))
 

@@ -12,8 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import FitOptions
-from autobatch.core.search_options import SearchOptions
+from autobatch.core.options import Options
 from autobatch.core.text import error_text
 from autobatch.core.version import versions
 from autobatch.distributed.launch import VERDICT, check_equal
@@ -28,7 +27,6 @@ SHARED_SECONDS = 30.0
 OWN_OPTIONS = ("device", "memory_budget", "json", "quiet", "verbose")
 """Options in which ranks may differ."""
 T = TypeVar("T")
-_Options = TypeVar("_Options", bound=SearchOptions)
 
 
 class WholeModelTooLargeError(DoesNotFitError):
@@ -52,7 +50,7 @@ def joined_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
     ranks.close()
 
 
-def options_of_rank(options: _Options, ranks: Ranks) -> _Options:
+def options_of_rank(options: Options, ranks: Ranks) -> Options:
     """Return the options with the device of this rank, after a check that all ranks have the same.
 
     Raises:
@@ -60,31 +58,32 @@ def options_of_rank(options: _Options, ranks: Ranks) -> _Options:
     """
     if ranks.world == 1:
         return options
-    device = ranks.device(options.device)
+    device = ranks.device(options.device.device)
     common = {
         f"--{name.replace('_', '-')}": value
-        for name, value in msgspec.to_builtins(options).items()
+        for name, value in options.by_name().items()
         if name not in OWN_OPTIONS
     }
     check_equal(ranks.gather({**common, **versions()}))
-    return msgspec.structs.replace(options, device=device)
+    return options.with_values(device=device)
 
 
-def check_count(options: SearchOptions, ranks: Ranks) -> None:
+def check_count(options: Options, ranks: Ranks) -> None:
     """Check that as many ranks run as were asked for.
 
     Raises:
         InputError: another number runs.
     """
-    if options.ranks in (None, ranks.world):
+    asked = options.ranks.ranks
+    if asked in (None, ranks.world):
         return
     if ranks.world == 1:
         raise InputError(
-            f"ranks is {options.ranks}, and a call cannot start processes: use the command with --ranks "
-            f"{options.ranks}, or start the script with torchrun --nproc-per-node {options.ranks}"
+            f"ranks is {asked}, and a call cannot start processes: use the command with --ranks {asked}, or "
+            f"start the script with torchrun --nproc-per-node {asked}"
         )
     raise InputError(
-        f"--ranks is {options.ranks}, and torchrun started {ranks.world}: leave out --ranks under torchrun"
+        f"--ranks is {asked}, and torchrun started {ranks.world}: leave out --ranks under torchrun"
     )
 
 
@@ -126,13 +125,13 @@ def agree_on_fit(probe: Callable[[], T], ranks: Ranks) -> T:
     return found
 
 
-def continued(options: FitOptions, ranks: Ranks) -> FitOptions:
+def continued(options: Options, ranks: Ranks) -> Options:
     """Return the options of a run that the launcher has started again: it resumes in the same folder."""
     out = ranks.earlier_out if ranks.restart else None
     if out is None:
         return options
     has_checkpoint = ranks.once(lambda: bool(list_checkpoints(out / CHECKPOINTS)))
-    return msgspec.structs.replace(options, out=str(out), resume=has_checkpoint)
+    return options.with_values(out=str(out), resume=has_checkpoint)
 
 
 def claim_of_ranks(

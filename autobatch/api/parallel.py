@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,9 +14,8 @@ from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
 from autobatch.api.probe_stage import open_setup_process, uninterrupted
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions
+from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
-from autobatch.core.search_options import SearchOptions
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ONCE, ShardLayout
@@ -25,8 +24,7 @@ from autobatch.setup.child import SetupProcess
 from autobatch.workload.contract import Workload
 
 WHOLE = "a whole model fits on each rank, so each has its own"
-_Options = TypeVar("_Options", bound=SearchOptions)
-Stage = Callable[[SetupProcess, _Options, RunContext, JointSettings], Result]
+Stage = Callable[[SetupProcess, Options, RunContext, JointSettings], Result]
 """Function that probes in an open process, and may plan."""
 
 
@@ -39,22 +37,22 @@ class StageResult(NamedTuple):
     """The layout of a shared model; None if each rank has a whole one."""
 
 
-def check_parallel(options: SearchOptions, ranks: Ranks) -> None:
+def check_parallel(options: Options, ranks: Ranks) -> None:
     """Check that several ranks run if they are to share a model.
 
     Raises:
         InputError: there is one rank.
     """
-    if options.parallel == "shard" and ranks.world == 1:
+    if options.ranks.parallel == "shard" and ranks.world == 1:
         raise InputError(
             "--parallel shard shares a model among ranks, found one process: give --ranks N with N at least "
             "2, or start with torchrun"
         )
 
 
-def asked_layout(options: SearchOptions, ranks: Ranks) -> ShardLayout | None:
+def asked_layout(options: Options, ranks: Ranks) -> ShardLayout | None:
     """Return the layout of a shared model if one was asked for; None to try whole models first."""
-    return unpack.shard_layout(options, ranks.world) if options.parallel == "shard" else None
+    return unpack.shard_layout(options, ranks.world) if options.ranks.parallel == "shard" else None
 
 
 class OpenSetup(NamedTuple):
@@ -68,7 +66,7 @@ class OpenSetup(NamedTuple):
 
 def open_choice(
     workload: Workload | str | None,
-    options: SearchOptions,
+    options: Options,
     context: RunContext,
     opened: ExitStack,
     *,
@@ -103,12 +101,12 @@ def open_choice(
 
 def probe_choice(
     workload: Workload | str | None,
-    options: _Options,
+    options: Options,
     context: RunContext,
     first: OpenSetup,
     opened: ExitStack,
     *,
-    stage: Stage[_Options],
+    stage: Stage,
 ) -> StageResult:
     """Probe as asked; ``auto`` shares the model if it does not fit whole on some rank.
 
@@ -126,18 +124,18 @@ def probe_choice(
     process, shard, reason = first
     may_share = shard is None and _may_share(options, context.ranks)
     try:
-        together = JointSettings(shard, may_share, options.grad_sync)
+        together = JointSettings(shard, may_share, options.ranks.grad_sync)
         result = stage(process, options, context, together)
     except WholeModelTooLargeError as error:
         process, shard, reason = _open_shared(workload, options, context, opened, str(error))
-        result = stage(process, options, context, JointSettings(shard, grad_sync=options.grad_sync))
+        result = stage(process, options, context, JointSettings(shard, grad_sync=options.ranks.grad_sync))
     if context.ranks.world == 1:
         return StageResult(process, result, shard)
     return StageResult(process, with_parallel(uninterrupted(result), options, shard, reason, context), shard)
 
 
 def with_parallel(
-    result: Result, options: SearchOptions, shard: ShardLayout | None, reason: str | None, context: RunContext
+    result: Result, options: Options, shard: ShardLayout | None, reason: str | None, context: RunContext
 ) -> Result:
     """Record in the probe and the plan whether ranks share the model, with the reasons.
 
@@ -149,7 +147,7 @@ def with_parallel(
         context: receives a note on what is not as asked.
     """
     sync = None if shard is None else shard.sync
-    sync_reason = ONCE if sync not in (None, options.shard_sync) else None
+    sync_reason = ONCE if sync not in (None, options.ranks.shard_sync) else None
     if sync_reason is not None:
         context.progress.note(f"gradients are reduced once per step (--shard-sync once): {sync_reason}")
     assert result.probe is not None
@@ -166,13 +164,13 @@ def with_parallel(
     return msgspec.structs.replace(result, probe=probe, plan=plan)
 
 
-def _may_share(options: SearchOptions, ranks: Ranks) -> bool:
-    return options.parallel == "auto" and ranks.world > 1
+def _may_share(options: Options, ranks: Ranks) -> bool:
+    return options.ranks.parallel == "auto" and ranks.world > 1
 
 
 def _open_shared(
     workload: Workload | str | None,
-    options: SearchOptions,
+    options: Options,
     context: RunContext,
     opened: ExitStack,
     reason: str,
@@ -185,11 +183,11 @@ def _open_shared(
     return OpenSetup(process, process.info.layout, reason)
 
 
-def layout_of_resume(plan: Plan, options: FitOptions, ranks: Ranks) -> ShardLayout | None:
+def layout_of_resume(plan: Plan, options: Options, ranks: Ranks) -> ShardLayout | None:
     """Return the layout of the shared model of a resumed run: as asked, else as before."""
     if ranks.world == 1:
         return None
-    if options.parallel != "auto":
+    if options.ranks.parallel != "auto":
         return asked_layout(options, ranks)
     before = layout_of(plan)
     return None if before is None else msgspec.structs.replace(before, world=ranks.world)

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal
 
 import msgspec
 
 from autobatch.api import unpack
-from autobatch.api.checks import note_split
+from autobatch.api.checks import note_split, refuse_split
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import check_count, options_of_rank
 from autobatch.api.parallel import StageResult, check_parallel, open_choice, probe_choice
@@ -35,9 +35,7 @@ from autobatch.api.tune_stage import (
 )
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_output
-from autobatch.core.options import EstimateOptions, ProbeOptions
-from autobatch.core.plan_options import RankPlanOptions, TuneOptions
-from autobatch.core.search_options import SearchOptions
+from autobatch.core.options import Options
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
 from autobatch.probing.estimates.estimate import estimate_limits
@@ -48,10 +46,9 @@ from autobatch.workload.reference import find_workload
 
 PLANNED_STEPS = 1000
 """Optimizer steps of the run that is tuned for, if nothing says how many."""
-_Options = TypeVar("_Options", bound=SearchOptions)
 
 
-def checked_options(options: _Options, ranks: Ranks) -> _Options:
+def checked_options(options: Options, ranks: Ranks) -> Options:
     """Return the options of this rank, after a check that the ranks can do what was asked for.
 
     Raises:
@@ -62,7 +59,7 @@ def checked_options(options: _Options, ranks: Ranks) -> _Options:
     return options_of_rank(options, ranks)
 
 
-def run_probe(workload: Workload | str | None, options: ProbeOptions, context: RunContext) -> Result:
+def run_probe(workload: Workload | str | None, options: Options, context: RunContext) -> Result:
     """Run ``autobatch probe``; all ranks call it."""
     options = checked_options(options, context.ranks)
     with ExitStack() as opened:
@@ -71,7 +68,7 @@ def run_probe(workload: Workload | str | None, options: ProbeOptions, context: R
         return _finished(found, options, context)
 
 
-def run_plan(workload: Workload | str | None, options: RankPlanOptions, context: RunContext) -> Result:
+def run_plan(workload: Workload | str | None, options: Options, context: RunContext) -> Result:
     """Run ``autobatch plan``; all ranks call it.
 
     An interrupted probe of one process answers with the largest size so far.
@@ -83,16 +80,16 @@ def run_plan(workload: Workload | str | None, options: RankPlanOptions, context:
     options = for_own_loop(checked_options(options, ranks), ranks)
     world_size = 1 if ranks.world > 1 else unpack.world_size_of(options, context.environ)
     with ExitStack() as opened:
-        first = open_choice(workload, options, context, opened, keeps_batches=options.own_loop)
+        first = open_choice(workload, options, context, opened, keeps_batches=options.search.own_loop)
         stage = partial(probe_and_plan, world_size=world_size)
         found = probe_choice(workload, options, context, first, opened, stage=stage)
-        result = _finished(found, options, context, checks_split=options.split_check != "off")
+        result = _finished(found, options, context, check=options.batch.split_check)
         return add_split(
             found.process, result, options, context.progress, home=context.home, ranks=ranks, is_last=True
         )
 
 
-def for_own_loop(options: RankPlanOptions, ranks: Ranks) -> RankPlanOptions:
+def for_own_loop(options: Options, ranks: Ranks) -> Options:
     """Return the options of a plan over ranks. In a user's loop, each rank has a whole model.
 
     Raises:
@@ -100,53 +97,52 @@ def for_own_loop(options: RankPlanOptions, ranks: Ranks) -> RankPlanOptions:
     """
     if ranks.world == 1:
         return options
-    if options.world_size not in (None, ranks.world):
+    if options.batch.world_size not in (None, ranks.world):
         raise InputError(
-            f"--world-size {options.world_size} plans for another launcher, and {ranks.world} ranks run: "
-            "leave one out"
+            f"--world-size {options.batch.world_size} plans for another launcher, and {ranks.world} ranks "
+            "run: leave one out"
         )
-    if not options.own_loop:
+    if not options.search.own_loop:
         return options
-    if options.parallel == "shard":
+    if options.ranks.parallel == "shard":
         raise InputError(
             "--own-loop plans for a loop of your own, in which each rank has a whole model, and --parallel "
             "shard shares it: leave one out"
         )
-    return msgspec.structs.replace(options, parallel="replicate")
+    return options.with_values(parallel="replicate")
 
 
-def run_estimate(
-    workload: Workload | str | None, options: EstimateOptions, environ: Mapping[str, str]
-) -> Estimates:
+def run_estimate(workload: Workload | str | None, options: Options, environ: Mapping[str, str]) -> Estimates:
     """Run ``autobatch estimate``.
 
     Raises:
         InputError: the page cannot be written.
     """
-    made, settings = find_workload(workload, options.seed), unpack.estimate_settings(options)
-    if options.all:
+    made, settings = find_workload(workload, options.device.seed), unpack.estimate_settings(options)
+    if options.search.all:
         settings = replace(settings, profiles=(), device="auto")
     ranks, home = unpack.rank_settings(options), data_home(environ)
-    if ranks is not None and options.memory_viz is not None:
+    if ranks is not None and options.search.memory_viz is not None:
         raise InputError(
-            f"--memory-viz {options.memory_viz} shows one GPU, found --ranks {options.ranks}: leave one out"
+            f"--memory-viz {options.search.memory_viz} shows one GPU, found --ranks {options.ranks.ranks}: "
+            "leave one out"
         )
     found = (
         estimate_limits(made, settings, home=home)
         if ranks is None
         else estimate_over_ranks(made, settings, ranks, home=home)
     )
-    if options.report is None:
+    if options.search.report is None:
         return found
     # Only here: matplotlib takes half a second to import.
     from autobatch.report.estimate_page import estimate_page
 
     page = estimate_page(found, made.name)
-    path = write_output(Path(options.report), page.encode(), "--report")
+    path = write_output(Path(options.search.report), page.encode(), "--report")
     return msgspec.structs.replace(found, notes=[*found.notes, f"the page is {path}"])
 
 
-def run_tune(workload: Workload | str | None, options: TuneOptions, context: RunContext) -> Result:
+def run_tune(workload: Workload | str | None, options: Options, context: RunContext) -> Result:
     """Run ``autobatch tune``; all ranks call it."""
     options = checked_options(options, context.ranks)
     check_storage_option(options)
@@ -157,9 +153,9 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
         note_split(process, result, context.progress, is_last=False)
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
         settings = settings_for(settings, process, found.shard, context.progress)
-        tuner = open_tuner(process, settings, context, options.timeout)
+        tuner = open_tuner(process, settings, context, options.tune.timeout)
         if settings.trials or not settings.lr_trials:
-            result = add_tuning(tuner, result, options)
+            result = add_tuning(tuner, result)
         write_memory_viz(process, result, options, context.progress)
         result = add_split(process, result, options, context.progress, home=context.home, ranks=context.ranks)
         if not settings.lr_trials:
@@ -175,10 +171,16 @@ def run_tune(workload: Workload | str | None, options: TuneOptions, context: Run
 
 
 def _finished(
-    found: StageResult, options: SearchOptions, context: RunContext, *, checks_split: bool = True
+    found: StageResult,
+    options: Options,
+    context: RunContext,
+    *,
+    check: Literal["error", "note", "off"] | None = None,
 ) -> Result:
     """Return the result of a probe, after the extras that were asked for."""
     write_memory_viz(found.process, found.result, options, context.progress)
-    if checks_split:
+    if check == "error" and found.result.plan is not None and found.shard is None:
+        refuse_split(found.process, found.result.plan.micro_batch)
+    elif check != "off":
         note_split(found.process, found.result, context.progress)
     return found.result

@@ -31,7 +31,7 @@ from autobatch.api.tune_stage import (
     open_tuner,
     settings_for,
 )
-from autobatch.core.options import FitOptions
+from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.run import RunRecord
 from autobatch.core.records.tuning import Tuning
@@ -86,7 +86,7 @@ class ReadyRun(NamedTuple):
 
 def prepare(
     workload: Workload | str | None,
-    options: FitOptions,
+    options: Options,
     settings: LoopSettings,
     context: RunContext,
     held: ExitStack,
@@ -100,7 +100,9 @@ def prepare(
         samples = _epoch_samples(process, settings, context)
         sampler = build_sampler(samples, settings)
         name = process.info.name
-        out = claim_of_ranks(lambda: folder_of(options.out, name, resume=False), ranks, context.entered, held)
+        out = claim_of_ranks(
+            lambda: folder_of(options.train.out, name, resume=False), ranks, context.entered, held
+        )
         if first.shard is None:
             refuse_weights(process)
         process, result, shard = probe_choice(workload, options, context, first, opened, stage=probe_and_plan)
@@ -116,14 +118,14 @@ def prepare(
         if (
             is_tuned
             and shard is None
-            and options.split_check == "error"
+            and options.batch.split_check in (None, "error")
             and result.plan.accumulation_steps > 1
         ):
             context.progress.doing(CHECKING_SPLIT)
             refuse_split(process, result.plan.micro_batch)
-        tuner = open_tuner(process, tune_settings, context, options.timeout)
+        tuner = open_tuner(process, tune_settings, context, options.tune.timeout)
         if tune_settings.trials:
-            result = add_tuning(tuner, result, options)
+            result = add_tuning(tuner, result)
         if tune_settings.lr_trials:
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)
@@ -135,7 +137,7 @@ def prepare(
     if isinstance(process, ThisProcess) and shard is None:
         setup = process.setup
     else:
-        found = _find(workload, options.seed, context)
+        found = _find(workload, options.device.seed, context)
         setup = _open_setup(found, options, context, shard, is_demo=workload is None)
         check_same_data([data, data_of_setup(setup)], ["the probe", "the process that trains"])
     setup = _budgeted(setup, process.info.key)
@@ -154,16 +156,16 @@ def prepare(
 
 def prepare_resume(
     workload: Workload | str | None,
-    options: FitOptions,
+    options: Options,
     settings: LoopSettings,
     context: RunContext,
     held: ExitStack,
 ) -> ReadyRun:
     """Take the stored plan if nothing has changed, else probe and plan the same batch again."""
     progress, ranks = context.progress, context.ranks
-    found = _find(workload, options.seed, context)
+    found = _find(workload, options.device.seed, context)
     out = claim_of_ranks(
-        lambda: folder_of(options.out, found.name, resume=True), ranks, context.entered, held
+        lambda: folder_of(options.train.out, found.name, resume=True), ranks, context.entered, held
     )
     stored = load_run_state(out, ranks)
     for line in stored.passed_over:
@@ -180,10 +182,10 @@ def prepare_resume(
         device_key(setup),
         plan,
         ranks,
-        max_micro_batch=options.max_micro_batch,
-        set_budget=None if options.memory_budget is None else setup.device.budget_bytes,
+        max_micro_batch=options.search.max_micro_batch,
+        set_budget=None if options.device.memory_budget is None else setup.device.budget_bytes,
     )
-    changes += split_changes(setup, plan, options.split) + order_changes(setup, plan, sampler)
+    changes += split_changes(setup, plan, options.batch.split) + order_changes(setup, plan, sampler)
     changes += [] if setup.layout == layout_of(plan) else ["--parallel"]
     changes = sorted({change for of_rank in ranks.gather(changes) for change in of_rank})
     if not changes:
@@ -257,13 +259,13 @@ def _tuned_elsewhere(tuning: Tuning | None) -> Tuning | None:
 
 
 def _planned_again(
-    workload: Workload | str | None, options: FitOptions, context: RunContext, shard: ShardLayout | None
+    workload: Workload | str | None, options: Options, context: RunContext, shard: ShardLayout | None
 ) -> tuple[Result, Mapping[str, KeyValue]]:
     """Probe and plan the batch of a resumed run, and return the result with the key of the setup."""
     ranks, settings = context.ranks, unpack.loop_settings(options, is_demo=workload is None)
     with open_setup_process(workload, options, context, shard) as process:
         shard = process.info.layout
-        together = JointSettings(shard=shard, grad_sync=options.grad_sync)
+        together = JointSettings(shard=shard, grad_sync=options.ranks.grad_sync)
         result = uninterrupted(probe_and_plan(process, options, context, together))
         if ranks.world > 1:
             result = with_parallel(result, options, shard, None, context)
@@ -272,7 +274,7 @@ def _planned_again(
 
 
 def _with_split(
-    process: SetupProcess, result: Result, options: FitOptions, settings: LoopSettings, context: RunContext
+    process: SetupProcess, result: Result, options: Options, settings: LoopSettings, context: RunContext
 ) -> Result:
     """Choose the split of a run, whose order is known."""
     order = Order(
@@ -294,7 +296,7 @@ def _find(workload: Workload | str | None, seed: int, context: RunContext) -> Wo
 
 def _open_setup(
     workload: Workload,
-    options: FitOptions,
+    options: Options,
     context: RunContext,
     shard: ShardLayout | None,
     *,

@@ -12,16 +12,13 @@ import msgspec
 from autobatch.api import unpack
 from autobatch.api.confirm import JointLimits, JointSettings, confirmed_limits
 from autobatch.api.context import RunContext
-from autobatch.api.one_size import one_size_if_asked
 from autobatch.api.over_ranks import agree_on_fit, check_data_of_ranks
 from autobatch.core.errors import DoesNotFitError
 from autobatch.core.files import write_output
-from autobatch.core.options import ProbeOptions
-from autobatch.core.plan_options import PlanOptions
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.probe import Probe, RankLimit
-from autobatch.core.search_options import SearchOptions
 from autobatch.core.units import format_bytes
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.rank_plan import spread
@@ -46,7 +43,7 @@ OPENING = "opening the workload"
 
 def open_setup_process(
     workload: Workload | str | None,
-    options: SearchOptions,
+    options: Options,
     context: RunContext,
     shard: ShardLayout | None = None,
     *,
@@ -77,7 +74,7 @@ def open_setup_process(
 
 
 def probe_only(
-    process: SetupProcess, options: ProbeOptions, context: RunContext, together: JointSettings
+    process: SetupProcess, options: Options, context: RunContext, together: JointSettings
 ) -> Result:
     """Find the largest micro-batch, or check the one that was asked for; all ranks call it.
 
@@ -90,14 +87,14 @@ def probe_only(
     Raises:
         DoesNotFitError: not even a micro-batch of 1 fits, or the one that was asked for does not.
     """
-    ranks, progress, asked = context.ranks, context.progress, options.micro_batch
+    ranks, progress, asked = context.ranks, context.progress, options.search.micro_batch
 
     def check() -> Limit:
         assert asked is not None
         return Limit(check_size(process, asked, progress=progress))
 
     if asked is None:
-        limits, order = unpack.probe_limits(options), Order(None, options.seed)
+        limits, order = unpack.probe_limits(options), Order(None, options.device.seed)
         found = _limit(process, limits, order, context, together)
         probe = find_limits_by_size(
             process,
@@ -168,7 +165,7 @@ def _limit(
 
 def probe_and_plan(
     process: SetupProcess,
-    options: PlanOptions,
+    options: Options,
     context: RunContext,
     together: JointSettings = JointSettings(),  # noqa: B008 - plain values
     *,
@@ -192,7 +189,7 @@ def probe_and_plan(
     unpack.plan_for(info, 1, options, world_size)
     share = rank_share(options.target_batch, world_size, 0)
     limits = unpack.probe_limits(options, share)
-    limit = _limit(process, limits, Order(share, options.seed), context, together)
+    limit = _limit(process, limits, Order(share, options.device.seed), context, together)
     alone = limit.probe.micro_batch
     if ranks.world == 1:  # of several ranks, the batch itself runs
         limit, alone = limit_of_plan(process, limit, share, progress)
@@ -209,7 +206,7 @@ def probe_and_plan(
         ranks,
         progress,
     )
-    plan = one_size_if_asked(planned(joint.limits), alone, options, progress)
+    plan = planned(joint.limits)
     _tell(plan, info.epoch_samples, progress)
     progress.doing("predicting the memory of a step")
     predicted, curve = predicted_memory(limit.footprint, info, limit.probe.micro_batch)
@@ -242,16 +239,14 @@ def _tell(plan: Plan, epoch_samples: int | None, progress: Progress) -> None:
         progress.note(f"learning rate {plan.learning_rate:g}: {plan.learning_rate_source}")
 
 
-def write_memory_viz(
-    process: SetupProcess, result: Result, options: SearchOptions, progress: Progress
-) -> None:
+def write_memory_viz(process: SetupProcess, result: Result, options: Options, progress: Progress) -> None:
     """Write the memory of a few steps of the result to ``--memory-viz``, if it was asked for.
 
     Raises:
         InputError: the file cannot be written.
     """
     probe, plan = result.probe, result.plan
-    if options.memory_viz is None or probe is None or probe.micro_batch < 1:
+    if options.search.memory_viz is None or probe is None or probe.micro_batch < 1:
         return
     progress.doing("recording the memory of a few steps")
     content = step_snapshot(
@@ -260,7 +255,7 @@ def write_memory_viz(
     if content is None:
         progress.note("--memory-viz: nothing was written, because the steps gave no record of their memory")
         return
-    path = write_output(Path(options.memory_viz), content, "--memory-viz")
+    path = write_output(Path(options.search.memory_viz), content, "--memory-viz")
     progress.note(f"the memory of a few steps is in {path}: open it at pytorch.org/memory_viz")
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autobatch.api.run_order import in_run_order
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.plan_options import PlanOptions
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.probe import Probe
@@ -27,7 +27,7 @@ from autobatch.setup.child import ChildCrashed, SetupProcess
 def add_split(
     process: SetupProcess,
     result: Result,
-    options: PlanOptions,
+    options: Options,
     progress: Progress,
     *,
     home: Path,
@@ -46,10 +46,10 @@ def add_split(
         InputError: a split by size was asked for, and would change results.
     """
     plan, probe = result.plan, result.probe
-    if plan is None or probe is None or probe.stopped_by == "interrupt" or options.static_shapes:
+    if plan is None or probe is None or probe.stopped_by == "interrupt":
         return result
     if process.info.epoch_samples is None:
-        if options.split == "size":
+        if options.batch.split == "size":
             raise InputError(
                 "--split size needs the sizes of all samples, and the data are a stream: use --split count, "
                 "or give data with an index"
@@ -85,14 +85,14 @@ def add_split(
     return msgspec.structs.replace(result, plan=plan)
 
 
-def _settings_of(probe: Probe, options: PlanOptions, share: int) -> SplitSettings:
+def _settings_of(probe: Probe, options: Options, share: int) -> SplitSettings:
     """Return the settings of the choice for a rank that takes ``share`` samples of a batch."""
-    cap = options.target_batch if options.max_micro_batch is None else options.max_micro_batch
+    cap = options.search.max_micro_batch or options.target_batch
     # Above the limit, the workload may not run for another reason than memory.
     cap = probe.micro_batch if probe.upper_bound_by == "error" else cap
     # A split by size is checked against the batches of the run on its own.
     limit = probe.micro_batch if probe.real_batches is None else probe.real_batches.micro_batch_alone
-    return SplitSettings(options.split, limit, min(cap, share), options.seed)
+    return SplitSettings(options.batch.split, limit, min(cap, share), options.device.seed)
 
 
 def _choose(process: SetupProcess, plan: Plan, settings: SplitSettings, kept: KeptAnswers) -> SplitChoice:
@@ -112,20 +112,20 @@ def _choose(process: SetupProcess, plan: Plan, settings: SplitSettings, kept: Ke
     return choice
 
 
-def _may_cut_jointly(plan: Plan, options: PlanOptions, ranks: Ranks) -> bool:
+def _may_cut_jointly(plan: Plan, options: Options, ranks: Ranks) -> bool:
     """Return whether the ranks of a plan may cut batches by size together.
 
     Raises:
         InputError: a split by size was asked for, and another loop will run the plan.
     """
-    if ranks.world == 1 and options.split == "size":
+    if ranks.world == 1 and options.batch.split == "size":
         raise InputError(
             f"--split size over {plan.world_size} ranks is for autobatch fit: use --split count to plan for "
             "another loop"
         )
     # A joint cut has the least limit of all ranks for each size, which is too low for larger GPUs.
     is_alike = len({one.kind for one in plan.ranks}) == 1
-    return ranks.world > 1 and (is_alike or options.split == "size")
+    return ranks.world > 1 and (is_alike or options.batch.split == "size")
 
 
 def sizes_of(process: SetupProcess, result: Result) -> NDArray[np.float64] | None:

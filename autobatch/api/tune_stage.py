@@ -7,8 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from autobatch.api.context import RunContext
-from autobatch.api.one_size import one_size_if_asked
-from autobatch.core.plan_options import PlanOptions, TuneOptions
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.tuning import Tuning
 from autobatch.distributed.sharding.layout import ShardLayout
@@ -45,12 +44,11 @@ def settings_for(
     return replace(settings, trials=0, lr_trials=0)
 
 
-def add_tuning(tuner: PlanTuner, result: Result, options: PlanOptions) -> Result:
+def add_tuning(tuner: PlanTuner, result: Result) -> Result:
     """Put the fastest configuration into a result."""
     assert result.plan is not None
     assert result.probe is not None
     plan, tuning = tuner.tune(result.plan, result.probe.micro_batch)
-    plan = one_size_if_asked(plan, result.probe.micro_batch, options, tuner.progress)
     return msgspec.structs.replace(result, plan=plan, tuning=tuning)
 
 
@@ -63,14 +61,14 @@ def add_learning_rate(tuner: PlanTuner, result: Result) -> Result:
     return msgspec.structs.replace(result, plan=plan, tuning=tuning)
 
 
-def check_storage_option(options: TuneOptions) -> None:
+def check_storage_option(options: Options) -> None:
     """Check that a requested storage is usable, before minutes are spent on a probe.
 
     Raises:
         InputError: it is not.
     """
-    if options.storage is not None and (options.trials != 0 or options.tune_lr):
+    if options.tune.storage is not None and (options.tune.trials != 0 or options.tune.tune_lr):
         # Only here: Optuna takes half a second to import.
         from autobatch.tuning.storage import check_storage
 
-        check_storage(options.storage)
+        check_storage(options.tune.storage)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autobatch.core.check_options import unknown_option
 from autobatch.core.errors import InputError
 from autobatch.core.files import read_toml
-from autobatch.core.option_types import unknown_option
-from autobatch.core.options import COMMANDS
+from autobatch.core.options import all_fields
 from autobatch.core.text import quoted
 
 PREFIX = "AUTOBATCH_"
@@ -107,4 +107,4 @@ def _read_layer(path: Path) -> dict[str, OptionValue]:
 
 
 def _all_names() -> set[str]:
-    return {"workload"} | {name for kind in COMMANDS.values() for name in kind.__struct_fields__}
+    return {"workload", *all_fields()}

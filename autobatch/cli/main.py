@@ -18,7 +18,6 @@ from autobatch.core.version import __version__
 
 if TYPE_CHECKING:
     from autobatch.cli.failures import RunLog
-    from autobatch.core.search_options import SearchOptions
     from autobatch.distributed.group import Group
     from autobatch.distributed.ranks import Ranks
 
@@ -121,8 +120,8 @@ def _guarded(name: str, arguments: list[str]) -> int:
             return 0  # the help was printed
         except OSError as error:  # the help could not be printed
             return undelivered_code(error)
-        verbose = options.verbose
-        count = cast("SearchOptions", options).ranks if name in OVER_RANKS else None
+        verbose = options.output.verbose
+        count = options.ranks.ranks if name in OVER_RANKS else None
         with raise_on_termination():
             if count is not None and count > 1 and read_launch(os.environ) is None:
                 return _start_ranks([name, *arguments], count)

@@ -14,14 +14,10 @@ from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-import msgspec
-
 from autobatch.cli.config_files import OptionValue, configured, layered
-from autobatch.core.check_options import options_from
+from autobatch.core.check_options import choices_of, expected, options_from, plain_type
 from autobatch.core.errors import InputError
-from autobatch.core.option_types import Group, choices_of, expected, help_of, plain_type
-from autobatch.core.options import COMMANDS
-from autobatch.core.search_options import Options
+from autobatch.core.options import Group, Options, fields_of
 from autobatch.core.text import LONGEST_VALUE, is_text, printable, quoted
 from autobatch.core.usual_words import answer_to
 
@@ -64,19 +60,19 @@ def parse(
     """
     import platformdirs
 
-    kind = COMMANDS[name]
+    fields = fields_of(name)
     user_config = Path(platformdirs.user_config_dir("autobatch")) / "config.toml"
     known = configured(folder, user_config, environ)
     given = layered(known, _read(name, arguments, known))
-    options = {option: given[option] for option in kind.__struct_fields__ if option in given}
+    options = {option: given[option] for option in fields if option in given}
     workload = given.get("workload")
     if workload is not None:
         _check_place(workload)
-    names = {option: _spelled(option) for option in kind.__struct_fields__}
+    names = {option: _spelled(option) for option in fields}
     names |= {option: value.name for option, value in options.items()}
     return (
         None if workload is None else workload.value,
-        options_from(kind, {option: value.value for option, value in options.items()}, names=names),
+        options_from(name, {option: value.value for option, value in options.items()}, names=names),
     )
 
 
@@ -100,8 +96,7 @@ def _check_place(workload: OptionValue) -> None:
 
 def _read(name: str, arguments: list[str], known: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """Return what the command line gives, as text."""
-    kind = COMMANDS[name]
-    types = {_spelled(field.name): field.type for field in msgspec.structs.fields(kind)}
+    types = {_spelled(option): field.type for option, field in fields_of(name).items()}
     valued = {option for option, annotation in types.items() if plain_type(annotation) is not bool}
     switches = types.keys() - valued
     spellings = [*HELP_WORDS, *types, *(f"--no-{switch.removeprefix('--')}" for switch in switches)]
@@ -151,9 +146,9 @@ def _joined(arguments: list[str], valued: Container[str], known: Container[str])
 
 def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> _Parser:
     """Build the parser of a command; its help shows the common options, or all of them."""
-    kind = COMMANDS[name]
-    fields = msgspec.structs.fields(kind)
-    needs = "".join(f" {_spelled(field.name)} {help_of(field).metavar}" for field in fields if field.required)
+    fields = fields_of(name).values()
+    required = {field.name for field in fields if name in field.about.required_by}
+    needs = "".join(f" {_spelled(one.name)} {one.about.metavar}" for one in fields if one.name in required)
     parser = _Parser(
         usage=f"autobatch {name} [WORKLOAD]{needs} [options]",
         description=SUMMARIES[name],
@@ -169,9 +164,10 @@ def _parser(name: str, known: Mapping[str, OptionValue], *, shows_all: bool) -> 
         metavar="WORKLOAD",
         help=f"file.py or module:function. {_hint(known.get('workload'), 'demo')}",
     )
-    for field in sorted(fields, key=lambda field: (not field.required, not help_of(field).common)):
-        about = help_of(field)
-        text = f"{about.text} {_hint(known.get(field.name), field.default, required=field.required)}".strip()
+    for field in sorted(fields, key=lambda one: (one.name not in required, not one.about.common)):
+        about = field.about
+        hint = _hint(known.get(field.name), field.default, required=field.name in required)
+        text = f"{about.text} {hint}".strip()
         groups[about.group].add_argument(
             _spelled(field.name),
             help=text.replace("%", "%%") if about.common or shows_all else argparse.SUPPRESS,
@@ -212,7 +208,7 @@ def _shown(value: object) -> str:
 
 def _unknown(name: str, option: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(option, known, n=1)
-    hint = answer_to(option, COMMANDS[name].__struct_fields__, _spelled) or (
+    hint = answer_to(option, fields_of(name), _spelled) or (
         f"did you mean {near[0]}?" if near else f"see autobatch {name} --help-all"
     )
     return f"there is no option {option}; {hint}"

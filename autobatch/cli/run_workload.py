@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from autobatch.cli.output import SafeStream, reserve_stdout, undelivered_code
@@ -16,8 +15,7 @@ from autobatch.core.garbage import uncollected
 if TYPE_CHECKING:
     from autobatch.api.context import RunContext
     from autobatch.cli.failures import RunLog
-    from autobatch.core.options import EstimateOptions, FitOptions
-    from autobatch.core.search_options import Options, SearchOptions
+    from autobatch.core.options import Options
     from autobatch.distributed.ranks import Ranks
     from autobatch.report.result import Estimates, Result
 
@@ -41,13 +39,13 @@ def run_workload(name: str, workload: str | None, options: Options, log: RunLog,
         log: learns the folder of the run.
         ranks: the processes that run the command together.
     """
-    with reserve_stdout() if options.json else contextlib.nullcontext():
-        stream = SafeStream(sys.stderr if options.json else sys.stdout)
+    with reserve_stdout() if options.output.json else contextlib.nullcontext():
+        stream = SafeStream(sys.stderr if options.output.json else sys.stdout)
         if ranks.rank:
             _run_silently(name, workload, options, log, ranks)
             return 0
         result = _result_of(name, workload, options, log, stream=stream, ranks=ranks)
-    if options.json:
+    if options.output.json:
         import msgspec
 
         try:
@@ -68,13 +66,13 @@ def _result_of(
     with contextlib.ExitStack() as held:
         if workload is not None:
             check_reference(workload)  # before the seconds that torch takes to import
-        is_resume = name == "fit" and cast("FitOptions", options).resume
+        is_resume = name == "fit" and options.train.resume
         needs_child = not (is_resume or name == "estimate")
         # Threads of a group of ranks do not survive a copy.
-        is_copy = needs_child and ranks.world == 1 and may_copy(cast("SearchOptions", options).device)
+        is_copy = needs_child and ranks.world == 1 and may_copy(options.device.device)
         # A child that is no copy imports torch while this process does.
         spare = held.enter_context(spare_child()) if needs_child and not is_copy else None
-        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.quiet))
+        terminal = held.enter_context(Terminal(cast("TextIO", stream), quiet=options.output.quiet))
         terminal.begin(workload, predicts=name == "estimate")
         terminal.doing("importing torch")
         with uncollected():
@@ -86,7 +84,7 @@ def _result_of(
 
         if name == "estimate":
             terminal.doing("predicting what fits")
-            estimates = run_estimate(workload, cast("EstimateOptions", options), os.environ)
+            estimates = run_estimate(workload, options, os.environ)
             terminal.estimated(estimates)
             return estimates
         if is_copy:
@@ -121,22 +119,10 @@ def _runner(name: str) -> Callable[[Any, Any, RunContext], Result]:
 
 
 def _run_silently(name: str, workload: str | None, options: Options, log: RunLog, ranks: Ranks) -> None:
-    """Run a command on a rank that prints nothing, and writes a log into the folder of the run."""
+    """Run a command on a rank that prints nothing."""
     from autobatch.api.context import RunContext
-    from autobatch.cli.rank_log import RankLog
-
-    progress = RankLog(ranks.rank)
-
-    def enter(folder: Path) -> None:
-        log.enter(folder)
-        progress.enter(folder)
 
     context = RunContext(
-        progress=progress,
-        ranks=ranks,
-        isolated=True,
-        environ=os.environ,
-        command=log.command,
-        entered=enter,
+        ranks=ranks, isolated=True, environ=os.environ, command=log.command, entered=log.enter
     )
     _runner(name)(workload, options, context)

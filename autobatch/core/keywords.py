@@ -53,7 +53,6 @@ class BatchKeywords(SearchKeywords, total=False):
 
     target_batch: Required[int]
     split: Literal["auto", "count", "size"]
-    static_shapes: bool
     lr_rule: LearningRateRule
     base_batch: int | None
 
@@ -61,9 +60,9 @@ class BatchKeywords(SearchKeywords, total=False):
 class PlanKeywords(BatchKeywords, total=False):
     """Keywords of `autobatch.plan`."""
 
+    split_check: Literal["error", "note", "off"] | None
     world_size: int | None
     own_loop: bool
-    split_check: Literal["note", "off"]
 
 
 class TuneKeywords(BatchKeywords, total=False):
@@ -92,7 +91,7 @@ class FitKeywords(TuneKeywords, total=False):
     validation_micro_batch: int | None
     warmup_samples: int | None
     on_nonfinite: Literal["raise", "skip"]
-    split_check: Literal["error", "note", "off"]
+    split_check: Literal["error", "note", "off"] | None
     bn_momentum: Literal["keep", "auto"]
     keep_last: int
     workers: int | None

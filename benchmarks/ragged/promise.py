@@ -29,7 +29,6 @@ from autobatch.api.context import RunContext
 from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError
-from autobatch.core.options import FitOptions
 from autobatch.core.records.plan import Plan
 from autobatch.footprint.size_program import SizeProgram
 from autobatch.planning import make_plan
@@ -181,7 +180,7 @@ def measure(run: Run, split: str, folder: Path) -> dict[str, Any]:
         "target_batch": TARGET, "device": case.device, "memory_budget": run.budget, "seed": run.seed,
         "split": split, "steps": run.steps, "trials": 0, "out": str(folder / "out"),
     }  # fmt: skip
-    options = options_from(FitOptions, asked)
+    options = options_from("fit", asked)
     context = RunContext(environ={"AUTOBATCH_HOME": str(folder / "home")})
     start = time.process_time()
     with ExitStack() as held:

@@ -21,7 +21,6 @@ from autobatch.api.context import RunContext
 from autobatch.api.fit import _resume_hint, _write, run_fit
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError, NonFiniteError
-from autobatch.core.options import FitOptions
 from autobatch.core.progress import Progress
 from autobatch.core.units import GiB, MiB
 from autobatch.device.host import HostMemory
@@ -191,7 +190,7 @@ def test_a_report_that_cannot_be_written_is_noted_and_the_run_is_kept(tmp_path: 
 
     monkeypatch.setattr("autobatch.report.page.write_report", full)
     listener = Listener()
-    options = options_from(FitOptions, {**OPTIONS, **SHORT, "steps": 2, "out": str(tmp_path / "run")})
+    options = options_from("fit", {**OPTIONS, **SHORT, "steps": 2, "out": str(tmp_path / "run")})
     done = run_fit(make_workload(), options, RunContext(progress=listener))
     assert listener.notes[-1] == "the report could not be written: report.html: No space left on device"
     assert (done.report, done.training.optimizer_steps) == (None, 2)

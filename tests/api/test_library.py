@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 import autobatch
@@ -15,7 +14,7 @@ from autobatch.core.options import COMMANDS
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.probe import Probe
 from autobatch.report.result import Estimates, PlanResult, ProbeResult, Result
-from tests.support.options import all_changed, required
+from tests.support.options import all_changed, as_options, required
 from tests.support.probes import mlp, work
 from tests.support.sample_run import a_device, a_probe, a_run
 
@@ -53,8 +52,8 @@ def test_each_keyword_reaches_its_option(command: str, length: str, convert: Any
     getattr(autobatch, command)("train.py:workload", **{k: convert(v) for k, v in keywords.items()})
     (call,) = calls
     assert call.workload == "train.py:workload"
-    assert type(call.options) is COMMANDS[command]
-    values = msgspec.structs.asdict(call.options)
+    values = call.options.by_name()
+    assert call.options.command == command
     assert {name: value for name, value in values.items() if name in keywords} == keywords
 
 
@@ -65,7 +64,7 @@ def test_a_call_without_a_workload_or_keywords_is_the_demo_with_defaults(
     getattr(autobatch, command)(**required(command))
     assert calls[0].workload is None
     keeps = {"own_loop": True} if command == "plan" else {}
-    assert calls[0].options == COMMANDS[command](**required(command), **keeps)
+    assert calls[0].options == as_options(command, **required(command), **keeps)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

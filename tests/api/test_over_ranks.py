@@ -18,9 +18,10 @@ from autobatch.api.over_ranks import (
     options_of_rank,
 )
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.options import FitOptions
+from autobatch.core.options import Options
 from autobatch.distributed.ranks import Alone
 from autobatch.training.run_folder import CHECKPOINTS
+from tests.support.options import as_options
 
 
 class Two(Alone):
@@ -36,7 +37,7 @@ class Two(Alone):
         return [value, other]
 
 
-OPTIONS = FitOptions(target_batch=8)
+OPTIONS = as_options("fit", target_batch=8)
 
 
 def test_one_process_keeps_its_options() -> None:
@@ -46,8 +47,8 @@ def test_one_process_keeps_its_options() -> None:
     check_count(a_fit(ranks=2), Two())
 
 
-def a_fit(**changes: Any) -> FitOptions:
-    return FitOptions(target_batch=8, **changes)
+def a_fit(**changes: Any) -> Options:
+    return as_options("fit", target_batch=8, **changes)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,9 @@ def test_a_restart_continues_in_its_folder(tmp_path: Path) -> None:
     ranks = Two()
     ranks.restart, ranks.earlier_out = 1, tmp_path
     options = continued(OPTIONS, ranks)
-    assert (options.out, options.resume) == (str(tmp_path), False)
+    assert (options.train.out, options.train.resume) == (str(tmp_path), False)
     (tmp_path / CHECKPOINTS / "step-00000001").mkdir(parents=True)
-    assert continued(OPTIONS, ranks).resume
+    assert continued(OPTIONS, ranks).train.resume
 
 
 def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from torch.nn.functional import cross_entropy
 import autobatch
 from autobatch.api.parallel import asked_layout, check_parallel, layout_of_resume
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions
+from autobatch.core.options import Options
 from autobatch.distributed.rank_plan import layout_of
 from autobatch.distributed.ranks import Alone
 from autobatch.distributed.sharding.layout import ShardLayout
+from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.sample_run import a_run
 from tests.support.training import make_workload, points
@@ -28,8 +29,8 @@ class Three(Alone):
     world = 3
 
 
-def options(**changes: Any) -> FitOptions:
-    return FitOptions(**{"target_batch": 8, **changes})
+def options(**changes: Any) -> Options:
+    return as_options("fit", **{"target_batch": 8, **changes})
 
 
 def test_one_process_cannot_share_a_model() -> None:

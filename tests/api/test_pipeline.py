@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from torch import nn
 
@@ -14,8 +13,7 @@ from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_estimate, run_plan, run_probe, run_tune
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import EstimateOptions, ProbeOptions
-from autobatch.core.plan_options import RankPlanOptions, TuneOptions
+from autobatch.core.options import Options
 from autobatch.core.records.probe import Attempt
 from autobatch.core.units import MiB
 from autobatch.setup import child
@@ -30,10 +28,8 @@ def context_in(home: Path, **fields: Any) -> RunContext:
     return RunContext(environ={"AUTOBATCH_HOME": str(home)}, **fields)
 
 
-def plan_options(**values: Any) -> RankPlanOptions:
-    return options_from(
-        RankPlanOptions, {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB", **values}
-    )
+def plan_options(**values: Any) -> Options:
+    return options_from("plan", {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB", **values})
 
 
 def test_a_plan_shows_where_the_memory_goes(tmp_path: Path) -> None:
@@ -61,11 +57,11 @@ def test_a_plan_whose_rule_lacks_a_base_batch_fails_before_the_probe(tmp_path: P
 
 def test_a_probe_limits_smaller_samples_too_but_not_if_one_size_is_checked(tmp_path: Path) -> None:
     probe = {"device": "cpu", "memory_budget": "2MiB"}
-    found = run_probe(work(), options_from(ProbeOptions, probe), context_in(tmp_path, command="again"))
+    found = run_probe(work(), options_from("probe", probe), context_in(tmp_path, command="again"))
     assert found.probe.source == "search"
     assert found.profile is not None
     assert found.command == "again"
-    options = options_from(ProbeOptions, {**probe, "micro_batch": 3})
+    options = options_from("probe", {**probe, "micro_batch": 3})
     checked = run_probe(work(), options, context_in(tmp_path))
     assert (checked.probe.micro_batch, checked.probe.source, checked.profile) == (3, "asked", None)
 
@@ -87,7 +83,7 @@ def test_an_interrupted_probe_ends_a_plan_with_its_answer_and_a_tuning_without(
     found = run_plan(work(), plan_options(), context_in(tmp_path, progress=Interrupting()))
     assert (found.probe.stopped_by, found.probe.micro_batch) == ("interrupt", 2)
     assert sum(found.plan.micro_batches) == 64
-    options = options_from(TuneOptions, {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB"})
+    options = options_from("tune", {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB"})
     with pytest.raises(KeyboardInterrupt):
         run_tune(work(), options, context_in(tmp_path, progress=Interrupting()))
 
@@ -120,7 +116,7 @@ def test_a_tuning_runs_the_stages_that_are_requested(
     monkeypatch.setattr("autobatch.tuning.tune_plan.TRIAL_SECONDS", 0.001)
     short = {"trials": 1, "knobs": "micro_batch_shift", "lr_trials": 1, "lr_steps": 4}
     options = {"target_batch": 64, "device": "cpu", "memory_budget": "2MiB", **short, **values}
-    found = run_tune(work(), options_from(TuneOptions, options), context_in(tmp_path))
+    found = run_tune(work(), options_from("tune", options), context_in(tmp_path))
     assert ran == stages
     assert found.tuning is not None
     assert found.tuning.trials == ("configurations" in stages)
@@ -134,7 +130,7 @@ def test_a_storage_is_checked_before_the_model_is_built_if_it_is_used(tmp_path: 
 
     def tune(**values: Any) -> None:
         options = {"target_batch": 8, "device": "cpu", "storage": "nothing://there", **values}
-        run_tune(work(model), options_from(TuneOptions, options), context_in(tmp_path))
+        run_tune(work(model), options_from("tune", options), context_in(tmp_path))
 
     for values in ({}, {"trials": 0, "tune_lr": True}):
         with pytest.raises(InputError, match="the storage nothing://there"):
@@ -165,7 +161,7 @@ def test_an_isolated_context_opens_a_reference_in_a_child_and_a_workload_here(
         child, "open_setup", lambda given, *rest, **more: opened.append(given) or real(given, *rest, **more)
     )
     (tmp_path / "train.py").write_text(SMALL)
-    options = options_from(ProbeOptions, {"device": "cpu", "memory_budget": "2MiB", "micro_batch": 2})
+    options = options_from("probe", {"device": "cpu", "memory_budget": "2MiB", "micro_batch": 2})
     here = work()
     for workload in (here, f"{tmp_path / 'train.py'}:workload"):
         found = run_probe(workload, options, context_in(tmp_path, isolated=True))
@@ -174,7 +170,7 @@ def test_an_isolated_context_opens_a_reference_in_a_child_and_a_workload_here(
 
 
 def test_an_estimate_reads_the_data_directory_of_its_environment(tmp_path: Path) -> None:
-    options = options_from(EstimateOptions, {"profile": ["t4"], "max_micro_batch": 2})
+    options = options_from("estimate", {"profile": ["t4"], "max_micro_batch": 2})
     found = run_estimate(work(lambda: mlp(8)), options, {"AUTOBATCH_HOME": str(tmp_path)})
     assert [one.micro_batch for one in found.estimates] == [2]
 
@@ -208,7 +204,7 @@ def test_a_rank_is_not_probed_beyond_its_share(tmp_path: Path) -> None:
 def test_an_estimate_of_all_gpus_ignores_the_profiles_and_writes_its_page(tmp_path: Path) -> None:
     page = tmp_path / "gpus.html"
     options = options_from(
-        EstimateOptions, {"profile": "t4", "all": True, "target_batch": 64, "report": str(page)}
+        "estimate", {"profile": "t4", "all": True, "target_batch": 64, "report": str(page)}
     )
     found = run_estimate(None, options, {"AUTOBATCH_HOME": str(tmp_path)})
     assert len(found.estimates) >= 15
@@ -216,20 +212,20 @@ def test_an_estimate_of_all_gpus_ignores_the_profiles_and_writes_its_page(tmp_pa
     assert needs == sorted(needs)
     assert "rtx-4090" in page.read_text(encoding="utf-8")
     (tmp_path / "file").write_text("")
-    wrong = msgspec.structs.replace(options, report=str(tmp_path / "file" / "x.html"))
+    wrong = options.with_values(report=str(tmp_path / "file" / "x.html"))
     with pytest.raises(InputError, match=r"--report .* cannot be written"):
         run_estimate(None, wrong, {"AUTOBATCH_HOME": str(tmp_path)})
 
 
 def test_an_estimate_writes_the_memory_of_its_first_gpu(tmp_path: Path) -> None:
     path = tmp_path / "memory.pickle"
-    options = options_from(EstimateOptions, {"profile": "t4", "memory_viz": str(path), "micro_batch": 16})
+    options = options_from("estimate", {"profile": "t4", "memory_viz": str(path), "micro_batch": 16})
     found = run_estimate(None, options, {"AUTOBATCH_HOME": str(tmp_path)})
     events = pickle.loads(path.read_bytes())["device_traces"][0]
     reserved = sum(one["size"] for one in events if one["action"] == "segment_alloc")
     # The estimate counts workspaces of libraries besides the tensors.
     assert 0 < reserved <= found.estimates[0].peak_reserved_bytes
-    wrong = msgspec.structs.replace(options, memory_viz=str(path / "x"))
+    wrong = options.with_values(memory_viz=str(path / "x"))
     with pytest.raises(InputError, match=r"--memory-viz .* cannot be written"):
         run_estimate(None, wrong, {"AUTOBATCH_HOME": str(tmp_path)})
 
@@ -246,18 +242,6 @@ def test_the_memory_of_the_steps_of_a_plan_is_written(tmp_path: Path, device: st
     # The steps ran as they were traced, so their blocks have their purposes.
     assert kinds >= {"parameters", "batch", "gradients", "activations"}
     assert any("pytorch.org/memory_viz" in line for line in listener.notes)
-
-
-def test_static_shapes_give_micro_batches_of_one_size(tmp_path: Path) -> None:
-    listener = Listener()
-    options = plan_options(target_batch=22, max_micro_batch=5, static_shapes=True)
-    plan = run_plan(make_workload(), options, context_in(tmp_path, progress=listener)).plan
-    assert plan is not None
-    assert plan.micro_batches == [2] * 11
-    [note] = [line for line in listener.notes if "--static-shapes" in line]
-    assert "micro-batches of 2 in 11 accumulation steps at most, although 5 samples fit" in note
-    with pytest.raises(InputError, match="static_shapes and split size exclude each other"):
-        plan_options(static_shapes=True, split="size")
 
 
 def test_a_batch_that_is_larger_than_the_data_is_noted(tmp_path: Path) -> None:

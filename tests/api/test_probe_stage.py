@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from autobatch.api import probe_stage
 from autobatch.api.confirm import JointLimits, JointSettings
 from autobatch.api.context import RunContext
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.options import ProbeOptions
 from autobatch.core.records.probe import RankLimit
 from autobatch.distributed.ranks import Alone
 from autobatch.setup.child import ThisProcess
 from autobatch.setup.setup import SetupSettings, open_setup
+from tests.support.options import as_options
 from tests.support.training import make_workload
 
 
@@ -33,7 +32,7 @@ def probe(monkeypatch: pytest.MonkeyPatch, limits: list[int], **options: Any) ->
     found = [RankLimit(rank=n, host="h", device="d", kind=n, limit=one) for n, one in enumerate(limits)]
     monkeypatch.setattr(probe_stage, "confirmed_limits", lambda *_: JointLimits(found, [], "no reason"))
     process = ThisProcess(open_setup(make_workload(), SetupSettings(device="cpu", memory_budget="1GiB")))
-    asked = msgspec.structs.replace(ProbeOptions(max_micro_batch=4), **options)
+    asked = as_options("probe", max_micro_batch=4, **options)
     return probe_stage.probe_only(process, asked, RunContext(ranks=Second()), JointSettings()).probe
 
 

@@ -14,7 +14,7 @@ from autobatch.api.context import RunContext
 from autobatch.api.fit import run_fit
 from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
-from autobatch.core.options import FitOptions
+from autobatch.core.options import Options
 from autobatch.report.sentences import run_order_in_words
 from autobatch.search.sizes import real_batches
 from autobatch.training.build import order_changes
@@ -31,9 +31,9 @@ def context_of(folder: Path) -> RunContext:
     return RunContext(environ={"AUTOBATCH_HOME": str(folder / "home")}, progress=Noting())
 
 
-def options_of(folder: Path, **values: Any) -> FitOptions:
+def options_of(folder: Path, **values: Any) -> Options:
     asked = {"target_batch": 32, "device": "cpu", "memory_budget": "2MiB", "steps": 3, "trials": 0}
-    return options_from(FitOptions, {**asked, "split": "count", "out": str(folder / "run"), **values})
+    return options_from("fit", {**asked, "split": "count", "out": str(folder / "run"), **values})
 
 
 def fit(folder: Path, **values: Any):

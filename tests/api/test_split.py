@@ -12,7 +12,6 @@ from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.plan_options import RankPlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import MicroBatchCost
 from autobatch.search.sizes.hazards import Obstacle
@@ -32,7 +31,7 @@ def plan(home: Path, workload, **values: Any):
     options = {"target_batch": 24, "device": "cpu", "memory_budget": "2MiB", **values}
     listener = Noting()
     context = RunContext(environ={"AUTOBATCH_HOME": str(home)}, progress=listener)
-    return run_plan(workload, options_from(RankPlanOptions, options), context), listener.notes
+    return run_plan(workload, options_from("plan", options), context), listener.notes
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": CONTRASTIVE}])

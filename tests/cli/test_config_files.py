@@ -14,7 +14,6 @@ from autobatch.cli.config_files import OptionValue, configured, environment_valu
 from autobatch.cli.parser import parse
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import COMMANDS
 
 PLACES = ("config.toml", "pyproject.toml", "autobatch.toml", "variable", "command line")
 """Earliest first: later ones win."""
@@ -48,16 +47,16 @@ def test_later_sources_win(number: int, tmp_path: Path, monkeypatch: pytest.Monk
     for steps, place in enumerate(PLACES[: number + 1], start=1):
         give(place, tmp_path, environ, words, steps)
     _, options = parsed(tmp_path, *words, **environ)
-    assert options.steps == number + 1
+    assert options.train.steps == number + 1
 
 
 def test_autobatch_toml_replaces_the_table_of_pyproject(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.autobatch]\ntrials = 3\nworkload = "a:b"\n')
     assert parsed(tmp_path)[0] == "a:b"
-    assert parsed(tmp_path)[1].trials == 3
+    assert parsed(tmp_path)[1].tune.trials == 3
     (tmp_path / "autobatch.toml").write_text('steps = 2\nworkload = "c:d"\n')
     workload, options = parsed(tmp_path)
-    assert (workload, options.trials, options.steps) == ("c:d", None, 2)
+    assert (workload, options.tune.trials, options.train.steps) == ("c:d", None, 2)
     assert parsed(tmp_path, "e:f")[0] == "e:f"
     assert parsed(tmp_path, AUTOBATCH_WORKLOAD="g:h")[0] == "g:h"
 
@@ -65,23 +64,23 @@ def test_autobatch_toml_replaces_the_table_of_pyproject(tmp_path: Path) -> None:
 def test_the_later_of_two_exclusive_options_wins(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("epochs = 3\n")
     options = parsed(tmp_path, "--steps", "5")[1]
-    assert (options.steps, options.epochs) == (5, None)
+    assert (options.train.steps, options.train.epochs) == (5, None)
     options = parsed(tmp_path, "--epochs", "2", AUTOBATCH_STEPS="7")[1]
-    assert (options.steps, options.epochs) == (None, 2)
+    assert (options.train.steps, options.train.epochs) == (None, 2)
     with pytest.raises(InputError, match=r"--steps 5 and --epochs 2 exclude each other: give one"):
         parsed(tmp_path, "--steps", "5", "--epochs", "2")
 
 
 def test_a_list_option_accepts_a_single_value(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("profile = 'l4'\n")
-    assert parse("estimate", [], folder=tmp_path, environ={})[1].profile == ["l4"]  # type: ignore[attr-defined]
-    assert options_from(COMMANDS["estimate"], {"profile": "t4"}).profile == ["t4"]  # type: ignore[attr-defined]
+    assert parse("estimate", [], folder=tmp_path, environ={})[1].search.profile == ["l4"]
+    assert options_from("estimate", {"profile": "t4"}).search.profile == ["t4"]
 
 
 def test_options_of_other_commands_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("steps = 3\ntarget_batch = 8\n")
     _, options = parse("probe", [], folder=tmp_path, environ={})
-    assert type(options) is COMMANDS["probe"]
+    assert options.command == "probe"
     assert parse("plan", [], folder=tmp_path, environ={})[1].target_batch == 8
 
 
@@ -129,7 +128,7 @@ def test_other_invalid_sources_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"pyproject.toml is not TOML"):
         parsed(tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'theirs'\n")
-    assert parsed(tmp_path)[1].steps is None
+    assert parsed(tmp_path)[1].train.steps is None
 
 
 def test_other_variables_are_ignored(tmp_path: Path) -> None:

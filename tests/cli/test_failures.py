@@ -14,7 +14,7 @@ from tests.support.commandline import SMALL
 
 PARTS: dict[str, str] = {
     "model": "small(model=fails)",
-    "data": "small(train_data=Data())",
+    "train_data[0]": "small(train_data=Data())",
     "collate": "small(collate=fails)",
     "size_of": "small(size_of=fails)",
     "loss": "small(loss=fails)",

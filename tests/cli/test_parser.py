@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-import msgspec
 import pytest
 
 from autobatch.cli.main import RUNNING
 from autobatch.cli.parser import parse
-from autobatch.core.option_types import Group, help_of
-from autobatch.core.options import COMMANDS
+from autobatch.core.options import Group, fields_of
 
 
 @pytest.fixture(autouse=True)
@@ -49,15 +47,15 @@ def group_of(text: str) -> dict[str, str]:
 def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text('memory-budget = "6GiB"\nmax_micro_batch = 4\n')
     options = parsed(tmp_path, "--lr_rule", "linear", "--base-batch=4")
-    assert (options.memory_budget, options.max_micro_batch) == ("6GiB", 4)
-    assert (options.lr_rule, options.base_batch) == ("linear", 4)
+    assert (options.device.memory_budget, options.search.max_micro_batch) == ("6GiB", 4)
+    assert (options.batch.lr_rule, options.batch.base_batch) == ("linear", 4)
 
 
 def test_a_switch_can_be_taken_back(tmp_path: Path) -> None:
     (tmp_path / "autobatch.toml").write_text("json = true\nquiet = true\n")
     options = parsed(tmp_path, "--no-json")
-    assert (options.json, options.quiet, options.resume) == (False, True, False)
-    assert parsed(tmp_path, "--json", "--resume", AUTOBATCH_QUIET="false").quiet is False
+    assert (options.output.json, options.output.quiet, options.train.resume) == (False, True, False)
+    assert parsed(tmp_path, "--json", "--resume", AUTOBATCH_QUIET="false").output.quiet is False
 
 
 @pytest.mark.parametrize(
@@ -72,8 +70,7 @@ def test_an_option_with_several_values_may_be_given_several_times(
     words: list[str], profiles: list[str], tmp_path: Path
 ) -> None:
     _, options = parse("estimate", words, folder=tmp_path, environ={"AUTOBATCH_PROFILE": "saved"})
-    assert isinstance(options, COMMANDS["estimate"])
-    assert options.profile == profiles  # type: ignore[attr-defined]
+    assert options.search.profile == profiles
 
 
 @pytest.mark.parametrize(
@@ -88,13 +85,13 @@ def test_an_option_with_several_values_may_be_given_several_times(
     ],
 )
 def test_a_value_may_begin_with_a_dash(words: list[str], option: str, value: str, tmp_path: Path) -> None:
-    assert getattr(parsed(tmp_path, *words), option) == value
+    assert parsed(tmp_path, *words).by_name()[option] == value
 
 
 @pytest.mark.parametrize("words", [["a:b", "--json"], ["--json", "a:b"], ["--json", "--", "a:b"]])
 def test_the_workload_may_stand_anywhere(words: list[str], tmp_path: Path) -> None:
     workload, options = parse("probe", words, folder=tmp_path, environ={})
-    assert (workload, options.json) == ("a:b", True)
+    assert (workload, options.output.json) == ("a:b", True)
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -102,9 +99,9 @@ def test_the_help_is_one_screen_of_common_options(name: str, capsys: pytest.Capt
     out = help_text(name, "--help", capsys)
     assert len(out.splitlines()) <= 40
     assert max(map(len, out.splitlines())) <= 80
-    fields = msgspec.structs.fields(COMMANDS[name])
-    assert group_of(out).keys() == {field.name for field in fields if help_of(field).common}
-    assert ("(required)" in out) == any(field.required for field in fields)
+    fields = fields_of(name)
+    assert group_of(out).keys() == {option for option, field in fields.items() if field.about.common}
+    assert ("(required)" in out) == any(name in field.about.required_by for field in fields.values())
 
 
 def test_fit_has_few_common_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +114,7 @@ def test_fit_has_few_common_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_all_explains_every_option_in_its_group(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = help_text(name, "--help-all", capsys)
     assert max(map(len, out.splitlines())) <= 80
-    fields = {field.name: help_of(field) for field in msgspec.structs.fields(COMMANDS[name])}
+    fields = {option: field.about for option, field in fields_of(name).items()}
     assert group_of(out) == {option: about.group for option, about in fields.items()}
     shown = list(dict.fromkeys(group_of(out).values()))
     assert shown == [group for group in get_args(Group) if group in shown]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -10,36 +11,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.core.check_options import options_from
+from autobatch.core.check_options import expected, options_from, unknown_option
 from autobatch.core.errors import InputError
-from autobatch.core.options import FitOptions
-from autobatch.core.plan_options import PlanOptions
-from autobatch.core.search_options import Options
+from autobatch.core.options import AtLeastOne, AtLeastZero, Decay, Option, Positive, Seed
 
 
 @given(st.integers(1, 2**62), st.integers(0, 10**6), st.floats(1e-6, 1e9))
 def test_text_and_plain_values_give_the_same_options(target: int, trials: int, timeout: float) -> None:
     values = {"target_batch": target, "trials": trials, "timeout": timeout, "json": True, "out": Path("a/b")}
     text = {name: str(value).lower() if value is True else str(value) for name, value in values.items()}
-    options = options_from(FitOptions, values)
-    assert options == options_from(FitOptions, text)
-    assert options == options_from(FitOptions, msgspec.structs.asdict(options))
+    options = options_from("fit", values)
+    assert options == options_from("fit", text)
+    assert options == options_from("fit", options.by_name())
 
 
 def test_numbers_of_numpy_are_accepted() -> None:
-    options = options_from(PlanOptions, {"target_batch": np.int64(8), "max_grad_norm": np.float32(0.5)})
-    assert (options.target_batch, options.max_grad_norm) == (8, 0.5)
+    options = options_from("plan", {"target_batch": np.int64(8), "max_grad_norm": np.float32(0.5)})
+    assert (options.target_batch, options.train.max_grad_norm) == (8, 0.5)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:3", "sim:rtx-4090", "sim:./card.toml"])
 def test_valid_devices_are_accepted(device: str) -> None:
-    assert options_from(Options, {"device": device}).device == device
+    assert options_from("probe", {"device": device}).device.device == device
 
 
 @pytest.mark.parametrize("device", ["", "tpu", "cuda:", "cuda:x", "cuda:-1", "sim:", "cpu:0", "CUDA"])
 def test_invalid_devices_are_refused(device: str) -> None:
     with pytest.raises(InputError, match="names no device: write auto, cuda, cuda:N, cpu or sim:PROFILE"):
-        options_from(Options, {"device": device})
+        options_from("probe", {"device": device})
 
 
 def test_errors_name_the_keywords_of_library_calls() -> None:
@@ -55,7 +54,7 @@ def test_errors_name_the_keywords_of_library_calls() -> None:
         ({"target_batch": 8, "ema": "0"}, "ema must be a number over 0 and under 1, found '0'"),
     ):
         with pytest.raises(InputError, match=said):
-            options_from(FitOptions, keywords)
+            options_from("fit", keywords)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_errors_name_the_keywords_of_library_calls() -> None:
 )
 def test_what_no_machine_can_hold_is_refused_in_one_line(values: dict[str, object], said: str) -> None:
     with pytest.raises(InputError) as raised:
-        options_from(FitOptions, {"target_batch": 8, **values})
+        options_from("fit", {"target_batch": 8, **values})
     assert said in str(raised.value)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 300
@@ -86,6 +85,49 @@ def test_a_table_without_end_is_refused_in_one_line() -> None:
     for _ in range(100_000):
         deep = {"a": deep}
     with pytest.raises(InputError, match="found a value of type dict that is too long to show"):
-        options_from(FitOptions, {"target_batch": 8, "steps": deep})
+        options_from("fit", {"target_batch": 8, "steps": deep})
     while deep:  # freed one by one: Python would recurse
         deep = deep.pop("a")  # type: ignore[assignment]
+
+
+HELP = Option("Text.", "run", ("fit",), "N")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (bool, "true or false"),
+        (int, "a whole number"),
+        (str | int | None, "text or a whole number"),
+        (AtLeastOne, "a whole number of 1 or more"),
+        (AtLeastZero | None, "a whole number of 0 or more"),
+        (Annotated[AtLeastOne, HELP], "a whole number of 1 or more"),
+        (Annotated[AtLeastOne | None, HELP], "a whole number of 1 or more"),
+        (Annotated[Seed, HELP], "a whole number from 0 to 2147483647"),
+        (Positive, "a number over 0"),
+        (Annotated[Decay | None, HELP], "a number over 0 and under 1"),
+        (Annotated[Literal["a", "b"], HELP], "one of a, b"),
+        (Annotated[list[str], HELP], "one or more names"),
+    ],
+)
+def test_the_expected_values_are_described(annotation: Any, words: str) -> None:
+    assert expected(annotation) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "annotation", "is_valid"),
+    [(0, AtLeastOne, False), (1, AtLeastOne, True), (0, AtLeastZero, True), (2**31, Seed, False),
+     (0.0, Positive, False), (1.0, Decay, False), (0.5, Decay, True)],
+)  # fmt: skip
+def test_the_ranges_are_those_of_their_names(number: float, annotation: Any, is_valid: bool) -> None:
+    if is_valid:
+        assert msgspec.convert(number, annotation) == number
+    else:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(number, annotation)
+
+
+def test_an_unknown_name_gets_the_nearest_one_or_all() -> None:
+    names = ["steps", "epochs"]
+    assert unknown_option("stpes", names) == "there is no option stpes; did you mean steps?"
+    assert unknown_option("zzz", names) == "there is no option zzz; there are: epochs, steps"

@@ -8,15 +8,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Required, get_args, get_origin, get_type_hints
 
-import msgspec
 import pytest
 
 from autobatch.core import keywords
-from autobatch.core.check_options import options_from
+from autobatch.core.check_options import options_from, plain_type
 from autobatch.core.errors import InputError
-from autobatch.core.option_types import MOST_WORKERS, plain_type
-from autobatch.core.options import COMMANDS
-from autobatch.core.plan_options import PlanOptions
+from autobatch.core.options import COMMANDS, MOST_WORKERS, fields_of
 
 PRINTING = {"json", "quiet", "verbose"}
 """Options that only change what the command line prints."""
@@ -63,9 +60,11 @@ def needed(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_option_that_a_call_can_use_is_a_keyword(name: str) -> None:
-    fields = {field.name: field for field in msgspec.structs.fields(COMMANDS[name])}
+    fields = fields_of(name)
     assert hints_of(name).keys() == fields.keys() - PRINTING
-    assert CALLS[name].__required_keys__ == {key for key, field in fields.items() if field.required}
+    assert CALLS[name].__required_keys__ == {
+        key for key, field in fields.items() if name in field.about.required_by
+    }
 
 
 @pytest.mark.parametrize(("name", "key"), PAIRS)
@@ -79,19 +78,20 @@ def test_every_value_of_a_keyword_is_accepted(name: str, key: str) -> None:
         if key in ("workers", "prefetch", "ranks"):
             values = [4, MOST_WORKERS] if member is int else values
         for value in values:
-            found = getattr(options_from(COMMANDS[name], {**needed(name), key: value}), key)
+            found = options_from(name, {**needed(name), key: value}).by_name()[key]
             assert found == as_option(key, value)
 
 
 @pytest.mark.parametrize(("name", "key"), PAIRS)
 def test_every_type_of_an_option_can_be_given(name: str, key: str) -> None:
-    field = next(one for one in msgspec.structs.fields(COMMANDS[name]) if one.name == key)
+    field = fields_of(name)[key]
     given = members(hints_of(name)[key])
     for member in members(plain_type(field.type)):
-        assert (Sequence[str] if member == list[str] else member) in given
-    assert (NoneType in given) == (field.default is None)
+        is_left_out = member is NoneType and name in field.about.required_by
+        assert is_left_out or (Sequence[str] if member == list[str] else member) in given
+    assert (NoneType in given) == (field.default is None and name not in field.about.required_by)
 
 
 def test_a_value_beyond_the_type_is_refused_by_the_options() -> None:
     with pytest.raises(InputError, match="precision must be one of"):
-        options_from(PlanOptions, {**needed("plan"), "precision": "fp8"})
+        options_from("plan", {**needed("plan"), "precision": "fp8"})

@@ -16,7 +16,6 @@ from autobatch.core.knobs import (
     numeric_signature,
     parse_knobs,
 )
-from autobatch.core.plan_options import TuneOptions
 
 GPU = TuningContext(
     precisions=("bf16", "fp32"),
@@ -142,5 +141,5 @@ def test_unknown_names_are_refused(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         parse_knobs(text)
     with pytest.raises(InputError, match=r"^knobs: "):
-        options_from(TuneOptions, {"target_batch": 4, "knobs": text})
+        options_from("tune", {"target_batch": 4, "knobs": text})
     assert not set(LEFT_OUT) & {knob.name for knob in KNOBS}

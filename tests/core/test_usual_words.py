@@ -7,16 +7,16 @@ import pytest
 from autobatch.cli.main import run
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.options import COMMANDS, FitOptions
+from autobatch.core.options import all_fields, fields_of
 from autobatch.core.usual_words import USUAL, answer_to
 
 
 @pytest.mark.parametrize("word", USUAL)
 def test_every_answer_names_an_option_that_exists_and_the_word_is_none(word: str) -> None:
-    known = {name for kind in COMMANDS.values() for name in kind.__struct_fields__}
+    known = all_fields().keys()
     assert word not in known or USUAL[word][0].option is None
     assert {option for option, _ in USUAL[word]} - {None} <= known
-    assert answer_to(f"--{word.replace('_', '-')}", FitOptions.__struct_fields__, str) is not None
+    assert answer_to(f"--{word.replace('_', '-')}", fields_of("fit"), str) is not None
 
 
 @pytest.mark.parametrize(
@@ -48,5 +48,5 @@ def test_the_command_line_answers_usual_words(
 
 def test_a_call_answers_usual_words_with_its_keyword() -> None:
     with pytest.raises(InputError, match=r"no option batch_size; give target_batch N, the samples of one"):
-        options_from(FitOptions, {"batch_size": 64})
+        options_from("fit", {"batch_size": 64})
     assert answer_to("colour", (), str) is None

@@ -12,10 +12,9 @@ import autobatch
 from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan, run_probe, run_tune
 from autobatch.core.errors import InputError
-from autobatch.core.options import ProbeOptions
-from autobatch.core.plan_options import RankPlanOptions, TuneOptions
 from autobatch.core.progress import Progress
 from autobatch.tuning.tune_plan import PlanTuner
+from tests.support.options import as_options
 from tests.support.split_losses import PAIRS
 from tests.support.training import contrastive_loss, make_workload
 
@@ -82,11 +81,11 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
         context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
         workload = make_workload(**fields, loss=loss)
         if choice == "probe":
-            run_probe(workload, ProbeOptions(**options), context)
+            run_probe(workload, as_options("probe", **options), context)
         elif choice == "plan":
-            run_plan(workload, RankPlanOptions(**options, target_batch=64), context)
+            run_plan(workload, as_options("plan", **options, target_batch=64), context)
         else:
-            run_tune(workload, TuneOptions(**options, target_batch=64, trials=0), context)
+            run_tune(workload, as_options("tune", **options, target_batch=64, trials=0), context)
         found = [note for note in context.progress.notes if "the gradient of" in note or "checked" in note]
         assert len(found) == len(expected)
         assert all(text in note for note, text in zip(found, expected, strict=True))
@@ -95,7 +94,7 @@ def test_a_probe_and_a_plan_note_a_loss_that_cannot_be_split(choice: str, tmp_pa
 def test_a_plan_in_one_micro_batch_is_exact_as_long_as_it_fits(tmp_path: Path) -> None:
     fields, wrong, _, _ = PAIRS["masked tokens"]
     context = RunContext(progress=Notes(), environ={"AUTOBATCH_HOME": str(tmp_path)})
-    options = RankPlanOptions(device="cpu", memory_budget="64MiB", target_batch=16)
+    options = as_options("plan", device="cpu", memory_budget="64MiB", target_batch=16)
     run_plan(make_workload(**fields, loss=wrong), options, context)
     assert any("exact as long as memory does not run out" in note for note in context.progress.notes)
 

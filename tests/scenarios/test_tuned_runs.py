@@ -22,7 +22,7 @@ from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_tune
 from autobatch.cli.failures import Terminated
 from autobatch.core.check_options import options_from
-from autobatch.core.plan_options import TuneOptions
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.training import build
@@ -79,7 +79,7 @@ def test_the_plan_takes_over_the_chosen_configuration(monkeypatch: pytest.Monkey
     progress = Progress()
     monkeypatch.setattr(progress, "measured", lambda *given: started.append(given[0]), raising=False)
     options = options_from(
-        TuneOptions, {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
+        "tune", {"target_batch": 48, "memory_budget": 400_000, "device": "cpu", "trials": 3, "seed": 1}
     )
     again = run_tune(trial_workload(), options, RunContext(progress=progress))
     assert again.tuning is not None
@@ -202,9 +202,9 @@ def test_a_short_run_has_the_losses_of_fit(loss: Any, tmp_path: Path) -> None:
     assert seen == [json.loads(line)["loss"] for line in lines]
 
 
-def options(**more: Any) -> TuneOptions:
+def options(**more: Any) -> Options:
     fields = {"target_batch": 32, "device": "cpu", "trials": 1, "knobs": "", "tune_lr": True, **more}
-    return options_from(TuneOptions, {name: value for name, value in fields.items() if value != ""})
+    return options_from("tune", {name: value for name, value in fields.items() if value != ""})
 
 
 def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(

@@ -14,7 +14,6 @@ import autobatch
 from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan
 from autobatch.core.errors import DoesNotFitError, InputError
-from autobatch.core.plan_options import RankPlanOptions
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe
 from autobatch.core.units import GiB, KiB, MiB
@@ -28,6 +27,7 @@ from autobatch.setup.child import ThisProcess
 from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.setup.trace import traced_peak
 from tests.support.hardware import CpuAsGpu
+from tests.support.options import as_options
 from tests.support.probes import (
     WIDTH,
     Listener,
@@ -75,7 +75,7 @@ def test_a_cap_is_reached_and_not_exceeded(cap: int) -> None:
 
 
 def test_the_target_batch_caps_the_micro_batch() -> None:
-    options = RankPlanOptions(device="cpu", memory_budget="1GiB", target_batch=3)
+    options = as_options("plan", device="cpu", memory_budget="1GiB", target_batch=3)
     result = run_plan(work(), options, RunContext())
     assert (result.probe.micro_batch, result.probe.limited_by) == (3, "target_batch")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autobatch.core.options import COMMANDS
+from autobatch.core.check_options import options_from
+from autobatch.core.options import Options, fields_of
 
 CHANGED: dict[str, Any] = {
     "base_batch": 24,
@@ -48,7 +49,6 @@ CHANGED: dict[str, Any] = {
     "seed": 7,
     "split": "count",
     "split_check": "note",
-    "static_shapes": True,
     "steps": 9,
     "storage": "journal.log",
     "study": "mine",
@@ -76,4 +76,9 @@ def required(command: str) -> dict[str, Any]:
 def all_changed(command: str, *, length: str = "steps") -> dict[str, Any]:
     """Return a changed value for each option of a command, with one of ``steps`` and ``epochs``."""
     left_out = {"steps", "epochs"} - {length}
-    return {name: CHANGED[name] for name in COMMANDS[command].__struct_fields__ if name not in left_out}
+    return {name: CHANGED[name] for name in fields_of(command) if name not in left_out}
+
+
+def as_options(command: str, **values: Any) -> Options:
+    """Return the options of a command."""
+    return options_from(command, values)

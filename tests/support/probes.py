@@ -16,7 +16,6 @@ from autobatch import Workload
 from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_probe
 from autobatch.core.check_options import options_from
-from autobatch.core.options import ProbeOptions
 from autobatch.core.progress import Progress
 from autobatch.report.result import Result
 from autobatch.search.find_limit import find_limit
@@ -101,7 +100,7 @@ class Listener(Progress):
 
 def probed(workload: Workload, **options) -> tuple[Result, Listener]:
     listener = Listener()
-    asked = options_from(ProbeOptions, {"device": "cpu", "memory_budget": "80KiB"} | options)
+    asked = options_from("probe", {"device": "cpu", "memory_budget": "80KiB"} | options)
     return run_probe(workload, asked, RunContext(progress=listener)), listener
 
 

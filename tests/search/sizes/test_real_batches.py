@@ -12,7 +12,6 @@ from autobatch.api.context import RunContext
 from autobatch.api.pipeline import run_plan
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import DoesNotFitError
-from autobatch.core.plan_options import RankPlanOptions
 from autobatch.search.sizes import real_batches
 from autobatch.search.sizes.real_batches import Order, RunBatches, find_survivor, program_of
 from autobatch.setup.child import Session
@@ -96,7 +95,7 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(tmp_path: Pat
 
     workload = ragged_workload(model=wide_model, train_data=WithOutlier(samples=64, longest=9))
     options = options_from(
-        RankPlanOptions, {"target_batch": 16, "device": "cpu", "memory_budget": "32MiB", "split": "count"}
+        "plan", {"target_batch": 16, "device": "cpu", "memory_budget": "32MiB", "split": "count"}
     )
     context = RunContext(environ={"AUTOBATCH_HOME": str(tmp_path)})
     with pytest.raises(
