@@ -152,7 +152,7 @@ def run_tune(workload: Workload | str | None, options: Options, context: RunCont
         process, result = found.process, uninterrupted(found.result)
         note_split(process, result, context.progress, is_last=False)
         settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
-        settings = settings_for(settings, process, found.shard, context.progress)
+        settings = settings_for(settings, found.shard, context.progress)
         tuner = open_tuner(process, settings, context, options.tune.timeout)
         if settings.trials or not settings.lr_trials:
             result = add_tuning(tuner, result)

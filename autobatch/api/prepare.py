@@ -113,7 +113,7 @@ def prepare(
         if earlier is not None:
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
         tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
-        tune_settings = settings_for(tune_settings, process, shard, context.progress)
+        tune_settings = settings_for(tune_settings, shard, context.progress)
         is_tuned = tune_settings.trials or tune_settings.lr_trials
         if (
             is_tuned

@@ -32,15 +32,15 @@ def open_tuner(
 
 
 def settings_for(
-    settings: TuneSettings, process: SetupProcess, shard: ShardLayout | None, progress: Progress
+    settings: TuneSettings, shard: ShardLayout | None, progress: Progress
 ) -> TuneSettings:
-    """Return the settings of the tuner: no trials of a shared model if a failed one would end the run."""
+    """Return the settings of the tuner: no trials of a model that ranks share, which no rank holds alone."""
     asked = {"configuration": settings.trials, "learning rate": settings.lr_trials}
     left_out = " and the ".join(name for name, trials in asked.items() if trials)
-    if shard is None or process.is_replaceable or not left_out:
+    if shard is None or not left_out:
         return settings
     verb = "are" if all(asked.values()) else "is"
-    progress.note(f"the {left_out} of the shared model {verb} not tuned: {process.reason}")
+    progress.note(f"the {left_out} {verb} not tuned, because the ranks share the model")
     return replace(settings, trials=0, lr_trials=0)
 
 
@@ -69,6 +69,6 @@ def check_storage_option(options: Options) -> None:
     """
     if options.tune.storage is not None and (options.tune.trials != 0 or options.tune.tune_lr):
         # Only here: Optuna takes half a second to import.
-        from autobatch.tuning.storage import check_storage
+        from autobatch.tuning.study import check_storage
 
         check_storage(options.tune.storage)

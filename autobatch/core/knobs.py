@@ -28,8 +28,6 @@ LOADER_WORKERS = "loader_workers"
 PREFETCH = "prefetch"
 PIN_MEMORY = "pin_memory"
 EXPANDABLE = "expandable_segments"
-OF_WHOLE = (COMPILE, CHANNELS_LAST)
-"""Knobs of whole models: FSDP gathers weights in their own layout, and runs between the modules."""
 MOST_HALVINGS = 3
 """Times that the micro-batch may be halved."""
 MOST_WORKERS = 16
@@ -68,8 +66,6 @@ class TuningContext(NamedTuple):
     """True if the device copies from pinned host memory while it computes."""
     segments: str | None = "the device keeps no segments"
     """Reason why the allocator cannot use expandable segments; None if it can."""
-    shared: bool = False
-    """True if ranks share the model."""
 
 
 class Knob(NamedTuple):
@@ -232,8 +228,6 @@ def applicable(here: TuningContext, asked: Sequence[str] | None = None) -> tuple
     notes: list[str] = []
     for knob in KNOBS:
         if not (knob.is_default(here) if asked is None else knob.name in asked):
-            continue
-        if here.shared and knob.name in OF_WHOLE:
             continue
         choices = knob.choices(here)
         if len(choices) > 1:

@@ -56,7 +56,6 @@ def describe_context(
         gains_from_compile=setup.device.gains_from_compile,
         reads_pinned_memory=setup.device.reads_pinned_memory,
         segments=setup.device.why_not_expandable(),
-        shared=setup.layout is not None,
     )
 
 

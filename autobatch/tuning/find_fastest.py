@@ -4,62 +4,63 @@
 
 The largest micro-batch is not always the fastest. The default is the first trial. It is replaced only by a
 configuration that is faster beyond the noise and has run inside the enforced budget.
+
+A machine is faster one minute than the next, and a study may go on another day. So the default is measured
+again at the start of a search that continues, and every few trials. Trials are compared by their ratio to it.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
+import random
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
 from autobatch.core.progress import SILENT, Progress
 from autobatch.core.records.tuning import Trial, Tuning
-from autobatch.tuning.choose import REMEASURED, Answer, choose, find_result, speed_of
-from autobatch.tuning.compare import LEAST_ROUNDS, changes
+from autobatch.tuning.compare import (
+    LEAST_ROUNDS,
+    MINIMUM_GAIN,
+    MOST_ROUNDS,
+    REMEASURED,
+    Comparison,
+    candidates,
+    compare,
+)
 from autobatch.tuning.configuration import (
-    CONSTRAINTS,
+    Budget,
     ConfirmFits,
     Measure,
     Measurement,
-    StoredResult,
-    StudySpec,
+    StudyLocation,
+    changes,
+    key_of,
+    nearest_untried,
+    size_of,
 )
-from autobatch.tuning.drift import DriftingMachine
-from autobatch.tuning.run_study import run_study
 
 if TYPE_CHECKING:
-    from autobatch.tuning.study import FinishedTrial, OptunaStudy, TrialRequest
+    from optuna.trial import FrozenTrial
 
+    from autobatch.tuning.study import Request, Study
 
 PAYBACK_SHARE = 0.5
 """Share of the run's time that tuning may take: even a doubled speed would not pay back more."""
+DEFAULT_EVERY = 5
+"""Trials after which the default is measured again."""
+STARTUP_SHARE = 4
+"""One trial in this many is drawn at random, before a model is fitted."""
+MOST_STARTUP = 10
+"""Upper bound of the random trials."""
 
-
-class Budget(NamedTuple):
-    """A limit on the search."""
-
-    trials: int
-    """Configurations to try, including those of earlier runs and of other processes on the same study."""
-    expired: Callable[[], bool] = lambda: False
-    """Asked before every trial."""
-    run_samples: int | None = None
-    """Samples of the run, whose time limits the search to what it can pay back; None for no such limit."""
-
-
-class StudyLocation(NamedTuple):
-    """A study's name and storage."""
-
-    name: str
-    storage: str | None
-    """A database URL, ``grpc://host:port``, or the path of a journal file; None for memory."""
-    made_for: Mapping[str, Any]
-    """Plain values by name that the results depend on."""
+Tried = tuple[dict[str, Value], Measurement]
 
 
 class TuningResult(NamedTuple):
@@ -99,71 +100,98 @@ def find_fastest(
     Raises:
         InputError: the storage failed, or the study was made for something else.
     """
-    base = defaults(axes)
-    study = _open_study(axes, budget, seed, place)
-    remembered = study.finished()
+    study = _open_study(axes, budget.trials, seed, place)
+    search = _Search(study, measure, list(axes), budget, seed, progress, clock)
+    remembered = search.tried()
     for line in _explain_remembered(remembered, budget):
         progress.note(line)
-    started = datetime.datetime.now(tz=datetime.UTC).isoformat("T", "seconds")
-    search = _Search(study, DriftingMachine(measure, base, started), budget, progress, clock, clock())
-    sampler_seconds = run_study(
-        study,
-        search.run,
-        trials=budget.trials,
-        is_expired=lambda: budget.expired() or not search.has_time_to_try(),
-        on_trial=search.report,
-        clock=clock,
-    )
-    finished, is_stopped = study.finished(), not search.has_time_to_try()
-    most = search.most_candidates()
-    answer = choose(
-        measure,
-        finished,
-        base,
-        confirm_fits,
-        progress,
-        known=search.default(),
-        is_expired=lambda: not search.pays_back(),
-        most=most,
-    )
+    search.run()
+    tried, is_stopped = search.tried(), not search.has_time_to_try()
+    tuning, winner = _choose(search, tried, confirm_fits)
+    notes = [*tuning.notes, *search.notes()]
     if is_stopped:
-        stop = _explain_stop(len(finished), search.default(), budget)
-        answer = answer._replace(notes=[*answer.notes, stop])
-    is_old = any(answer.baseline == one.result for one in remembered)
+        notes.insert(len(tuning.notes), _explain_stop(len(tried), search.worth_seconds(), budget))
+    is_old = winner is not None and winner in [found for _, found in remembered]
     tuning = msgspec.structs.replace(
-        _record(study, answer, finished),
-        measured=answer.baseline.started if is_old and answer.baseline is not None else None,
+        tuning,
+        measured=winner.started if is_old and winner is not None else None,
         remembered=len(remembered),
         seconds=clock() - search.start,
-        sampler_seconds=sampler_seconds,
+        sampler_seconds=search.sampler_seconds,
+        notes=notes,
     )
-    return TuningResult(tuning, answer.winner)
+    return TuningResult(tuning, winner)
 
 
-class _Search(NamedTuple):
-    """Surroundings of one search."""
+@dataclass
+class _Search:
+    """One search on a study."""
 
-    study: OptunaStudy[Measurement]
-    machine: DriftingMachine
+    study: Study
+    measure: Measure
+    axes: list[SearchAxis]
     budget: Budget
+    seed: int
     progress: Progress
     clock: Callable[[], float]
-    start: float
+    latest: Measurement | None = None
+    """Of the default; None if it has not run in this search."""
+    measured: int = 0
+    """Measurements in this search."""
+    since_default: int = 0
+    """Trials since the default was measured."""
+    sampler_seconds: float = 0.0
+    """Time spent on choosing trials and on storing them."""
 
-    def run(self, request: TrialRequest[Measurement]) -> Measurement:
-        """Run a trial."""
-        self.progress.doing(f"trial {len(self.study.finished()) + 1} of {self.budget.trials}")
-        return self.machine.run(request.values)
+    def __post_init__(self) -> None:
+        """Begin now."""
+        self.start = self.clock()
+        self.started = datetime.datetime.now(tz=datetime.UTC).isoformat("T", "seconds")
+        self.default = defaults(self.axes)
+        self.is_complete = size_of(self.axes) <= self.budget.trials
 
-    def report(self, request: TrialRequest[Measurement], found: Measurement) -> None:
-        """Report a trial, unless its result was known."""
-        if request.known is None:
-            row = _row(len(self.study.finished()) - 1, request.values, found)
-            self.progress.measured(row, self.budget.trials, changes(request.values, self.machine.default))
+    def run(self) -> None:
+        """Run trials until the budget is used up or every configuration is tried."""
+        while len(self.tried()) < self.budget.trials and not self.budget.expired() and self.has_time_to_try():
+            began = self.clock()
+            request = self._next()
+            self.sampler_seconds += self.clock() - began
+            if request is None:
+                return
+            self.progress.doing(f"trial {len(self.tried()) + 1} of {self.budget.trials}")
+            try:
+                found = self._run_trial(request.values)
+            except BaseException:
+                self.study.fail(request)
+                raise
+            began = self.clock()
+            self._store(request, found)
+            self.sampler_seconds += self.clock() - began
+            row = _row(len(self.tried()) - 1, request.values, found)
+            self.progress.measured(row, self.budget.trials, changes(request.values, self.default))
 
-    def default(self) -> Measurement | None:
+    def tried(self) -> list[Tried]:
+        """Return the configurations that have a result, in order, each once."""
+        found: dict[object, Tried] = {}
+        names = {axis.name for axis in self.axes}
+        for trial in self.study.complete():
+            if set(trial.params) == names:
+                found.setdefault(key_of(trial.params), (dict(trial.params), _decode(trial)))
+        return list(found.values())
+
+    def known_default(self) -> Measurement | None:
         """Return what was last measured of the default; None if it has not run."""
-        return self.machine.latest or find_result(self.study.finished(), self.machine.default)
+        return self.latest or next((found for values, found in self.tried() if values == self.default), None)
+
+    def notes(self) -> list[str]:
+        """Return a note for the user if the sampler failed."""
+        if self.study.failure is None:
+            return []
+        return [f"Optuna's sampler failed ({self.study.failure}), so some trials were drawn at random"]
+
+    def sampler(self) -> str:
+        """Describe how trials are chosen."""
+        return "every configuration" if self.is_complete else "a Gaussian process"
 
     def pays_back(self) -> bool:
         """Return whether the search has taken less time than the run can pay back."""
@@ -174,8 +202,8 @@ class _Search(NamedTuple):
 
         Without the comparison the default is kept, so that the trials before it would be wasted.
         """
-        candidates = min(REMEASURED, self.machine.measured)
-        runs = 1 + LEAST_ROUNDS * (1 + candidates) if candidates else 0
+        compared = min(REMEASURED, self.measured)
+        runs = 1 + LEAST_ROUNDS * (1 + compared) if compared else 0
         return runs * self._run_seconds() <= self._seconds_left()
 
     def most_candidates(self) -> int | None:
@@ -185,108 +213,203 @@ class _Search(NamedTuple):
             return None
         return max(1, int(left / round_seconds) - 1)
 
+    def worth_seconds(self) -> float:
+        """Return the seconds that the search may take, by the speed of the default configuration."""
+        default = self.known_default()
+        if self.budget.run_samples is None or default is None or not default.feasible:
+            return math.inf
+        return PAYBACK_SHARE * self.budget.run_samples / default.samples_per_s
+
     def _seconds_left(self) -> float:
-        return _worth_seconds(self.budget, self.default()) - (self.clock() - self.start)
+        return self.worth_seconds() - (self.clock() - self.start)
 
     def _run_seconds(self) -> float:
         """Return the mean seconds of a measurement; 0 before the first one."""
-        return (self.clock() - self.start) / self.machine.measured if self.machine.measured else 0.0
+        return (self.clock() - self.start) / self.measured if self.measured else 0.0
+
+    def _next(self) -> Request | None:
+        """Choose an untried configuration; None if there is none.
+
+        Every second one is the neighbour of the best: neighbours find as much as the model does, and cost
+        nothing to choose. Samplers repeat points by design: the known result of one is stored again.
+        """
+        while True:
+            tried = {key_of(values): found for values, found in self.tried()}
+            if len(tried) >= size_of(self.axes):
+                return None
+            is_random = len(tried) <= _startup(self.budget.trials)
+            if (self.is_complete or (not is_random and len(tried) % 2)) and not self.study.has_waiting():
+                self._enqueue_neighbour()
+            request = self.study.ask(self._suggest)
+            known = tried.get(key_of(request.values))
+            if known is None:
+                return request
+            self._store(request, known)
+            self._enqueue_neighbour()
+
+    def _enqueue_neighbour(self) -> None:
+        """Let the next trial be the untried configuration that is nearest to the best."""
+        tried = self.tried()
+        best = max(
+            (one for one in tried if one[1].feasible),
+            key=lambda one: one[1].relative or 0.0,
+            default=(self.default, None),
+        )[0]
+        # Other processes run some; one that was killed has left its configuration untried.
+        busy = {key_of(trial.params) for trial in self.study.running()}
+        draw = random.Random(f"{self.seed} {self.study.num_trials()}")
+        done = {key_of(values) for values, _ in tried}
+        values = nearest_untried(self.axes, done | busy, best, draw) or nearest_untried(
+            self.axes, done, best, draw
+        )
+        if values is not None:
+            self.study.enqueue(values)
+
+    def _suggest(self, trial: object) -> dict[str, Value]:
+        return {
+            axis.name: trial.suggest_categorical(axis.name, list(axis.choices))  # type: ignore[attr-defined]
+            for axis in self.axes
+        }
+
+    def _run_trial(self, values: Configuration) -> Measurement:
+        """Measure a configuration, and the default beside it if that was long ago."""
+        if values == self.default:
+            found = self._run_default()
+        else:
+            is_due = self.latest is None or (self.latest.feasible and self.since_default >= DEFAULT_EVERY)
+            if is_due:
+                self._run_default()
+            self.measured += 1
+            self.since_default += 1
+            found = self.measure(values)
+        default = self.latest.samples_per_s if self.latest is not None else 0.0
+        return found._replace(default_samples_per_s=default, started=self.started)
+
+    def _run_default(self) -> Measurement:
+        self.measured += 1
+        self.since_default = 0
+        self.latest = self.measure(self.default)
+        return self.latest
+
+    def _store(self, request: Request, found: Measurement) -> None:
+        """Store a measurement.
+
+        The study maximizes the speed that it would have had when the default ran at the speed of its first
+        trial.
+        """
+        first = next((one for values, one in self.tried() if values == self.default), None)
+        speed = found.samples_per_s
+        if first is not None and first.samples_per_s and found.relative:
+            speed = first.samples_per_s * found.relative
+        value = speed if found.feasible else None
+        self.study.tell(request, value, found._asdict(), is_feasible=found.feasible)
 
 
-def _record(
-    study: OptunaStudy[Measurement], answer: Answer, finished: Sequence[FinishedTrial[Measurement]]
-) -> Tuning:
-    return Tuning(
-        trials=len(finished),
-        best=answer.values,
-        baseline_samples_per_s=speed_of(answer.baseline),
-        best_samples_per_s=speed_of(answer.winner),
-        study=study.name,
-        history=[_row(number, one.values, one.result) for number, one in enumerate(finished)],
-        comparisons=answer.comparisons,
-        sampler=study.sampler,
-        notes=answer.notes + study.notes,
+def _choose(
+    search: _Search, tried: Sequence[Tried], confirm_fits: ConfirmFits
+) -> tuple[Tuning, Measurement | None]:
+    """Compare the best trials with the default, and return the best that fits."""
+    default, known, progress = search.default, search.known_default(), search.progress
+    baseline = known if known is not None and known.feasible else None
+    others = candidates(tried, default, baseline)[: search.most_candidates()] if baseline else []
+    found = Comparison(baseline, [], [])
+    if others and search.pays_back():
+
+        def on_round(number: int, running: int) -> None:
+            progress.doing(
+                f"comparing the best {running} with the default, round {number} of at most {MOST_ROUNDS}"
+            )
+
+        found = compare(search.measure, default, others, lambda: not search.pays_back(), on_round)
+    notes = []
+    best = None
+    for one in found.ranking:
+        progress.doing("checking that the choice fits in memory")
+        reason = confirm_fits(one.values)
+        if reason is None:
+            best = one
+            break
+        notes.append(f"left out a faster configuration, because it does not fit: {reason}")
+    notes += _explain(tried, found, known)
+    winner = found.baseline if best is None else found.speed_of(best)
+    records = [one.record(default, chosen=one is best) for one in found.contenders if one.ratios]
+    tuning = Tuning(
+        trials=len(tried),
+        best=default if best is None else best.values,
+        baseline_samples_per_s=0.0 if found.baseline is None else found.baseline.samples_per_s,
+        best_samples_per_s=0.0 if winner is None else winner.samples_per_s,
+        study=search.study.name,
+        history=[_row(number, *one) for number, one in enumerate(tried)],
+        comparisons=sorted(records, key=lambda one: -one.ratio),
+        sampler=search.sampler(),
+        notes=notes,
     )
+    return tuning, winner
 
 
-def _open_study(
-    axes: Sequence[SearchAxis], budget: Budget, seed: int, place: StudyLocation
-) -> OptunaStudy[Measurement]:
+def _open_study(axes: Sequence[SearchAxis], trials: int, seed: int, place: StudyLocation) -> Study:
     # Only here: Optuna takes half a second to import.
     with warnings.catch_warnings():
         # Its progress bar, which nothing here shows, warns in notebooks without widgets.
         warnings.filterwarnings("ignore", message="IProgress not found")
-        from autobatch.tuning.study import OptunaStudy
+        from optuna.samplers import GPSampler
 
-    base = defaults(axes)
+        from autobatch.tuning.study import Study
 
-    def encode(found: Measurement) -> StoredResult:
-        first = find_result(study.finished(), base)
-        return _encode(found, reference=speed_of(first))
-
-    spec = StudySpec(
-        axes, "maximize", first_points=[base], encode=encode, decode=_decode, metric="samples per second"
-    )
-    study = OptunaStudy(
-        spec,
-        name=place.name,
-        storage=place.storage,
-        made_for={**place.made_for, **{axis.name: list(axis.choices) for axis in axes}},
-        seed=seed,
-        trials=budget.trials,
-    )
-    return study
-
-
-def _encode(found: Measurement, *, reference: float) -> StoredResult:
-    """Store a measurement.
-
-    The study maximizes the speed that it would have had when the default ran at the speed ``reference``, the
-    one of the first trial; 0 if that did not run.
-    """
-    speed = reference * found.relative if reference and found.relative else found.samples_per_s
-    constraints = dict.fromkeys(CONSTRAINTS, -1.0) | dict(found.constraints)
-    # The sampler fits one more Gaussian process for each constraint: the tightest one is enough.
-    tightest = max(constraints, key=lambda name: constraints[name])
-    return StoredResult(
-        attributes=found._replace(constraints=constraints)._asdict(),
-        constraint=(tightest, constraints[tightest]),
-        value=speed if found.feasible else None,
+    return Study(
+        place._replace(
+            made_for={**place.made_for, **{axis.name: list(axis.choices) for axis in axes}},
+        ),
+        direction="maximize",
+        metric="samples per second",
+        sampler=lambda number: GPSampler(seed=seed + number, n_startup_trials=_startup(trials)),
+        first=[defaults(axes)],
     )
 
 
-def _decode(_: Mapping[str, Value], attributes: Mapping[str, Any]) -> Measurement:
-    stored = {name: attributes[name] for name in Measurement._fields if name in attributes}
+def _startup(trials: int) -> int:
+    """Return the number of trials that are drawn at random, before a model is fitted."""
+    return min(MOST_STARTUP, max(2, trials // STARTUP_SHARE))
+
+
+def _decode(trial: FrozenTrial) -> Measurement:
+    stored = {name: trial.user_attrs[name] for name in Measurement._fields if name in trial.user_attrs}
     return Measurement(0.0, failure="no result was stored")._replace(**stored)
 
 
-def _worth_seconds(budget: Budget, default: Measurement | None) -> float:
-    """Return the seconds that the search may take, by the speed of the default configuration."""
-    if budget.run_samples is None or default is None or not default.feasible:
-        return math.inf
-    return PAYBACK_SHARE * budget.run_samples / default.samples_per_s
+def _explain(tried: Sequence[Tried], found: Comparison, known: Measurement | None) -> list[str]:
+    """Return notes for the user on why the default was kept, one per line."""
+    if not tried:
+        return ["kept the plan: no trial was run"]
+    if not any(one.feasible for _, one in tried):
+        first = known or tried[0][1]
+        return [f"kept the plan: none of {len(tried)} configurations ran. The first one: {first.failure}"]
+    if found.baseline is None:
+        failure = "it was not run" if known is None else known.failure
+        return [f"kept the plan: the default configuration could not be measured ({failure})"]
+    if not found.ranking and found.contenders:
+        return [f"kept the default: no other was faster by {100 * MINIMUM_GAIN:g} % beyond the noise"]
+    return []
 
 
-def _explain_stop(trials: int, default: Measurement | None, budget: Budget) -> str:
-    seconds = math.ceil(_worth_seconds(budget, default) / PAYBACK_SHARE)
+def _explain_stop(trials: int, worth_seconds: float, budget: Budget) -> str:
+    seconds = math.ceil(worth_seconds / PAYBACK_SHARE)
     return (
         f"stopped tuning after {trials} of {budget.trials} trials: the run takes about {seconds:,} s, "
         f"so more trials cannot pay back. --trials {budget.trials} runs all of them"
     )
 
 
-def _explain_remembered(finished: Sequence[FinishedTrial[Measurement]], budget: Budget) -> list[str]:
+def _explain_remembered(tried: Sequence[Tried], budget: Budget) -> list[str]:
     """Return a note on the trials that earlier searches ran."""
-    if not finished:
+    if not tried:
         return []
-    dates = sorted({one.result.started for one in finished} - {""})
+    dates = sorted({found.started for _, found in tried} - {""})
     since = f" from {dates[-1][:16].replace('T', ' ')} UTC" if dates else ""
-    count = f"{len(finished)} trial{'s' if len(finished) > 1 else ''}"
-    rest = budget.trials - len(finished)
-    more = (
-        f"{rest} more will run" if rest > 0 else f"no other runs, because --trials asks for {budget.trials}"
-    )
-    return [f"the study has {count}{since}; {more}"]
+    count = f"{len(tried)} trial{'s' if len(tried) > 1 else ''}"
+    rest = budget.trials - len(tried)
+    no_more = f"no other runs, because --trials asks for {budget.trials}"
+    return [f"the study has {count}{since}; {f'{rest} more will run' if rest > 0 else no_more}"]
 
 
 def _row(number: int, values: Configuration, found: Measurement) -> Trial:

@@ -1,262 +1,254 @@
-"""An Optuna study that can be resumed and shared: it chooses trials and stores their results.
+"""A study of Optuna: open its storage, ask it for trials, and store their results.
 
-Several processes may use one study in one storage. A trial belongs to the process that asked for it, and the
-trials of ended processes are closed. An infeasible trial is COMPLETE with a violated constraint, because
-samplers learn nothing from failed or pruned trials.
+A study can be continued, and several processes may share one. An infeasible trial is COMPLETE, with the worst
+value so far, because samplers learn nothing from failed trials.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any, Generic, NamedTuple
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
-from optuna.pruners import MedianPruner, NopPruner
+from optuna.exceptions import ExperimentalWarning
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from autobatch.core.knobs import Value, defaults
-from autobatch.tuning.configuration import (
-    Key,
-    LogRange,
-    ResultT,
-    StoredResult,
-    StudySpec,
-    key_of,
-    nearest_unseen,
-)
-from autobatch.tuning.sampler import NumberedSampler
-from autobatch.tuning.storage import WORKER, check_purpose, close_orphans, open_storage, storage_errors
-from autobatch.tuning.worker import this_worker
+from autobatch.core.errors import AutobatchError, InputError
+from autobatch.core.knobs import Configuration, Value
+from autobatch.core.text import error_text
+from autobatch.tuning.configuration import StudyLocation
 
-REUSED = "reused"
-"""Attribute of a repeat: the number of the trial whose result it took over."""
+GRPC_PORT = 13000
+"""Optuna's default port."""
+MADE_FOR = "made_for"
+"""Attribute of a study: plain values by name that its results depend on."""
+Suggest = Callable[[optuna.Trial], dict[str, Value]]
+"""Draws the values of a trial."""
 
 
-class TrialRequest(NamedTuple, Generic[ResultT]):
-    """A point to try."""
+class Request(NamedTuple):
+    """A trial to run."""
 
     trial: optuna.Trial
     values: dict[str, Value]
-    known: ResultT | None = None
-    """Its result if it was tried before, because samplers repeat points by design."""
 
 
-class FinishedTrial(NamedTuple, Generic[ResultT]):
-    """A point that was tried."""
-
-    values: dict[str, Value]
-    result: ResultT
-
-
-class OptunaStudy(Generic[ResultT]):
-    """A study in a storage: choose the next trial, and keep what the finished ones found.
+class Study:
+    """A study in a storage.
 
     Args:
-        spec: what to search, and how to store results.
-        name: name of the study in its storage.
-        storage: a database URL, ``grpc://host:port``, or the path of a journal file; None for memory.
-        made_for: plain values by name that the results depend on.
-        seed: the same seed and the same results give the same points.
-        trials: number of planned trials; a space of at most that size is tried completely.
+        place: name, storage and purpose of the study.
+        direction: of the optimized figure.
+        metric: name of that figure, which dashboards show.
+        sampler: makes a sampler for a study that has this many trials, so that searches that go on, or that
+            share a study, draw other points.
+        pruner: decides which trials end early; None for Optuna's own.
+        first: points to try before the sampler proposes any.
 
     Raises:
-        InputError: the storage cannot be opened or is locked, or the study was made for something else.
+        InputError: the storage cannot be opened, or the study was made for something else.
     """
 
     def __init__(
         self,
-        spec: StudySpec[ResultT],
+        place: StudyLocation,
         *,
-        name: str,
-        storage: str | None,
-        made_for: Mapping[str, Any],
-        seed: int,
-        trials: int,
+        direction: Literal["maximize", "minimize"],
+        metric: str,
+        sampler: Callable[[int], BaseSampler],
+        pruner: BasePruner | None = None,
+        first: Sequence[Configuration],
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._spec = spec
-        self._storage = storage
-        self._seed = seed
-        self._is_small = spec.size <= trials
-        self._sampler = NumberedSampler(seed, trials, prefer_tpe=isinstance(spec.space, LogRange))
-        self._me = this_worker()
-        with storage_errors(storage, "opened"):
+        self._storage = place.storage
+        self._is_maximized = direction == "maximize"
+        self.failure: str | None = None
+        """Last error of the sampler, after which a point was drawn at random; None if there was none."""
+        with _storage_errors(place.storage):
             self._study = optuna.create_study(
-                study_name=name,
-                storage=open_storage(storage),
-                direction=spec.direction,
+                study_name=place.name,
+                storage=None if place.storage is None else _open(place.storage),
+                direction=direction,
                 load_if_exists=True,
-                sampler=self._sampler,
-                pruner=NopPruner() if spec.early_stop is None else MedianPruner(*spec.early_stop),
+                pruner=pruner,
             )
-            check_purpose(self._study, made_for, storage)
-            self._study.set_metric_names([spec.metric])
-            close_orphans(self._study, self._me)
-            known = self._by_key(TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE)
-            for point in spec.first_points:
-                if key_of(point) not in known:
-                    self._study.enqueue_trial(dict(point), user_attrs={"why": "first"})
+            self._study.sampler = sampler(len(self._study.get_trials(deepcopy=False)))
+            _check_purpose(self._study, place)
+            self._study.set_metric_names([metric])
+            known = self._study.get_trials(states=(TrialState.WAITING, TrialState.COMPLETE))
+            tried = [trial.params or trial.system_attrs.get("fixed_params") for trial in known]
+            for point in first:
+                if point not in tried:
+                    self._study.enqueue_trial(dict(point))
 
     @property
     def name(self) -> str:
         """Name of the study."""
         return self._study.study_name
 
-    @property
-    def sampler(self) -> str:
-        """Description of how trials are chosen, for the user."""
-        return "every configuration" if self._is_small else self._sampler.kind
+    def num_trials(self) -> int:
+        """Return the number of trials in any state."""
+        with _storage_errors(self._storage):
+            return len(self._study.get_trials(deepcopy=False))
 
-    @property
-    def notes(self) -> list[str]:
-        """Notes for the user on how trials were chosen, one per line."""
-        return [] if self._is_small else self._sampler.notes
+    def has_waiting(self) -> bool:
+        """Return whether a point waits to be tried."""
+        with _storage_errors(self._storage):
+            return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
-    def num_taken(self) -> int:
-        """Return the number of points that are finished, or running in a live process."""
-        with storage_errors(self._storage, "read"):
-            close_orphans(self._study, self._me)
-            return len(self._tried(TrialState.RUNNING, TrialState.COMPLETE))
+    def complete(self) -> list[FrozenTrial]:
+        """Return the trials that have a result, in order."""
+        with _storage_errors(self._storage):
+            return self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
-    def ask(self) -> TrialRequest[ResultT] | None:
-        """Choose a point that no other process is trying. Return None if every point is taken.
+    def running(self) -> list[FrozenTrial]:
+        """Return the trials that run, in any process, or whose process was killed."""
+        with _storage_errors(self._storage):
+            return self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
-        Raises:
-            InputError: the storage failed.
-        """
-        with storage_errors(self._storage, "used"):
-            while True:
-                done = self._by_key(TrialState.COMPLETE)
-                taken = self._by_key(TrialState.RUNNING, TrialState.COMPLETE)
-                if len(taken) >= self._spec.size:
-                    return None
-                if self._needs_no_model(len(done)) and not self._trials(TrialState.WAITING):
-                    self._enqueue_unseen(taken)
-                trial = self._study.ask()
-                trial.set_user_attr(WORKER, list(self._me))
-                values = self._suggest(trial)
-                if key_of(values) not in taken:
-                    return TrialRequest(trial, values)
-                self._enqueue_unseen(taken)
-                known = done.get(key_of(values))
-                if known is not None:
-                    trial.set_user_attr(REUSED, known.number)
-                    return TrialRequest(trial, values, self._decode(known))
-                # Another process is running it.
-                self._study.tell(trial, state=TrialState.FAIL)
+    def enqueue(self, values: Configuration) -> None:
+        """Let the next trial have these values."""
+        with _storage_errors(self._storage):
+            self._study.enqueue_trial(dict(values))
 
-    def should_stop(self, request: TrialRequest[ResultT], step: int, value: float) -> bool:
-        """Store an intermediate value, and return whether the spec's `MedianStop` ends the trial.
+    def ask(self, suggest: Suggest) -> Request:
+        """Choose a point; draw one at random if the model of the sampler fails on its data."""
+        with _storage_errors(self._storage), warnings.catch_warnings():
+            # If all values are equal, the Gaussian process divides by zero, warns, and still chooses.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            try:
+                return self._draw(suggest)
+            except (ArithmeticError, ValueError, RuntimeError) as error:
+                self.failure = error_text(error, first_line=True)
+            sampler, self._study.sampler = self._study.sampler, RandomSampler(self.num_trials())
+            try:
+                return self._draw(suggest)
+            finally:
+                self._study.sampler = sampler
 
-        Raises:
-            InputError: the storage failed.
-        """
-        with storage_errors(self._storage, "written"):
+    def should_stop(self, request: Request, step: int, value: float) -> bool:
+        """Store an intermediate value, and return whether the pruner ends the trial."""
+        with _storage_errors(self._storage):
             request.trial.report(value, step)
             return request.trial.should_prune()
 
-    def tell(self, request: TrialRequest[ResultT], result: ResultT) -> None:
+    def tell(
+        self,
+        request: Request,
+        value: float | None,
+        attributes: Mapping[str, Any],
+        *,
+        is_feasible: bool,
+        fallback: float = 0.0,
+    ) -> None:
         """Store the result of a trial.
 
-        Raises:
-            InputError: the storage failed.
+        Args:
+            request: the trial.
+            value: the optimized figure; None if there is none.
+            attributes: plain values by name.
+            is_feasible: False to count the trial as the worst so far at most, because a figure beyond all
+                others would flatten the differences between them.
+            fallback: the figure of an infeasible trial if no other has one.
         """
-        with storage_errors(self._storage, "written"), suppress(UpdateFinishedTrialError):
-            stored = self._spec.encode(result)
-            for name, value in stored.attributes.items():
-                request.trial.set_user_attr(name, value)
-            request.trial.set_constraint(*stored.constraint)
-            self._study.tell(request.trial, self._value_of(stored))
+        with _storage_errors(self._storage):
+            for name, one in attributes.items():
+                request.trial.set_user_attr(name, one)
+            if not is_feasible:
+                worst, best = (min, max) if self._is_maximized else (max, min)
+                known = [trial.value for trial in self.complete() if trial.value is not None]
+                least = worst(known, default=fallback if value is None else value)
+                value = least if value is None else best(least, value)
+            self._study.tell(request.trial, value)
 
-    def abandon(self, request: TrialRequest[ResultT]) -> None:
+    def _draw(self, suggest: Suggest) -> Request:
+        trial = self._study.ask()
+        return Request(trial, suggest(trial))
+
+    def fail(self, request: Request) -> None:
         """Close a trial that will not end, and hide errors of the storage behind the one that ended it."""
         with suppress(Exception):
             self._study.tell(request.trial, state=TrialState.FAIL)
 
-    def finished(self) -> list[FinishedTrial[ResultT]]:
-        """Return the finished trials in order, with each point of a finite space once.
 
-        Raises:
-            InputError: the storage failed.
-        """
-        with storage_errors(self._storage, "read"):
-            return [
-                FinishedTrial(dict(trial.params), self._decode(trial))
-                for trial in self._tried(TrialState.COMPLETE)
-            ]
+def check_storage(location: str) -> None:
+    """Open a storage, before minutes are spent on results for it.
 
-    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in these states that have a value for every name, in order."""
-        trials = self._study.get_trials(deepcopy=False, states=states)
-        return [trial for trial in trials if set(_values_of(trial)) == self._spec.names]
+    Raises:
+        InputError: it cannot be opened.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with _storage_errors(location):
+        optuna.get_all_study_names(_open(location))
 
-    def _by_key(self, *states: TrialState) -> dict[Key, FrozenTrial]:
-        """Return the first trial of each point."""
-        found: dict[Key, FrozenTrial] = {}
-        for trial in self._trials(*states):
-            found.setdefault(key_of(_values_of(trial)), trial)
-        return found
 
-    def _tried(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in these states; of a finite space, the first of each point."""
-        return list(self._by_key(*states).values()) if self._spec.axes else self._trials(*states)
+def _open(location: str) -> BaseStorage | str:
+    """Return a storage in a form that Optuna takes; see `StudyLocation.storage`."""
+    if location.startswith("grpc://"):
+        parts = urlsplit(location)
+        return GrpcStorageProxy(host=parts.hostname or "localhost", port=parts.port or GRPC_PORT)
+    if "://" in location:
+        return location
+    # The lock is a symbolic link to the path as given: a relative one would not resolve from another folder.
+    path = Path(location).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(str(path)))
 
-    def _suggest(self, trial: optuna.Trial) -> dict[str, Value]:
-        if isinstance(self._spec.space, LogRange):
-            name, low, high = self._spec.space
-            return {name: trial.suggest_float(name, low, high, log=True)}
-        axes = self._spec.axes
-        return {axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in axes}
 
-    def _decode(self, trial: FrozenTrial) -> ResultT:
-        return self._spec.decode(trial.params, trial.user_attrs)
+@contextmanager
+def _storage_errors(location: str | None) -> Iterator[None]:
+    """Turn any error of Optuna or its storage within the block into one of one line.
 
-    def _value_of(self, stored: StoredResult) -> float:
-        """Return the value of a result; an infeasible one is at best the worst so far.
+    Raises:
+        InputError: Optuna or its storage raised an error.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Some of the interfaces in use are experimental in Optuna.
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            yield
+    except AutobatchError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the storage {_shown(location)} of the study failed: {type(error).__name__}: "
+            f"{error_text(error, first_line=True)}. Give a database URL, grpc://host:port or the path of a "
+            "journal file"
+        ) from error
 
-        A figure beyond all bounds would flatten the differences between all others.
-        """
-        if stored.constraint[1] <= 0 and stored.value is not None:
-            return stored.value
-        better, worse = (max, min) if self._spec.direction == "maximize" else (min, max)
-        values = [trial.value for trial in self._trials(TrialState.COMPLETE) if trial.value is not None]
-        worst = worse(values, default=stored.fallback)
-        return worst if stored.value is None else better(worst, stored.value)
 
-    def _needs_no_model(self, done: int) -> bool:
-        """Return whether the next point is drawn among the untried ones, rather than by the model.
+def _shown(location: str | None) -> str:
+    """Return the location of a storage without its password."""
+    return "memory" if location is None else re.sub(r"(://[^:@/]+):[^@/]+@", r"\1:…@", location)
 
-        In a finite space, every second one is: the neighbours of the best find as much as the model does, and
-        cost nothing to choose.
-        """
-        if not self._spec.axes:
-            return False
-        return self._is_small or (done > self._sampler.startup and done % 2 == 1)
 
-    def _enqueue_unseen(self, taken: Mapping[Key, object]) -> None:
-        """Enqueue the untried point of a finite space that is nearest to the best, or one of several."""
-        if not self._spec.axes:
-            return
-        feasible = [
-            trial
-            for trial in self._trials(TrialState.COMPLETE)
-            if all(figure <= 0 for figure in trial.constraints.values())
-        ]
-        better = max if self._spec.direction == "maximize" else min
-        best = better(feasible, key=lambda trial: trial.value or 0.0, default=None)
-        values = nearest_unseen(
-            self._spec.axes,
-            {*taken, *self._by_key(TrialState.WAITING)},
-            defaults(self._spec.axes) if best is None else best.params,
-            random.Random(f"{self._seed} {len(self._study.get_trials(deepcopy=False))}"),
+def _check_purpose(study: optuna.Study, place: StudyLocation) -> None:
+    """Check that a study was made for the same things, and note them in a new one.
+
+    Raises:
+        InputError: the study was made for something else.
+    """
+    known = study.user_attrs.get(MADE_FOR)
+    if known is None and not study.get_trials(deepcopy=False):
+        study.set_user_attr(MADE_FOR, dict(place.made_for))
+        return
+    known = known or {}
+    differing = [
+        f"{name} is {place.made_for.get(name)!r} here and {known.get(name)!r} there"
+        for name in sorted({*place.made_for, *known})
+        if place.made_for.get(name) != known.get(name)
+    ]
+    if differing:
+        raise InputError(
+            f"the study {place.name!r} in {_shown(place.storage)} was made for something else: "
+            f"{', '.join(differing)}. Choose another --study"
         )
-        if values is not None:
-            self._study.enqueue_trial(dict(values), user_attrs={"why": "not tried before"})
-
-
-def _values_of(trial: FrozenTrial) -> dict[str, Any]:
-    """Return the values of a trial; for one that waits, those it was enqueued with."""
-    return trial.params or trial.system_attrs.get("fixed_params", {})

@@ -6,19 +6,15 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from autobatch.core.knobs import COMPILE, LOADER_WORKERS
 from autobatch.device.base import Meter
 from autobatch.device.oom import Verdict, classify
-from autobatch.distributed.engine import Engine, OneProcess
-from autobatch.search.confirm import JointBatch, joined
 from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
-from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import accumulate, finish
 from autobatch.step.whole_batch import batch_samples
@@ -28,9 +24,6 @@ from autobatch.workload.feed import AHEAD, Feed
 from autobatch.workload.loader import gpu_of, open_feed
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import preserved_random_state
-
-if TYPE_CHECKING:
-    from autobatch.distributed.meeting import Children
 
 LEAST_STEPS = 3
 """Steps that are timed, however long they take."""
@@ -61,27 +54,12 @@ class Timing(NamedTuple):
         return self.micro * micro_batches + self.step + self.setup / planned_steps
 
 
-class Joint(NamedTuple):
-    """The children of all ranks, which run steps of a shared model together."""
-
-    children: Children
-    batch: JointBatch
-    """As many micro-batches on every rank, of the limit of each."""
-    steps: int
-    """Micro-batches of a step."""
-
-    def of_count(self, count: int) -> JointBatch:
-        """Return a batch of this many micro-batches on every rank."""
-        return self.batch._replace(samples=count * sum(self.batch.limits))
-
-
 def time_steps(
     setup: TrainSetup,
     sizes: list[int],
     seconds: float,
     *,
     prefetch: int = AHEAD,
-    joint: Joint | None = None,
 ) -> Timing:
     """Time a configuration on temporary weights, its micro-batches and its optimizer step apart.
 
@@ -90,7 +68,6 @@ def time_steps(
         sizes: micro-batches of the target batch, the largest first.
         seconds: approximate time to measure for.
         prefetch: micro-batches that each loader worker fetches ahead.
-        joint: the ranks that share the model, all of which call this; None to run alone.
 
     Raises:
         Exception: whatever running the configuration raises, out of memory included.
@@ -98,38 +75,26 @@ def time_steps(
     with (
         preserved_random_state(),
         setup.device.training() as meter,
-        _opened(setup, meter, joint) as (train_state, engine),
+        on_copies(setup, meter) as train_state,
     ):
-        clock = _Stopwatch(setup, train_state, meter, engine, joint)
+        clock = _Stopwatch(setup, train_state, meter)
         del train_state
-        kinds = sizes[:1] if joint else sorted(set(sizes), reverse=True)
+        kinds = sorted(set(sizes), reverse=True)
         start = setup.clock()
         warm = [clock.step(size, 1) for size in kinds * (COMPILED_STEPS if _compiles(setup) else 1)]
-        once = setup.clock() - start
+        once = setup.clock() - start if _compiles(setup) else 0.0
         workers = int(setup.knobs.get(LOADER_WORKERS) or 0)
         if workers:
             fed = _time_fed(clock, setup, sizes, seconds, workers=workers, prefetch=prefetch)
-            return fed._replace(setup=fed.setup + (once if _compiles(setup) else 0.0))
+            return fed._replace(setup=fed.setup + once)
         count = min(ACCUMULATED, len(sizes))
         timed: list[tuple[float, float]] = []
         start = setup.clock()
-        while clock.wants_another(len(timed) < LEAST_STEPS or setup.clock() - start < seconds):
+        while len(timed) < LEAST_STEPS or setup.clock() - start < seconds:
             timed.append(clock.step(sizes[0], count))
         del clock
     micro, step = (statistics.median(column) for column in zip(*timed, strict=True))
-    once = max(0.0, once - len(warm) * (micro + step)) if _compiles(setup) else 0.0
-    return Timing(micro, step, once)
-
-
-@contextmanager
-def _opened(setup: TrainSetup, meter: Meter, joint: Joint | None) -> Iterator[tuple[TrainState, Engine]]:
-    """Return a train state on copies of the model within the block, and what runs its steps."""
-    if joint is None:
-        with on_copies(setup, meter) as train_state:
-            yield train_state, OneProcess()
-        return
-    with joined(setup, joint.children, joint.batch, meter) as found:
-        yield found
+    return Timing(micro, step, max(0.0, once - len(warm) * (micro + step)))
 
 
 def fetch_share(setup: TrainSetup, size: int) -> float:
@@ -188,7 +153,7 @@ def _time_fed(
         timed: list[tuple[float, float]] = []
         start = setup.clock()
         least = max(LEAST_STEPS * count, 2 * workers)
-        while clock.wants_another(len(timed) * count < least or setup.clock() - start < seconds):
+        while len(timed) * count < least or setup.clock() - start < seconds:
             timed.append(clock.step(sizes[0], count, feed=feed, batch=next(sampler)))
     micro, step = (statistics.fmean(column) for column in zip(*timed, strict=True))
     return Timing(micro, step, max(0.0, first[0] - micro) * count)
@@ -216,19 +181,11 @@ def _compiles(setup: TrainSetup) -> bool:
 class _Stopwatch:
     """A runner of timed steps on samples that are the same for every configuration."""
 
-    def __init__(
-        self, setup: TrainSetup, train_state: TrainState, meter: Meter, engine: Engine, joint: Joint | None
-    ) -> None:
+    def __init__(self, setup: TrainSetup, train_state: TrainState, meter: Meter) -> None:
         self._setup = setup
-        self._engine = engine
-        self._joint = joint
         self._train_state = train_state
         self._meter = meter
         self._draw = torch.Generator().manual_seed(0)
-
-    def wants_another(self, is_wanted: bool) -> bool:
-        """Return whether some rank wants one more step; all of them run it then."""
-        return self._engine.ranks.agree(is_wanted)
 
     def step(
         self, size: int, count: int, *, feed: Feed | None = None, batch: GlobalBatch | None = None
@@ -253,26 +210,16 @@ class _Stopwatch:
         collated = self._drawn(size, count) if feed is None or batch is None else feed.collated(batch, size)
         batches = batches_of(self._setup, self._meter, _sized(collated, size, count))
         samples = batch_samples(self._setup.whole_batch, size, count)
-        if self._joint is None:
-            batches = self._train_state.passing(batches, count)
-        else:
-            joint = self._joint.of_count(count)
-            samples = joint.samples
-            batches = self._engine.passing(self._train_state, batches, count, joint.whole())
         start = clock()
-        accumulator = accumulate(self._train_state, batches, samples, mark)
+        totals = accumulate(self._train_state, self._train_state.passing(batches, count), samples, mark)
         device.synchronize()
         between = clock()
-        summed = self._engine.combine(self._train_state, accumulator)
-        assert isinstance(summed, StepTotals), "a child that fails ends the others"
-        finish(self._train_state, summed, mark=lambda _: None)
+        finish(self._train_state, totals, mark=lambda _: None)
         device.synchronize()
         return (between - start - once) / count, clock() - between + once
 
     def _drawn(self, size: int, count: int) -> Iterator[Collated]:
         samples = len(self._setup.workload.train_data)  # type: ignore[arg-type]
         for _ in range(count):
-            yield load_micro_batch(
-                self._setup.workload,
-                torch.randint(samples, (size,), generator=self._draw, device="cpu").tolist(),
-            )
+            ids = torch.randint(samples, (size,), generator=self._draw, device="cpu").tolist()
+            yield load_micro_batch(self._setup.workload, ids)

@@ -1,35 +1,121 @@
 """Trials: the micro-batch that a configuration allows, a check of its losses, and its speed.
 
-    configuration ──► limit (predicted, else searched) ──► fits? ──► losses ──► seconds per step
+    configuration ──► largest micro-batch ──► losses ──► seconds per step
 
-`autobatch.tuning.trial_limit` finds the limit.
+An error makes a configuration infeasible, also memory that runs out. With every knob at its default, an error
+of the workload is its own and passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
 
 from autobatch.core.knobs import (
+    COMPILE,
     LOADER_WORKERS,
     PREFETCH,
+    SPLIT,
     Configuration,
     TuningContext,
+    Value,
+    memory_signature,
     numeric_signature,
 )
 from autobatch.device.oom import Verdict, classify, first_line
 from autobatch.planning import micro_batches
-from autobatch.search.confirm import is_lost
-from autobatch.setup.attempt import TrainSetup, attempt
-from autobatch.setup.child import Session
+from autobatch.search.limits import ReplayPredictor, first_size
+from autobatch.search.search import search
+from autobatch.setup.attempt import TrainSetup, attempt, batches_of, on_copies
+from autobatch.setup.child import ChildCrashed, Session, SetupProcess
 from autobatch.setup.setup import with_knobs
-from autobatch.tuning.configuration import LOSS, MEMORY, RUNS, Key, Measurement, infeasible, key_of
+from autobatch.setup.trace import trace_footprint
+from autobatch.step.train_step import train_step
+from autobatch.tuning.configuration import Key, Measurement, changes, infeasible, key_of
 from autobatch.tuning.context import describe_context
-from autobatch.tuning.lead import OTHER_ENDED
-from autobatch.tuning.loss_check import LossCheck
-from autobatch.tuning.timing import Joint, time_steps
-from autobatch.tuning.trial_limit import TrialLimits, TrialSpec, micro_batch_of
+from autobatch.tuning.timing import time_steps
+from autobatch.workload.contract import Collated
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.feed import AHEAD
+from autobatch.workload.rng import preserved_random_state, seed_torch
+
+CHECK_STEPS = 10
+CHECK_MICRO_BATCHES = 2
+"""Micro-batches of a step of the loss check."""
+CHECK_SAMPLES = 8
+"""Samples of such a micro-batch: enough to see a loss go wrong, and cheap."""
+TOLERANCE = 0.02
+"""Bound on the mean relative distance of the losses; a model in bf16 stays well below it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSpec:
+    """Settings of the trials of a study: plain values, which travel to a child process."""
+
+    limit: int
+    """The largest micro-batch that fits with every knob at its default."""
+    cap: int
+    """The largest micro-batch that any configuration may use."""
+    samples: int
+    """Samples of an optimizer step on one rank."""
+    planned_steps: int
+    """Optimizer steps over which one-time costs are spread."""
+    seconds: float
+    """Approximate time that a trial measures for."""
+    is_precision_open: bool = True
+    """No precision was asked for."""
+    workers: int | None = None
+    """Loader workers that were asked for; None if none were."""
+    prefetch: int | None = None
+    """Micro-batches per worker that were asked for; None if none were."""
+    defaults: Configuration = field(default_factory=dict)
+    """Values that change nothing. A knob that is missing is at its default."""
+
+    def changes(self, values: Configuration) -> dict[str, Value]:
+        """Return the values that are not at their default, except the split."""
+        changed = changes(values, {**values, **self.defaults})
+        return {name: value for name, value in changed.items() if name != SPLIT}
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Trials in the process that holds the setup. A configuration that crashes a child is infeasible."""
+
+    process: SetupProcess
+    task: TrialSpec
+
+    def measure(self, values: Configuration) -> Measurement:
+        """Run a trial.
+
+        Raises:
+            Exception: whatever the workload raises with every knob at its default, except out of memory.
+        """
+        return self._ask("a trial", _measure, values)
+
+    def confirm(self, values: Configuration) -> Measurement:
+        """Run a configuration within the enforced budget, and return its micro-batch or why it has none."""
+        return self._ask("the check of the best trial", _confirm, values)
+
+    def confirm_fits(self, values: Configuration) -> str | None:
+        """Return why a configuration does not run within the enforced budget; None if it does."""
+        return self.confirm(values).failure
+
+    def _ask(
+        self,
+        act: str,
+        run: Callable[[Session, TrialSpec, dict[str, Value]], Measurement],
+        values: Configuration,
+    ) -> Measurement:
+        try:
+            return self.process.call(act, run, self.task, dict(values))
+        except ChildCrashed as crash:
+            failure = str(crash)
+        self.process.restart()
+        return infeasible(failure)
 
 
 @dataclass
@@ -38,92 +124,131 @@ class TrialRunner:
 
     setup: TrainSetup
     task: TrialSpec
-    limits: TrialLimits = field(init=False)
+    _limits: dict[Key, int] = field(default_factory=dict)
     _gaps: dict[Key, float] = field(default_factory=dict)
-    _setups: dict[Key, float] = field(default_factory=dict)
+    _compiling_s: dict[Key, float] = field(default_factory=dict)
     _check: LossCheck | None = None
 
-    def __post_init__(self) -> None:
-        """Begin without any limits."""
-        self.limits = TrialLimits(self.setup, self.task)
-
     def measure(self, values: Configuration) -> Measurement:
-        """Run a trial.
+        """Run a trial; see `Trials.measure`."""
+        return self._guarded(values, self._measure)
 
-        An error makes a configuration infeasible. An error with every knob at its default is the workload's
-        own, unless it is out of memory.
+    def confirm(self, values: Configuration) -> Measurement:
+        """Run a configuration within the enforced budget; see `Trials.confirm`."""
+        return self._guarded(values, self._confirm)
 
-        Raises:
-            Exception: whatever the workload raises with every knob at its default, except out of memory.
+    def limit(self, values: Configuration) -> int:
+        """Return the largest micro-batch that fits with a configuration; 0 if none does."""
+        signature = memory_signature(values)
+        if not self.task.changes(signature):
+            return self.task.limit
+        key = key_of(signature)
+        if key not in self._limits:
+            self._limits[key] = self._find_limit(signature)
+        return self._limits[key]
+
+    def _find_limit(self, values: Configuration) -> int:
+        """Search for the largest micro-batch.
+
+        A compiled configuration starts from what fits without the compiler, because a search would compile
+        every size anew.
         """
-        return self.guarded(values, self._measure)
+        setup, cap = with_knobs(self.setup, values), self.task.cap
+        if COMPILE in self.task.changes(values):
+            size = self.limit({name: value for name, value in values.items() if name != COMPILE})
+            if not size or attempt(setup, size).attempt.fits:
+                return size
+            cap = size - 1
+        return _largest(setup, cap) if cap else 0
 
-    def guarded(self, values: Configuration, run: Callable[[Configuration], Measurement]) -> Measurement:
+    def _micro_batch(self, values: Configuration) -> int:
+        """Return the micro-batch of a configuration: the even split at its limit, halved as it says."""
+        limit = self.limit(values)
+        if not limit:
+            return 0
+        return max(1, micro_batches(self.task.samples, limit)[0] >> int(values.get(SPLIT) or 0))
+
+    def _measure(self, values: Configuration) -> Measurement:
+        size = self._micro_batch(values)
+        if not size:
+            return infeasible("not even a micro-batch of 1 fits")
+        over = self._loss_over(values)
+        if over > 0:
+            reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
+            return infeasible(reason, micro_batch=size)
+        sizes = micro_batches(self.task.samples, size)
+        setup = with_knobs(self.setup, {LOADER_WORKERS: self.task.workers} | dict(values))
+        prefetch = self.task.prefetch or int(values.get(PREFETCH) or AHEAD)
+        timing = time_steps(setup, sizes, self.task.seconds, prefetch=prefetch)
+        # A configuration that is measured again reuses compiled code.
+        once = self._compiling_s.setdefault(key_of(values), timing.setup)
+        seconds = timing._replace(setup=once).a_step(len(sizes), self.task.planned_steps)
+        return Measurement(self.task.samples / seconds, sizes[0])
+
+    def _confirm(self, values: Configuration) -> Measurement:
+        size = self._micro_batch(values)
+        if not size:
+            return infeasible("not even a micro-batch of 1 fits")
+        reason = attempt(with_knobs(self.setup, values), size).attempt.reason
+        return Measurement(0.0, size, reason)
+
+    def _guarded(self, values: Configuration, run: Callable[[Configuration], Measurement]) -> Measurement:
         """Run a part of a trial, and turn an error that the configuration caused into a measurement."""
         try:
             return run(values)
         except Exception as error:
-            out_of_memory = classify(error) is not Verdict.NONE
-            lost = is_lost(error)
-            if not (out_of_memory or lost or self.task.changes(values)):
+            if classify(error) is Verdict.NONE and not self.task.changes(values):
                 raise
-            found = infeasible(MEMORY if out_of_memory else RUNS, OTHER_ENDED if lost else first_line(error))
+            failure = first_line(error)
         # Outside the except block, nothing keeps the failed step's tensors alive.
         self.setup.device.release()
-        return found
-
-    def confirm_fits(self, values: Configuration) -> str | None:
-        """Run a configuration within the enforced budget. Return why it does not fit, None if it fits."""
-        limit = self.limits.limit(values)
-        if isinstance(limit, str):
-            return limit
-        size = micro_batch_of(limit, self.task.samples, values)
-        return attempt(with_knobs(self.setup, values), size).attempt.reason
-
-    def size(self, values: Configuration) -> Measurement:
-        """Return the micro-batch that a configuration may run at, without a speed, or why there is none."""
-        return self.guarded(values, self._size)
-
-    def _measure(self, values: Configuration) -> Measurement:
-        found = self._size(values)
-        if not found.feasible:
-            return found
-        timed = self.time(values, found.micro_batch)
-        return timed._replace(constraints=found.constraints)
-
-    def _size(self, values: Configuration) -> Measurement:
-        size, reason = self.limits.size(values)
-        if reason is not None:
-            return infeasible(MEMORY, reason, micro_batch=size)
-        over = self._loss_over(values)
-        if over > 0:
-            reason = f"its losses differ from the reference by {over:.1%} more than the tolerance"
-            return infeasible(LOSS, reason, over=over, micro_batch=size)
-        return Measurement(0.0, size, constraints={LOSS: over})
-
-    def time(self, values: Configuration, size: int, joint: Joint | None = None) -> Measurement:
-        """Time a configuration; over ranks that share the model, ``joint`` has the micro-batches."""
-        sizes = micro_batches(self.task.samples, size) if joint is None else joint.batch.sizes()
-        steps = len(sizes) if joint is None else joint.steps
-        fed = {LOADER_WORKERS: self.task.workers} | dict(values)
-        prefetch = self.task.prefetch or int(values.get(PREFETCH) or AHEAD)
-        setup = with_knobs(self.setup, fed)
-        timing = time_steps(setup, sizes, self.task.seconds, prefetch=prefetch, joint=joint)
-        # A configuration that is measured again reuses compiled code.
-        once = self._setups.setdefault(key_of(values), timing.setup)
-        seconds = timing._replace(setup=once).a_step(steps, self.task.planned_steps)
-        return Measurement(self.task.samples / seconds, sizes[0])
+        return infeasible(failure)
 
     def _loss_over(self, values: Configuration) -> float:
+        """Return by how much the losses of a configuration exceed the tolerance."""
         signature = numeric_signature(values)
-        reference = {name: value for name, value in signature.items() if name in self.task.changes(signature)}
-        if not reference and self.setup.precision == "fp32":
-            return -1.0
+        if not self.task.changes(signature) and self.setup.precision == "fp32":
+            return -TOLERANCE
         key = key_of(signature)
         if key not in self._gaps:
             self._check = self._check or LossCheck(self.setup, self.task.limit)
             self._gaps[key] = self._check.over(with_knobs(self.setup, values))
         return self._gaps[key]
+
+
+class LossCheck:
+    """A comparison of losses with a short run in fp32 with every knob at its default, on the same samples.
+
+    Args:
+        setup: the model and the data.
+        micro_batch: the largest that fits, in samples.
+    """
+
+    def __init__(self, setup: TrainSetup, micro_batch: int) -> None:
+        self._reference_setup = replace(setup, precision="fp32", knobs={})
+        self._size = min(CHECK_SAMPLES, micro_batch)
+        self._reference: list[float] | None = None
+        self._noise = 0.0
+
+    def over(self, setup: TrainSetup) -> float:
+        """Return by how much the relative distance to the reference exceeds the tolerance; at most 1.
+
+        Compiled code draws other random numbers in the forward pass than the model does. So the tolerance is
+        at least twice the distance of two runs of the reference with different seeds.
+
+        Raises:
+            Exception: whatever running the configuration raises.
+        """
+        if self._reference is None:
+            self._reference = _losses(self._reference_setup, self._size, seed=1)
+            self._noise = _distance(self._reference, _losses(self._reference_setup, self._size, seed=2))
+        if not all(map(math.isfinite, self._reference)):
+            # Nothing can be compared with a reference that does not train.
+            return -TOLERANCE
+        gap = _distance(self._reference, _losses(setup, self._size, seed=1))
+        if not math.isfinite(gap):
+            return 1.0
+        return min(1.0, gap - max(TOLERANCE, 2 * self._noise))
 
 
 def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
@@ -137,26 +262,62 @@ def look_at_workload(session: Session, task: TrialSpec) -> TuningContext:
     )
 
 
-def measure_trial(session: Session, task: TrialSpec, values: Configuration) -> Measurement:
-    """Run a trial in a session; see `TrialRunner.measure`."""
-    return runner_of(session, task).measure(values)
+def _measure(session: Session, task: TrialSpec, values: dict[str, Value]) -> Measurement:
+    return _runner_of(session, task).measure(values)
 
 
-def confirm_trial(session: Session, task: TrialSpec, values: Configuration) -> str | None:
-    """Run a configuration within the enforced budget in a session; see `TrialRunner.confirm_fits`."""
-    return runner_of(session, task).confirm_fits(values)
+def _confirm(session: Session, task: TrialSpec, values: dict[str, Value]) -> Measurement:
+    return _runner_of(session, task).confirm(values)
 
 
-def size_trial(session: Session, task: TrialSpec, values: Configuration) -> Measurement:
-    """Return the micro-batch of a configuration in a session; see `TrialRunner.size`."""
-    return runner_of(session, task).size(values)
-
-
-def runner_of(session: Session, task: TrialSpec) -> TrialRunner:
+def _runner_of(session: Session, task: TrialSpec) -> TrialRunner:
     """Return the runner that the trials of one study share."""
     runner = session.find(TrialRunner)
     if runner is None or runner.task != task:
-        return session.keep(TrialRunner(session.setup, task))
-    # A meeting with other ranks replaces the setup of the session.
-    runner.setup = runner.limits.setup = session.setup
+        runner = session.keep(TrialRunner(session.setup, task))
     return runner
+
+
+def _largest(setup: TrainSetup, cap: int) -> int:
+    """Return the largest micro-batch that runs within the enforced budget; 0 if none does."""
+    step = trace_footprint(setup)
+    predictor = ReplayPredictor(
+        setup.device.new_allocator,
+        None if step is None else step.program,
+        first_size=first_size(setup.device.compute_capability),
+    )
+    return search(lambda size: attempt(setup, size), cap=cap, predictor=predictor).micro_batch
+
+
+def _distance(reference: list[float], losses: list[float]) -> float:
+    """Return the mean absolute difference ÷ the mean absolute value of the reference."""
+    scale = sum(map(abs, reference)) or 1.0
+    return sum(abs(a - b) for a, b in zip(reference, losses, strict=True)) / scale
+
+
+def _losses(setup: TrainSetup, size: int, *, seed: int) -> list[float]:
+    """Return the losses of the first steps, without dropout, on samples that are always the same."""
+    draw = torch.Generator().manual_seed(0)
+    losses = []
+    with (
+        preserved_random_state(),
+        setup.device.training() as meter,
+        on_copies(setup, meter) as train_state,
+    ):
+        for module in train_state.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        seed_torch(seed)
+        for _ in range(CHECK_STEPS):
+            batches = batches_of(setup, meter, _fetched(setup, size, draw))
+            passing = train_state.passing(batches, CHECK_MICRO_BATCHES)
+            losses.append(train_step(train_state, passing, size * CHECK_MICRO_BATCHES).loss)
+        del train_state
+    return losses
+
+
+def _fetched(setup: TrainSetup, size: int, draw: torch.Generator) -> Iterator[tuple[Collated, int]]:
+    samples = len(setup.workload.train_data)  # type: ignore[arg-type]
+    for _ in range(CHECK_MICRO_BATCHES):
+        ids = torch.randint(samples, (size,), generator=draw, device="cpu").tolist()
+        yield load_micro_batch(setup.workload, ids), size

@@ -14,8 +14,9 @@ import msgspec
 
 from autobatch.core.knobs import (
     COMPILE,
-    OF_WHOLE,
+    PRECISION,
     SearchAxis,
+    Value,
     applicable,
     defaults,
     parse_knobs,
@@ -23,20 +24,14 @@ from autobatch.core.knobs import (
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.tuning import LrTuning, Tuning
-from autobatch.distributed.rank_plan import layout_of, limit_of_rank, limits_over_ranks, share_of_rank, spread
+from autobatch.distributed.rank_plan import limit_of_rank, limits_over_ranks, share_of_rank, spread
 from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.planning import micro_batches
 from autobatch.setup.child import SetupProcess
-from autobatch.tuning.apply_choice import with_choice, with_learning_rate
-from autobatch.tuning.common_axes import common_axes
-from autobatch.tuning.configuration import Measurement
-from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
-from autobatch.tuning.find_learning_rate import find_learning_rate
-from autobatch.tuning.joint_trial import JointTrials
-from autobatch.tuning.lr_runs import JointRuns, SharedRuns, ShortRuns
-from autobatch.tuning.lr_trial import LrTrialSpec, Runs
-from autobatch.tuning.trial import look_at_workload
-from autobatch.tuning.trial_limit import TrialSpec
-from autobatch.tuning.trial_source import OwnTrials, SharedTrials, Trials
+from autobatch.tuning.configuration import Budget, Measurement, StudyLocation, changes
+from autobatch.tuning.find_fastest import find_fastest
+from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, find_learning_rate
+from autobatch.tuning.trial import Trials, TrialSpec, look_at_workload
 
 TRIAL_SECONDS = 0.5
 """Approximate time that a trial measures for."""
@@ -106,7 +101,10 @@ class TuneSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTuner:
-    """Tuner of a plan, in the process that holds its setup."""
+    """Tuner of a plan, in the process that holds its setup.
+
+    Over ranks, rank 0 tunes alone, at its share of the batch, and every rank confirms the choice.
+    """
 
     process: SetupProcess
     settings: TuneSettings
@@ -117,7 +115,7 @@ class PlanTuner:
     expired: Callable[[], bool] = lambda: False
     """Asked before every trial whether the time is over."""
     ranks: Ranks = field(default_factory=Alone)
-    """The processes that tune together: all of them make the same calls, and rank 0 decides."""
+    """The processes that train together; all of them make the same calls."""
     clock: Callable[[], float] = time.monotonic
 
     def tune(self, plan: Plan, limit: int) -> tuple[Plan, Tuning]:
@@ -128,35 +126,31 @@ class PlanTuner:
             limit: the largest micro-batch that fits with every knob at its default.
 
         Raises:
-            InputError: the storage is not usable, the study was made for something else, or the ranks differ
-                in what can be tuned.
+            InputError: the storage is not usable, or the study was made for something else.
             AutobatchError: the workload does not run with every knob at its default.
         """
-        settings, ranks = self.settings, self.ranks
-        limit = limit_of_rank(ranks, plan) if plan.ranks else limit
-        task = settings.trial_spec(max(1, share_of_rank(ranks, plan, sum(self._shares(plan)))), limit)
+        limit = limit_of_rank(self.ranks, plan) if plan.ranks else limit
+        samples = max(1, share_of_rank(self.ranks, plan, sum(plan.micro_batches)))
+        task = self.settings.trial_spec(samples, limit)
+        plain = self.ranks.once(lambda: list(map(msgspec.to_builtins, self._find_fastest(task))))
+        tuning = msgspec.convert(plain[0], Tuning)
+        task = replace(task, defaults=plain[1])
+        chosen, tuning = self._with_choice(plan, tuning, plain[2], task)
+        for line in tuning.notes:
+            self.progress.note(line)
+        self.progress.tuned(tuning)
+        return self._planned(plan, chosen), tuning
+
+    def _find_fastest(self, task: TrialSpec) -> tuple[Tuning, dict[str, Value], int]:
+        """Search, and return the answer, the default configuration, and the chosen micro-batch."""
+        settings = self.settings
         self.progress.doing("looking for what can be tuned")
         context = self.process.call("looking at the workload", look_at_workload, task)
         axes, notes = applicable(context, None if settings.knobs is None else parse_knobs(settings.knobs))
-        self._note(notes)
-        axes = common_axes(axes, ranks)
-        task = replace(task, defaults=defaults(axes))
-        own: Trials = OwnTrials(self.process, task)
-        if layout_of(plan) is not None:
-            self.progress.note(f"{', '.join(OF_WHOLE)} are not tuned, because the ranks share the model")
-            own = JointTrials(self.process, task, ranks, plan.target_batch)
-        if ranks.world == 1:
-            found = self._find_fastest(own, axes)
-            chosen = with_choice(plan, found, axes)
-        else:
-            found, chosen = self._tune_together(SharedTrials(own, ranks, self._shares(plan)), plan, axes)
-        self._note(found.tuning.notes)
-        self.progress.tuned(found.tuning)
-        return self._planned(plan, chosen), found.tuning
-
-    def _find_fastest(self, trials: Trials, axes: Sequence[SearchAxis]) -> TuningResult:
-        settings = self.settings
-        return find_fastest(
+        for line in notes:
+            self.progress.note(line)
+        trials = Trials(self.process, replace(task, defaults=defaults(axes)))
+        found = find_fastest(
             trials.measure,
             axes,
             budget=Budget(settings.trials, self.expired, settings.run_samples),
@@ -166,29 +160,38 @@ class PlanTuner:
             progress=self.progress,
             clock=self.clock,
         )
+        return found.tuning, defaults(axes), 0 if found.winner is None else found.winner.micro_batch
 
-    def _shares(self, plan: Plan) -> list[int]:
-        """Return the samples of a batch that each rank takes."""
-        return [one.samples for one in plan.ranks] or [sum(plan.micro_batches)]
-
-    def _tune_together(
-        self, trials: SharedTrials, plan: Plan, axes: Sequence[SearchAxis]
-    ) -> tuple[TuningResult, Plan]:
-        """Search on rank 0, with trials on all ranks; every rank plans what fits on it."""
-        ranks = self.ranks
-        if ranks.rank == 0:
-            found = self._find_fastest(trials, axes)
-            trials.end([msgspec.to_builtins(found.tuning), found.winner])
-        else:
-            tuning, winner = trials.follow()
-            winner = None if winner is None else Measurement(*winner)
-            found = TuningResult(msgspec.convert(tuning, Tuning), winner)
-        chosen = with_choice(plan, found, axes)
-        if chosen == plan:
-            return found, plan
-        own = trials.micro_batch(found.tuning.best) or limit_of_rank(ranks, plan)
-        limits = limits_over_ranks(ranks, own, self.process.info.device)
-        return found, spread(chosen, limits, layout_of(plan))
+    def _with_choice(
+        self, plan: Plan, tuning: Tuning, micro_batch: int, task: TrialSpec
+    ) -> tuple[Plan, Tuning]:
+        """Put the choice into the plan, if every rank can run it. The effective batch stays."""
+        if not micro_batch or not changes(tuning.best, task.defaults):
+            return plan, tuning
+        sizes = micro_batches(sum(plan.micro_batches), micro_batch)
+        # Knobs at their default are left out, and the split is the plan itself.
+        knobs = task.changes(tuning.best)
+        chosen = msgspec.structs.replace(
+            plan,
+            micro_batch=sizes[0],
+            accumulation_steps=len(sizes),
+            micro_batches=sizes,
+            precision=knobs.pop(PRECISION, None) or plan.precision,
+            knobs=knobs,
+        )
+        if self.ranks.world == 1:
+            return chosen, tuning
+        own = Measurement(0.0, micro_batch)
+        if self.ranks.rank:
+            own = Trials(self.process, task).confirm(tuning.best)
+        failures = self.ranks.gather(own.failure)
+        failed = next((rank for rank, failure in enumerate(failures) if failure is not None), None)
+        if failed is not None:
+            note = f"kept the plan: the fastest configuration fails on rank {failed}: {failures[failed]}"
+            base = {"best": dict(task.defaults), "best_samples_per_s": tuning.baseline_samples_per_s}
+            return plan, msgspec.structs.replace(tuning, **base, notes=[*tuning.notes, note])
+        limits = limits_over_ranks(self.ranks, own.micro_batch, self.process.info.device)
+        return spread(chosen, limits), tuning
 
     def tune_learning_rate(self, plan: Plan) -> tuple[Plan, LrTuning]:
         """Try learning rates in short runs of a plan, and put a better one into the plan.
@@ -200,40 +203,35 @@ class PlanTuner:
             InputError: the storage is not usable, or the study was made for something else.
             AutobatchError: the workload does not train at its own learning rate.
         """
-        task = self.settings.lr_trial_spec(plan)
-        if layout_of(plan) is None:
-            # A short run trains whole batches in one process, so that one rank is enough.
-            runs = ShortRuns(self.process, task)
-            plain = self.ranks.once(lambda: msgspec.to_builtins(self._find_learning_rate(runs, task)))
-        else:
-            plain = self._find_learning_rate_together(plan, task)
-        found = msgspec.convert(plain, LrTuning)
-        self._note(found.notes)
-        chosen = with_learning_rate(plan, found, declared=self.process.info.learning_rate)
-        return self._planned(plan, chosen), found
-
-    def _find_learning_rate_together(self, plan: Plan, task: LrTrialSpec) -> Any:
-        """Search on rank 0, with short runs of all ranks, which share the model."""
-        limits = [one.limit for one in plan.ranks]
-        own = JointRuns(self.process, task, self.ranks, limits, self.settings.seed)
-        runs = SharedRuns(own, self.ranks)
-        if self.ranks.rank:
-            return runs.follow()
-        plain = msgspec.to_builtins(self._find_learning_rate(runs, task))
-        runs.end(plain)
-        return plain
-
-    def _find_learning_rate(self, runs: Runs, task: LrTrialSpec) -> LrTuning:
         settings = self.settings
-        return find_learning_rate(
-            runs,
-            task,
-            budget=Budget(settings.lr_trials, self.expired),
-            seed=settings.seed,
-            place=self._locate_lr(task),
-            progress=self.progress,
-            clock=self.clock,
+        task = settings.lr_trial_spec(plan)
+        # A short run trains whole batches in one process, so that one rank is enough.
+        plain = self.ranks.once(
+            lambda: msgspec.to_builtins(
+                find_learning_rate(
+                    ShortRuns(self.process, task),
+                    budget=Budget(settings.lr_trials, self.expired),
+                    seed=settings.seed,
+                    place=self._locate_lr(task),
+                    progress=self.progress,
+                    clock=self.clock,
+                )
+            )
         )
+        found = msgspec.convert(plain, LrTuning)
+        for line in found.notes:
+            self.progress.note(line)
+        if found.best == plan.learning_rate:
+            return plan, found
+        source = f"tuned in {found.trials} runs of {found.steps} optimizer steps at this batch"
+        chosen = msgspec.structs.replace(
+            plan,
+            learning_rate=found.best,
+            learning_rate_rule="tuned",
+            learning_rate_factor=found.best / self.process.info.learning_rate,
+            learning_rate_source=source,
+        )
+        return self._planned(plan, chosen), found
 
     def locate(self, axes: Sequence[SearchAxis]) -> StudyLocation:
         """Locate the study of configurations, which compiling and loader workers make another one."""
@@ -243,10 +241,6 @@ class PlanTuner:
         if self.settings.workers is not None:
             made_for["workers"] = self.settings.workers
         return self._location(made_for, [made_for, axes])
-
-    def _note(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.progress.note(line)
 
     def _planned(self, plan: Plan, chosen: Plan) -> Plan:
         """Report the chosen plan if it is another one."""

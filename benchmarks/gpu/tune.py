@@ -23,9 +23,9 @@ from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session, ThisProcess
 from autobatch.setup.setup import SetupSettings, open_setup
-from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.trial import TrialRunner, look_at_workload
-from autobatch.tuning.trial_limit import TrialSpec
+from autobatch.tuning.configuration import Budget, StudyLocation
+from autobatch.tuning.find_fastest import find_fastest
+from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 from benchmarks.gpu.machine import Machine
 
 KNOBS = "micro_batch_shift,precision,checkpointing,optimizer,expandable_segments"
@@ -54,7 +54,7 @@ def gain(
         budget=Budget(trials, lambda: time.monotonic() - start > seconds),
         seed=0,
         place=StudyLocation("gpu", None, {}),
-        confirm_fits=runner.confirm_fits,
+        confirm_fits=lambda values: runner.confirm(values).failure,
         progress=_Printed(),
     ).tuning
     single = dataclasses.replace(setup, precision="fp32")

@@ -24,10 +24,16 @@ from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session, ThisProcess
 from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.tuning.compare import compare
-from autobatch.tuning.configuration import Measure, Measurement, all_configurations, key_of
-from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
-from autobatch.tuning.trial import TrialRunner, look_at_workload
-from autobatch.tuning.trial_limit import TrialSpec
+from autobatch.tuning.configuration import (
+    Budget,
+    Measure,
+    Measurement,
+    StudyLocation,
+    all_configurations,
+    key_of,
+)
+from autobatch.tuning.find_fastest import find_fastest
+from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 
 REFINED = 6
 REFINING_ROUNDS = 8
@@ -150,9 +156,7 @@ def replayed(grid: Grid, seed: int) -> Measure:
         key = key_of(values)
         speed = 1000 * grid.speeds[key] * math.exp(draw.gauss(0, grid.noise))
         failure = None if grid.speeds[key] else "not feasible in the grid"
-        return Measurement(
-            speed, max(1, grid.micro_batches[key]), failure, {"does_not_run": 1.0 if failure else -1.0}
-        )
+        return Measurement(speed, max(1, grid.micro_batches[key]), failure)
 
     return measure
 
@@ -207,5 +211,5 @@ def by_sampler(
         if values != base and values not in others and len(others) < 3:
             others.append(values)
     ranking = compare(measure, base, others).ranking
-    chosen = others[ranking[0] - 1] if ranking else base
+    chosen = ranking[0].values if ranking else base
     return Search(grid.speeds[key_of(best[0][1])] / grid.best, grid.speeds[key_of(chosen)] / grid.best, 0.0)

@@ -31,8 +31,8 @@ import optuna
 import torch
 
 from autobatch.core.knobs import defaults
-from autobatch.tuning.configuration import key_of, size_of
-from autobatch.tuning.find_fastest import Budget, StudyLocation, find_fastest
+from autobatch.tuning.configuration import Budget, StudyLocation, key_of, size_of
+from autobatch.tuning.find_fastest import find_fastest
 from benchmarks.report import save, surroundings
 from benchmarks.tune.grid import (
     LONGEST_TRIAL_SECONDS,
@@ -93,7 +93,7 @@ def for_real(case: Case, *, trials: int) -> dict[str, Any]:
         budget=Budget(trials),
         seed=0,
         place=StudyLocation("real", None, {}),
-        confirm_fits=runner.confirm_fits,
+        confirm_fits=lambda values: runner.confirm(values).failure,
         clock=time.process_time,
     ).tuning
     base = defaults(case.axes)

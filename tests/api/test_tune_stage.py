@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 from autobatch.api.tune_stage import settings_for
 from autobatch.core.progress import Progress
@@ -20,16 +18,13 @@ class Notes(Progress):
         self.lines.append(text)
 
 
-def test_a_shared_model_is_tuned_only_in_a_process_that_can_be_replaced() -> None:
+def test_a_model_that_ranks_share_is_not_tuned() -> None:
     notes, settings = Notes(), TuneSettings(trials=4, planned_steps=10, cap=8)
-    here: Any = SimpleNamespace(is_replaceable=False, reason="it trains here")
-    child: Any = SimpleNamespace(is_replaceable=True)
-    assert settings_for(settings, here, None, notes) is settings
-    assert settings_for(settings, child, ShardLayout(world=2), notes) is settings
-    assert settings_for(settings, here, ShardLayout(world=2), notes).trials == 0
-    assert notes.lines == ["the configuration of the shared model is not tuned: it trains here"]
-    both = replace(settings, lr_trials=2)
-    found = settings_for(both, here, ShardLayout(world=2), notes)
+    assert settings_for(settings, None, notes) is settings
+    assert settings_for(settings, ShardLayout(world=2), notes).trials == 0
+    assert notes.lines == ["the configuration is not tuned, because the ranks share the model"]
+    found = settings_for(replace(settings, lr_trials=2), ShardLayout(world=2), notes)
     assert (found.trials, found.lr_trials) == (0, 0)
-    reason = "the configuration and the learning rate of the shared model are not tuned: it trains here"
-    assert notes.lines[1:] == [reason]
+    assert notes.lines[1:] == [
+        "the configuration and the learning rate are not tuned, because the ranks share the model"
+    ]

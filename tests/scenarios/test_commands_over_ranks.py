@@ -86,13 +86,16 @@ def tuned(out: str, parallel: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
-def test_all_ranks_tune_together(server: RankServer, tmp_path: Path, parallel: str) -> None:
+def test_ranks_follow_the_choice_of_rank_0(server: RankServer, tmp_path: Path, parallel: str) -> None:
     first, second = server.values(tuned, str(tmp_path / "run"), parallel, seconds=120)
     for name in ("tune", "fit"):
         tuning = first[name]["tuning"]
-        assert tuning["trials"] == 2
-        assert all(one["feasible"] for one in tuning["history"]), tuning["history"]
-        assert second[name]["tuning"]["history"] == tuning["history"]
+        if parallel == "replicate":
+            assert tuning["trials"] == 2
+            assert all(one["feasible"] for one in tuning["history"]), tuning["history"]
+            assert second[name]["tuning"]["history"] == tuning["history"]
+        else:
+            assert not tuning or not tuning["trials"]
         assert second[name]["plan"] == first[name]["plan"]
         assert first[name]["plan"]["parallel"] == parallel
         assert sum(one["samples"] for one in first[name]["plan"]["ranks"]) == 14

@@ -12,9 +12,8 @@ from autobatch.search.find_limit import find_limit
 from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.child import ChildProcess
 from autobatch.setup.setup import SetupSettings
-from autobatch.tuning.lr_runs import ShortRuns
-from autobatch.tuning.lr_trial import LrTrialSpec
-from autobatch.tuning.trial import measure_trial
+from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns
+from autobatch.tuning.trial import Trials
 from tests.support.commandline import SMALL, autobatch
 from tests.support.probes import Listener
 from tests.support.trials import changed, task_with
@@ -124,9 +123,9 @@ def test_a_used_child_finds_the_limit_of_a_fresh_one(
         fresh = probe(child, "fresh")
         task = task_with(limit=fresh[0], cap=2048, samples=64)
         for values in (changed(checkpointing="full"), changed(precision="bf16", optimizer="foreach")):
-            assert child.call("a trial", measure_trial, task, values).feasible
+            assert Trials(child, task).measure(values).feasible
         short = LrTrialSpec(0.01, 64, 64, "fp32", {}, steps=4)
-        assert len(list(ShortRuns(child, short).losses(0.01, seed=0))) == 4
+        assert ShortRuns(child, short).run(0.01, seed=0).first is not None
         used = probe(child, "used")
     assert used == fresh
     assert 1 < fresh[0] < 2048

@@ -201,7 +201,7 @@ def test_ranks_cut_a_batch_by_size_together(
 
 
 @pytest.mark.slow
-def test_ranks_tune_together(server: RankServer, tmp_path: Path) -> None:
+def test_rank_0_tunes_for_all(server: RankServer, tmp_path: Path) -> None:
     options = {
         "steps": 2,
         "target_batch": 16,

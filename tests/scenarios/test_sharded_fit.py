@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -129,37 +128,6 @@ def test_ranks_that_share_a_model_cut_a_batch_by_size(server: RankServer, tmp_pa
     assert apart(torch.tensor(found[0][0]), torch.tensor(expected)) < 1e-12
     for line, other in zip(rows(tmp_path / "run"), rows(tmp_path / "alone"), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-12)
-
-
-def tuned_fit(name: str, out: str, options: dict[str, Any]) -> tuple[list[float] | None, dict[str, Any]]:
-    """Train as `fit` does, in a rank that may copy its process."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    return fit(name, out, options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [("blocks", 2), ("blocks", 3), ("tokens", 2)],
-)
-def test_ranks_that_share_a_model_train_at_the_learning_rate_of_one_process(
-    server: RankServer, tmp_path: Path, name: str, world: int
-) -> None:
-    options = {"max_micro_batch": 2, "max_grad_norm": 0.2, "tune_lr": True, "lr_trials": 4, "lr_steps": 8}
-    expected, alone = fit(name, str(tmp_path / "alone"), options)
-    out = str(tmp_path / "run")
-    found = server.values(tuned_fit, name, out, {**options, "parallel": "shard"}, world=world)
-    study, other = (one["tuning"]["learning_rate"] for one in (found[0][1], alone))
-    assert [one["learning_rate"] for one in study["history"]] == pytest.approx(
-        [one["learning_rate"] for one in other["history"]], rel=1e-12
-    )
-    assert [one["loss"] for one in study["history"]] == pytest.approx(
-        [one["loss"] for one in other["history"]], rel=1e-12
-    )
-    assert study["best"] == pytest.approx(other["best"], rel=1e-12)
-    assert {one[1]["plan"]["learning_rate"] for one in found} == {study["best"]}
-    trained = torch.tensor(found[0][0], dtype=torch.float64)
-    assert apart(trained, torch.tensor(expected, dtype=torch.float64)) < 1e-12
 
 
 SHARD, REPLICATE = {"parallel": "shard"}, {"parallel": "replicate"}

@@ -29,8 +29,7 @@ from autobatch.training import build
 from autobatch.tuning import tune_plan
 from autobatch.tuning.configuration import Measurement
 from autobatch.tuning.find_fastest import TuningResult
-from autobatch.tuning.lr_runs import ShortRuns
-from autobatch.tuning.lr_trial import StepLoss, short_run
+from autobatch.tuning.learning_rate import Segment, ShortRuns, short_run
 from autobatch.tuning.tune_plan import PlanTuner
 from autobatch.workload.contract import WholeBatchLoss
 from tests.support.commandline import SMALL, environment
@@ -212,7 +211,7 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
 ) -> None:
     calls = []
 
-    def interrupted(*given: Any) -> Iterator[StepLoss]:
+    def interrupted(*given: Any) -> Iterator[Segment]:
         calls.append(given)
         raise KeyboardInterrupt
         yield
@@ -220,7 +219,7 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
     notes: list[str] = []
     progress = Progress()
     monkeypatch.setattr(progress, "note", notes.append, raising=False)
-    monkeypatch.setattr(ShortRuns, "losses", interrupted)
+    monkeypatch.setattr(ShortRuns, "segments", interrupted)
     storage = str(tmp_path / "s.log")
     asked = options(storage=storage, study="study")
     result = run_tune(linear_workload(), asked, RunContext(progress=progress))
@@ -233,11 +232,11 @@ def test_an_interrupt_keeps_the_default_learning_rate_and_earlier_results(
 
 
 def test_a_termination_request_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def terminated(*given: Any) -> Iterator[StepLoss]:
+    def terminated(*given: Any) -> Iterator[Segment]:
         raise Terminated
         yield
 
-    monkeypatch.setattr(ShortRuns, "losses", terminated)
+    monkeypatch.setattr(ShortRuns, "segments", terminated)
     with pytest.raises(Terminated):
         run_tune(linear_workload(), options(), RunContext())
 

@@ -25,9 +25,8 @@ from autobatch.setup.attempt import ATTEMPT_STEPS, attempt
 from autobatch.setup.setup import SetupSettings, describe_setup, open_setup
 from autobatch.step.train_state import StepSettings, build_train_state
 from autobatch.step.train_step import train_step
-from autobatch.tuning.loss_check import MICRO_BATCHES, LossCheck
-from autobatch.tuning.loss_check import SAMPLES as COMPARED
 from autobatch.tuning.timing import Timing, time_steps
+from autobatch.tuning.trial import CHECK_MICRO_BATCHES, CHECK_SAMPLES, LossCheck
 from autobatch.workload.nested import feed
 from tests.support.probes import WIDTH, probed, vectors, work
 from tests.support.step_workloads import WORKLOADS, convolutional, images, setting, setup
@@ -187,7 +186,7 @@ def test_losses_of_a_configuration_are_compared_over_whole_batches() -> None:
     seen: list[int] = []
     made = trial_setup(loss=counted(seen))
     assert LossCheck(made, 64).over(replace(made, precision="bf16")) <= 0
-    assert set(seen) == {MICRO_BATCHES * COMPARED}
+    assert set(seen) == {CHECK_MICRO_BATCHES * CHECK_SAMPLES}
 
 
 def test_what_is_tuned_reaches_the_rows_in_both_passes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,16 @@ from torch import nn
 from autobatch.core.records.tuning import LrTuning
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import ThisProcess
-from autobatch.tuning.find_fastest import Budget, StudyLocation
-from autobatch.tuning.find_learning_rate import find_learning_rate
-from autobatch.tuning.lr_runs import ShortRuns
-from autobatch.tuning.lr_trial import REACH, LrTrialSpec, StepLoss
+from autobatch.tuning.configuration import Budget, StudyLocation
+from autobatch.tuning.learning_rate import (
+    REACH,
+    LrTrialSpec,
+    Segment,
+    ShortRuns,
+    StepLoss,
+    find_learning_rate,
+    segments_of,
+)
 from autobatch.workload.contract import Workload
 from tests.support.training import Rows, make_workload
 from tests.support.trials import setup_of
@@ -93,15 +99,12 @@ def find_rate(
     trials: int = 12,
     seed: int = 0,
     storage: str | None = None,
-    task: LrTrialSpec | None = None,
-    runs: Any = None,
+    runs: ShortRuns | None = None,
     made_for: dict[str, Any] | None = None,
     **more: Any,
 ) -> LrTuning:
-    task = task or task_of(default)
     return find_learning_rate(
-        runs or ShortRuns(ThisProcess(made or linear_setup()), task),
-        task,
+        runs or ShortRuns(ThisProcess(made or linear_setup()), task_of(default)),
         budget=Budget(trials, more.pop("expired", lambda: False)),
         seed=seed,
         place=StudyLocation("study-learning-rate", storage, made_for or {"model": "m"}),
@@ -115,14 +118,16 @@ def stored_trials(path: Path) -> list[optuna.trial.FrozenTrial]:
     return optuna.load_study(study_name="study-learning-rate", storage=storage).trials
 
 
-class Curves:
+class Curves(ShortRuns):
     """Runs whose losses are a function of the learning rate, the seed and the step."""
 
-    def __init__(self, loss: Callable[[float, int, int], float]) -> None:
-        self.loss = loss
-        self.begun: list[tuple[float, int]] = []
+    def __init__(self, loss: Callable[[float, int, int], float], *, steps: int = STEPS) -> None:
+        super().__init__(ThisProcess(linear_setup()), task_of(0.01, steps=steps))
+        object.__setattr__(self, "loss", loss)
+        object.__setattr__(self, "begun", [])
 
-    def losses(self, rate: float, seed: int) -> Iterator[StepLoss]:
-        self.begun.append((rate, seed))
-        for step in range(STEPS):
-            yield StepLoss(self.loss(rate, seed, step), 1.0)
+    def segments(self, rate: float, seed: int) -> Generator[Segment, None, None]:
+        self.begun.append((rate, seed))  # type: ignore[attr-defined]
+        steps = range(self.task.steps)
+        losses = (StepLoss(self.loss(rate, seed, step), 1.0) for step in steps)  # type: ignore[attr-defined]
+        yield from segments_of(losses, self.task.steps)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 
-from autobatch.core.knobs import Configuration, SearchAxis, defaults
-from autobatch.tuning.configuration import LogRange, Measurement, MedianStop, StoredResult, StudySpec
-from autobatch.tuning.find_fastest import Budget, StudyLocation, TuningResult, find_fastest
-from autobatch.tuning.study import OptunaStudy
+from autobatch.core.knobs import Configuration, SearchAxis
+from autobatch.tuning.configuration import Budget, Measurement, StudyLocation
+from autobatch.tuning.find_fastest import TuningResult, find_fastest
 
 AXES = [
     SearchAxis("micro_batch_shift", (0, 1, 2, 3)),
@@ -73,29 +72,3 @@ def search(
 def open_journal(path: Path) -> optuna.Study:
     backend = optuna.storages.journal.JournalFileBackend(str(path))
     return optuna.load_study(study_name="study", storage=optuna.storages.JournalStorage(backend))
-
-
-def make_study(
-    space: list[SearchAxis] | LogRange,
-    *,
-    direction: Literal["maximize", "minimize"] = "maximize",
-    storage: str | None = None,
-    trials: int = 12,
-    seed: int = 7,
-    early_stop: MedianStop | None = None,
-) -> OptunaStudy[float]:
-    """Return a study whose results are plain figures; those over a million are infeasible."""
-
-    def encode(figure: float) -> StoredResult:
-        return StoredResult({"figure": figure}, ("large", 1.0 if figure > 1e6 else -1.0), figure)
-
-    spec = StudySpec(
-        space,
-        direction,
-        first_points=[{space.name: space.high}] if isinstance(space, LogRange) else [defaults(space)],
-        encode=encode,
-        decode=lambda _, attributes: float(attributes["figure"]),
-        metric="figure",
-        early_stop=early_stop,
-    )
-    return OptunaStudy(spec, name="study", storage=storage, made_for={}, seed=seed, trials=trials)

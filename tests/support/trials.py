@@ -18,8 +18,7 @@ from autobatch.device.profiles import load_profile
 from autobatch.device.simulated import SimulatedDevice
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session
-from autobatch.tuning.trial import TrialRunner, look_at_workload
-from autobatch.tuning.trial_limit import TrialSpec
+from autobatch.tuning.trial import TrialRunner, TrialSpec, look_at_workload
 from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
 from tests.support.kinds import Augmented

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from autobatch.core.knobs import Configuration
-from autobatch.tuning.compare import LEAST_ROUNDS, Choice, compare
-from autobatch.tuning.configuration import RUNS, Measurement, infeasible
+from autobatch.tuning.compare import LEAST_ROUNDS, compare
+from autobatch.tuning.configuration import Measurement, infeasible
 
 NOISES = [(0.0, False), (0.02, True), (0.1, False), (0.1, True)]
 
@@ -33,7 +33,7 @@ def test_a_configuration_that_replaces_the_default_is_hardly_ever_slower(
 
         first = sorted(range(1, 21), key=lambda i: -measure({"i": i}).samples_per_s)[:3]
         ranking = compare(measure, {"i": 0}, [{"i": i} for i in first]).ranking
-        chosen = speeds[first[ranking[0] - 1]] if ranking else 1.0
+        chosen = speeds[int(ranking[0].values["i"] or 0)] if ranking else 1.0
         slower += chosen < 0.98
         gained += chosen > 1.02
     assert slower <= runs / 100
@@ -44,9 +44,10 @@ def test_without_noise_the_ranking_is_by_speed_and_figures_are_exact() -> None:
     speeds = [100.0, 130.0, 101.0, 150.0, 70.0]
     others = [{"i": i} for i in range(1, 5)]
     found = compare(lambda values: Measurement(speeds[int(values["i"] or 0)]), {"i": 0}, others)
-    assert (found.ranking, found.rounds) == ([3, 1], LEAST_ROUNDS)
+    assert [one.values["i"] for one in found.ranking] == [3, 1]
+    assert {len(one.ratios) for one in found.contenders} == {LEAST_ROUNDS}
     assert found.baseline == Measurement(100.0)
-    assert [one and one.samples_per_s for one in found.contenders] == pytest.approx(speeds[1:])
+    assert [found.speed_of(one).samples_per_s for one in found.contenders] == pytest.approx(speeds[1:])
 
 
 def test_a_change_that_gains_nothing_is_chosen_in_one_of_40_comparisons_at_most() -> None:
@@ -78,7 +79,7 @@ def test_of_equally_fast_configurations_the_one_with_the_fewest_changes_wins() -
             gain = 0.5 * (values["precision"] == "bf16") + 0.005 * (values["optimizer"] == "fused")
             return Measurement(1000 * math.exp(gain + draw.gauss(0, 0.01)))
 
-        assert compare(measure, base, others).ranking[0] == 3
+        assert compare(measure, base, others).ranking[0].values == others[2]
 
 
 def test_every_ratio_has_an_interval_that_holds_the_true_one() -> None:
@@ -89,19 +90,21 @@ def test_every_ratio_has_an_interval_that_holds_the_true_one() -> None:
         def measure(values: Configuration, draw: random.Random = draw) -> Measurement:
             return Measurement((1.3 if values["i"] else 1.0) * math.exp(draw.gauss(0, 0.05)))
 
-        (ratio,) = compare(measure, {"i": 0}, [{"i": 1}]).ratios
-        assert ratio is not None
-        assert ratio.low <= ratio.mean <= ratio.high
-        inside += ratio.low <= 1.3 <= ratio.high
+        (contender,) = compare(measure, {"i": 0}, [{"i": 1}]).contenders
+        found = contender.record({"i": 0}, chosen=False)
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low <= found.ratio <= found.high
+        inside += found.low <= 1.3 <= found.high
     assert inside >= 190
 
 
 def test_a_default_that_never_runs_ends_the_comparison() -> None:
     def measure(values: Configuration) -> Measurement:
-        return Measurement(9.0) if values["i"] else infeasible(RUNS, "crashed")
+        return Measurement(9.0) if values["i"] else infeasible("crashed")
 
     found = compare(measure, {"i": 0}, [{"i": 1}])
-    assert found == Choice([], None, [None], LEAST_ROUNDS, [])
+    assert (found.ranking, found.baseline, found.contenders[0].ratios) == ([], None, [])
 
 
 def test_a_configuration_that_fails_once_is_not_measured_again() -> None:
@@ -110,8 +113,9 @@ def test_a_configuration_that_fails_once_is_not_measured_again() -> None:
     def measure(values: Configuration) -> Measurement:
         asked.append(values["i"])
         if values["i"] == 1:
-            return infeasible(RUNS, "crashed")
+            return infeasible("crashed")
         return Measurement(200.0 if values["i"] else 100.0)
 
     found = compare(measure, {"i": 0}, [{"i": 1}, {"i": 2}])
-    assert (found.ranking, found.contenders[0], asked.count(1)) == ([2], None, 1)
+    assert [one.values for one in found.ranking] == [{"i": 2}]
+    assert (found.contenders[0].found, asked.count(1)) == (None, 1)

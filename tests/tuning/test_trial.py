@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+import autobatch
 from autobatch.core.knobs import LOADER_WORKERS, applicable
-from autobatch.setup.child import ChildProcess, Session
-from autobatch.setup.setup import SetupSettings
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.planning import micro_batches
+from autobatch.setup.attempt import attempt
+from autobatch.setup.child import ChildProcess, ThisProcess
+from autobatch.setup.setup import SetupSettings, with_knobs
 from autobatch.tuning import trial as trial_module
-from autobatch.tuning.configuration import MEMORY, RUNS
 from autobatch.tuning.timing import Timing
-from autobatch.tuning.trial import TrialRunner, confirm_trial, measure_trial
+from autobatch.tuning.trial import LossCheck, TrialRunner, Trials
 from autobatch.workload.rng import capture_random_state
 from tests.support.commandline import SMALL
 from tests.support.processes import loader_workers
@@ -28,12 +32,16 @@ from tests.support.trials import (
     Time,
     changed,
     context_of,
+    deep_layers,
+    deep_rows,
     loading_runner,
     make_runner,
     signed,
+    simulated_gpu,
     task_with,
     timed_fields,
     trial_setup,
+    trial_workload,
 )
 
 
@@ -61,9 +69,8 @@ def test_compiling_is_spread_over_the_planned_steps_and_counted_once(monkeypatch
     opened = make_runner(trial_setup(clock=time, **timed_fields(time)))
     values = changed(compile="default")
     assert opened.measure(values).samples_per_s == pytest.approx(64 / (64 + 5 + 200 / 100), rel=0.1)
-    first = opened._setups
-    opened.measure(values)
-    assert opened._setups == first
+    # Measured again, it compiles no more, and counts as before.
+    assert opened.measure(values).samples_per_s == pytest.approx(64 / (64 + 5 + 200 / 100), rel=0.1)
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
@@ -89,7 +96,6 @@ def test_an_error_is_raised_at_the_default_and_makes_other_configurations_infeas
 
     found = make_runner(trial_setup(loss=brittle)).measure(changed(precision="bf16"))
     assert found.failure == "TypeError: no such kernel in 16 bits"
-    assert found.constraints == {RUNS: 1.0}
 
     def broken(model: nn.Module, batch: Any) -> torch.Tensor:
         raise TypeError("always")
@@ -104,7 +110,6 @@ def test_running_out_of_memory_during_timing_is_infeasible(monkeypatch: pytest.M
 
     monkeypatch.setattr(trial_module, "time_steps", full)
     found = make_runner(trial_setup()).measure(DEFAULTS)
-    assert found.constraints == {MEMORY: 1.0}
     assert "Tried to allocate" in (found.failure or "")
 
 
@@ -165,14 +170,14 @@ def test_a_trial_whose_workers_raise_is_infeasible_and_the_next_one_runs() -> No
 
 
 def test_the_trials_of_one_study_share_their_checks_and_those_of_another_do_not() -> None:
-    session = Session(trial_setup())
-    task = task_with()
-    assert measure_trial(session, task, DEFAULTS).feasible
-    first = session.find(TrialRunner)
-    assert confirm_trial(session, task_with(), DEFAULTS) is None
-    assert session.find(TrialRunner) is first
-    assert measure_trial(session, task_with(limit=4), DEFAULTS).micro_batch == 4
-    assert session.find(TrialRunner) is not first
+    process = ThisProcess(trial_setup())
+    trials = Trials(process, task_with())
+    assert trials.measure(DEFAULTS).feasible
+    first = process._session.find(TrialRunner)
+    assert trials.confirm_fits(DEFAULTS) is None
+    assert process._session.find(TrialRunner) is first
+    assert Trials(process, task_with(limit=4)).measure(DEFAULTS).micro_batch == 4
+    assert process._session.find(TrialRunner) is not first
 
 
 RANDOM = """
@@ -190,5 +195,85 @@ def test_a_child_process_that_runs_trials_may_have_workers(tmp_path: Path) -> No
     path.write_text(f"{SMALL}\n{RANDOM}\n")
     task = task_with(limit=8, cap=32, samples=32, defaults=LOADING)
     with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
-        found = child.call("a trial", measure_trial, task, {**LOADING, "loader_workers": 2})
+        found = Trials(child, task).measure({**LOADING, "loader_workers": 2})
     assert found.failure is None
+
+
+def test_a_micro_batch_is_halved_as_often_as_asked() -> None:
+    runner = make_runner(trial_setup(), limit=6)
+    found = [runner.confirm(changed(micro_batch_shift=shift)).micro_batch for shift in range(4)]
+    assert found == [6, 3, 1, 1]
+
+
+def test_a_configuration_that_needs_less_memory_gets_a_larger_micro_batch_that_fits() -> None:
+    made = trial_setup(budget=400_000, train_data=deep_rows(512))
+    limit = autobatch.probe(
+        trial_workload(train_data=deep_rows(512)), device="cpu", memory_budget=400_000
+    ).micro_batch
+    opened = make_runner(made, limit=limit, cap=512, samples=512)
+    found = opened.measure(changed(checkpointing="full"))
+    assert found.micro_batch > 1.5 * limit
+    assert opened.confirm(changed(checkpointing="full")).feasible
+    assert attempt(with_knobs(made, changed(checkpointing="full")), found.micro_batch).attempt.fits
+
+
+def test_a_configuration_that_never_fits_is_infeasible() -> None:
+    found = make_runner(trial_setup(budget=60_000), limit=1).measure(changed(optimizer="foreach"))
+    assert found.failure == "not even a micro-batch of 1 fits"
+
+
+def test_without_a_prediction_runs_find_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_module, "trace_footprint", lambda _: None)
+    made = trial_setup(budget=400_000, train_data=deep_rows(512))
+    found = make_runner(made, limit=8, cap=512, samples=512).measure(changed(optimizer="fused"))
+    assert found.feasible
+    assert attempt(made, found.micro_batch).attempt.fits
+
+
+@pytest.mark.program
+def test_expandable_segments_have_their_own_limit(tmp_path: Path, allocators: list[CachingAllocator]) -> None:
+    """The oracle is attempts on a GPU whose segments are expandable from the start."""
+    workload = signed(set(), model=deep_layers)
+    device = simulated_gpu(tmp_path, "60MiB")
+    runner = loading_runner(workload, device, cap=4096, samples=4096, limit=16)
+    values = {**LOADING, "expandable_segments": True}
+    limit = runner.limit(values)
+    oracle = replace(runner.setup, device=simulated_gpu(tmp_path, "60MiB", expandable_segments=True))
+    assert attempt(oracle, limit).attempt.fits
+    assert not attempt(oracle, limit + 1).attempt.fits
+    assert limit != autobatch.probe(workload, device="sim:rtx-4090", memory_budget="60MiB").micro_batch
+    assert runner.confirm(values).feasible
+    assert device.new_allocator().config.expandable_segments is False
+    allocators.clear()
+    assert runner.measure(values).micro_batch == micro_batches(4096, limit)[0]
+    assert {one.config.expandable_segments for one in allocators} == {True}
+
+
+def test_losses_far_from_the_reference_are_infeasible() -> None:
+    def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
+        factor = 1.5 if torch.is_autocast_enabled("cpu") else 1.0
+        return mean_loss(model, batch) * factor
+
+    found = make_runner(trial_setup(loss=spoiled)).measure(changed(precision="bf16"))
+    assert (found.failure or "").startswith("its losses differ from the reference")
+
+
+def test_a_non_finite_loss_is_infeasible() -> None:
+    def nan(model: nn.Module, batch: Any) -> torch.Tensor:
+        return mean_loss(model, batch) * (float("nan") if torch.is_autocast_enabled("cpu") else 1.0)
+
+    found = make_runner(trial_setup(loss=nan)).measure(changed(precision="bf16"))
+    assert (found.failure or "").startswith("the workload's loss is nan on its first micro-batch")
+
+
+def test_the_noise_of_a_random_model_is_tolerated() -> None:
+    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+        return mean_loss(model, batch) * (1 + torch.rand(()))
+
+    made = trial_setup(loss=noisy)
+    check = LossCheck(made, 8)
+    assert check.over(with_knobs(made, changed(checkpointing="full"))) < 0
+
+
+def test_bf16_trains_as_fp32_does() -> None:
+    assert make_runner(trial_setup()).measure(changed(precision="bf16")).feasible

@@ -10,15 +10,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import optuna
 import pytest
 import torch
 from optuna.trial import TrialState
+from torch import nn
 
+from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.tuning.lr_trial import REACH
-from tests.support.commandline import environment
+from autobatch.core.plan_options import TuneOptions
+from autobatch.core.records.tuning import LrComparison
+from autobatch.device.allocator.caching import CachingAllocator
+from autobatch.setup.child import ChildProcess
+from autobatch.setup.setup import SetupSettings
+from autobatch.tuning.learning_rate import (
+    MINIMUM_GAIN,
+    PARTS,
+    REACH,
+    LrTrialResult,
+    LrTrialSpec,
+    ShortRuns,
+    StepLoss,
+    decide,
+    gain_over,
+    segments_of,
+    short_run,
+)
+from tests.support.commandline import SMALL, environment
 from tests.support.short_runs import (
     STEPS,
     Curves,
@@ -26,9 +43,12 @@ from tests.support.short_runs import (
     find_rate,
     grid,
     linear_setup,
+    squares,
     stored_trials,
     task_of,
 )
+from tests.support.trials import setup_of, signed, simulated_gpu
+from tests.support.untouched import fingerprint, with_gradients
 
 
 @pytest.mark.parametrize(("seed", "default"), [(0, 0.01), (1, 0.4)])
@@ -62,7 +82,7 @@ def test_a_diverging_run_is_complete_infeasible_and_never_the_best(tmp_path: Pat
     trials = stored_trials(tmp_path / "s.log")
     assert {trial.state for trial in trials} == {TrialState.COMPLETE}
     for trial, row in zip(trials, found.history, strict=True):
-        assert (max(trial.constraints.values()) <= 0) is row.feasible
+        assert (trial.user_attrs["failure"] is None) is row.feasible
         if descend(row.learning_rate) > 2 * descend(0.0):
             assert not row.feasible
     worst = max(trial.value for trial, row in zip(trials, found.history, strict=True) if row.feasible)
@@ -130,24 +150,6 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_other_trials() -> 
     assert answer(5)[1] != answer(6)[1]
 
 
-def test_a_repeated_learning_rate_is_not_run_again(tmp_path: Path) -> None:
-    storage = str(tmp_path / "s.log")
-    curves = Curves(lambda rate, seed, step: 5.0 - step * rate)
-    first = find_rate(runs=curves, trials=2, storage=storage)
-    backend = optuna.storages.journal.JournalFileBackend(storage)
-    study = optuna.load_study(
-        study_name="study-learning-rate", storage=optuna.storages.JournalStorage(backend)
-    )
-    study.ask(), study.ask(), study.ask()  # what is in line
-    for trial in study.get_trials(states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)
-    study.enqueue_trial({"learning_rate": 0.01})
-    curves.begun.clear()
-    found = find_rate(runs=curves, trials=3, storage=storage)
-    assert found.history == [*first.history, msgspec.structs.replace(first.history[0], number=2)]
-    assert 0 not in [seed for _, seed in curves.begun]
-
-
 def test_a_best_at_the_edge_of_the_range_is_noted() -> None:
     found = find_rate(
         runs=Curves(lambda rate, seed, step: 5.0 - step / STEPS * math.log(rate / 1e-4)), trials=16
@@ -164,24 +166,15 @@ def test_no_trial_starts_after_the_time_limit() -> None:
 
 KILLED = """
 import os, signal, sys
-from autobatch.tuning.find_learning_rate import find_learning_rate
-from autobatch.tuning.lr_trial import LrTrialSpec, StepLoss
-from autobatch.tuning.find_fastest import Budget, StudyLocation
+from tests.support.short_runs import Curves, find_rate
 
-begun = 0
+def loss(rate, seed, step):
+    if len(curves.begun) == 4 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 5.0 - step * rate
 
-class Runs:
-    def losses(self, rate, seed):
-        global begun
-        begun += 1
-        for step in range(8):
-            if begun == 4 and step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield StepLoss(5.0 - step * rate, 1.0)
-
-task = LrTrialSpec(0.01, 8, 8, "fp32", {}, 8)
-place = StudyLocation("study-learning-rate", sys.argv[1], {"model": "m"})
-find_learning_rate(Runs(), task, budget=Budget(6), seed=0, place=place)
+curves = Curves(loss, steps=8)
+find_rate(runs=curves, trials=6, storage=sys.argv[1])
 """
 
 
@@ -192,12 +185,11 @@ def test_a_study_resumes_after_a_kill(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     before = [trial.params for trial in stored_trials(path) if trial.state is TrialState.COMPLETE]
     assert len(before) == 3
-    curves = Curves(lambda rate, seed, step: 5.0 - step * rate)
-    found = find_rate(runs=curves, trials=6, storage=str(path), task=task_of(0.01, steps=8))
+    curves = Curves(lambda rate, seed, step: 5.0 - step * rate, steps=8)
+    found = find_rate(runs=curves, trials=6, storage=str(path))
     assert found.trials == 6
     assert [one.learning_rate for one in found.history[:3]] == [one["learning_rate"] for one in before]
     assert not {one["learning_rate"] for one in before} & {rate for rate, seed in curves.begun if not seed}
-    assert [trial.state for trial in stored_trials(path)].count(TrialState.FAIL) == 1
 
 
 def test_a_study_made_for_something_else_is_rejected(tmp_path: Path) -> None:
@@ -221,3 +213,112 @@ def test_an_error_is_raised_at_the_default_and_makes_other_learning_rates_infeas
     assert notes == {"ValueError: 0.02 is too much"}
     with pytest.raises(ValueError, match="too much"):
         find_rate(linear_setup(optimizer=brittle(0.001)))
+
+
+@pytest.mark.parametrize(
+    ("gains", "better"),
+    [
+        ((0.3, 0.31, 0.29), True),
+        ((1.0, 1.0, 1.0), True),
+        ((0.3, 0.31, -0.01), False),
+        ((0.5, 0.02, 0.01), False),
+        ((MINIMUM_GAIN / 2,) * 3, False),
+        ((0.3,), False),
+        ((), False),
+    ],
+)
+def test_only_a_gain_beyond_the_noise_replaces_the_default(gains: tuple[float, ...], better: bool) -> None:
+    pairs = [LrComparison(seed=0, default_loss=1.0, other_loss=1.0, gain=gain) for gain in gains]
+    assert decide(pairs) is better
+
+
+def test_a_gain_is_a_share_of_the_loss_reduction_at_any_scale() -> None:
+    for scale, shift in ((1.0, 0.0), (100.0, -500.0)):
+        default, other = (
+            LrTrialResult(0.1, scale * loss + shift, scale * 4 + shift, None) for loss in (2.0, 1.0)
+        )
+        assert gain_over(default, other) == pytest.approx(1 / 3)
+        assert gain_over(other, default) == pytest.approx(-0.5)
+    gone = LrTrialResult(0.1, None, None, "it diverged")
+    assert (gain_over(gone, other), gain_over(other, gone)) == (1.0, -1.0)
+
+
+def test_a_non_finite_gradient_ends_the_run() -> None:
+    def spoiled(model: nn.Module, batch: Any) -> torch.Tensor:
+        return squares(model, batch) + 0 * (model.weights - model.weights.detach()).abs().sqrt().sum()  # type: ignore[operator, union-attr]
+
+    seen = list(short_run(linear_setup(loss=spoiled), task_of(0.01), 0.01, 0))
+    assert [one.failure for one in seen] == ["its loss or gradient is not finite"]
+    skipping = task_of(0.01)._replace(skips=True)
+    assert [one.failure for one in short_run(linear_setup(loss=spoiled), skipping, 0.01, 0)] == [None] * STEPS
+
+
+def test_short_runs_leave_the_model_unchanged() -> None:
+    made = linear_setup()
+    with_gradients(made.model)
+    before = fingerprint(made.model)
+    assert find_rate(made, trials=8).best != 0.01
+    assert fingerprint(made.model) == before
+    ended = short_run(made, task_of(0.01), 0.01, 0)
+    next(ended)
+    ended.close()
+    assert fingerprint(made.model) == before
+
+
+def test_parts_are_means_over_counted_items() -> None:
+    losses = [
+        StepLoss(8.0, 1),
+        StepLoss(2.0, 3),
+        StepLoss(math.nan, 0),
+        StepLoss(4.0, 2),
+        StepLoss(1.0, 1),
+        StepLoss(3.0, 1),
+    ]
+    found = list(segments_of(losses, 6))
+    assert [part.loss for part in found] == [8.0, 2.0, 4.0, 2.0]
+    assert {part.first for part in found} == {8.0}
+    failed = list(segments_of([StepLoss(8.0, 1), StepLoss(math.nan, 0, "gone")], 4))
+    assert [(part.loss, part.failure) for part in failed] == [(8.0, None), (None, "gone")]
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_short_runs_use_the_expandable_segments_of_the_plan(
+    tmp_path: Path, allocators: list[CachingAllocator], expandable: bool
+) -> None:
+    made = setup_of(signed(set()), simulated_gpu(tmp_path, "1GiB"))
+    knobs = {"expandable_segments": True} if expandable else {}
+    task = LrTrialSpec(default=0.1, target_batch=8, micro_batch=4, precision="fp32", knobs=knobs, steps=4)
+    assert [seen.failure for seen in short_run(made, task, 0.1, 0)] == [None] * 4
+    assert {one.config.expandable_segments for one in allocators} == {expandable}
+
+
+def test_a_short_run_has_at_least_one_step_per_part() -> None:
+    with pytest.raises(InputError, match="lr_steps must be a whole number of 4 or more, found 3"):
+        options_from(TuneOptions, {"target_batch": 32, "tune_lr": True, "lr_steps": 3})
+    assert PARTS == 4
+
+
+CRASHES = """
+import ctypes
+def crashing(params, learning_rate):
+    if learning_rate > 0.015:
+        ctypes.string_at(0)
+    return torch.optim.SGD(params, lr=learning_rate)
+def workload():
+    return small(optimizer=crashing)
+"""
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_a_run_that_crashes_its_process_is_infeasible_and_the_next_one_runs(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"{SMALL}\n{CRASHES}\n")
+    task = LrTrialSpec(0.01, 32, 8, "fp32", {}, 4)
+    with ChildProcess(f"{path}:workload", SetupSettings(device="cpu", memory_budget="64MiB")) as child:
+        runs = ShortRuns(child, task)
+        first = runs.run(0.01, 0)
+        assert (first.failure, first.rate) == (None, 0.01)
+        assert "(SIGSEGV)" in (runs.run(0.02, 0).failure or "")
+        half = runs.run(0.005, 0, should_stop=lambda part, loss: part == 1)
+        assert (half.failure or "").startswith("stopped after 1 of 4 parts")
+        assert runs.run(0.01, 0) == first

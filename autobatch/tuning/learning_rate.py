@@ -1,0 +1,467 @@
+"""Search for the learning rate that lowers the loss most in a few optimizer steps.
+
+    ask ──► short run ──► tell ──► … ──► run the best beside the default on other data ──► answer
+
+Every run starts from the same weights and takes the batches that its seed draws, with the plan's batch, split
+and precision. The learning rate is constant: a warm-up longer than the run would try every learning rate on
+its ramp only. The figure is the training loss rather than the validation loss: it is free, and a batch is new
+to the model as long as the run is shorter than an epoch.
+
+The best of many noisy figures is too good to be true. So it runs again beside the default on batches that
+other seeds draw. It replaces the default only if it is better every time, and on average beyond the noise
+(Student's t, one-sided, 97.5 %). A gain is a share of the loss reduction, because a loss has no zero of its
+own. The learning rate that lowers the loss most in a short run need not do so in a long one (Wu et al. 2018,
+arXiv:1803.02021).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from autobatch.core.knobs import Value
+from autobatch.core.progress import SILENT, Progress
+from autobatch.core.records.base import Precision
+from autobatch.core.records.tuning import LrComparison, LrTrial, LrTuning
+from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.setup.attempt import TrainSetup, batches_of, on_copies
+from autobatch.setup.child import ChildCrashed, Session, SetupProcess
+from autobatch.setup.setup import with_knobs
+from autobatch.step.train_step import StepResult, train_step
+from autobatch.tuning.compare import MINIMUM_GAIN, STUDENT
+from autobatch.tuning.configuration import Budget, StudyLocation
+from autobatch.workload.data import load_micro_batch
+from autobatch.workload.order import GlobalBatchSampler
+from autobatch.workload.rng import preserved_random_state, seed_everything
+from autobatch.workload.sampler_order import epoch_of
+from autobatch.workload.split import CountSplit
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+    from autobatch.tuning.study import Request, Study
+
+RATE = "learning_rate"
+REACH = 32.0
+"""Learning rates are tried from the default ÷ this to the default × this."""
+FIRST_FACTORS = (1.0, 4.0, 1 / 4, 16.0, 1 / 16)
+"""First trials as multiples of the default: they cover the range before a model is fitted."""
+PARTS = 4
+"""Number of parts of a run; it can stop after each, and the mean loss of the last is its figure."""
+STARTUP_RUNS = 4
+"""Runs that go on to their end before any is stopped."""
+DIVERGED = 2.0
+"""A run has diverged if its last loss exceeds this multiple of its first."""
+OTHER_SEEDS = 2
+"""Number of further data orders that decide."""
+EDGE_FACTOR = 1.5
+"""Within this factor of a bound of the range, the best may lie beyond."""
+ACT = "a trial of a learning rate"
+
+
+class LrTrialSpec(NamedTuple):
+    """Settings of short runs: plain values that can be sent to another process."""
+
+    default: float
+    """The learning rate that is kept unless another is better."""
+    target_batch: int
+    micro_batch: int
+    """The largest of the split, in samples."""
+    precision: Precision
+    knobs: dict[str, Value]
+    steps: int
+    """Optimizer steps of a run; at least `PARTS`."""
+    skips: bool = False
+    """True to skip a non-finite step, as the training that follows does."""
+
+
+class StepLoss(NamedTuple):
+    """The loss of a step."""
+
+    loss: float
+    """Mean over the counted items."""
+    items: float
+    """Number of counted items."""
+    failure: str | None = None
+    """Reason why the run ended here, in one line; None if it continues."""
+
+
+class LrTrialResult(NamedTuple):
+    """The result of a short run."""
+
+    rate: float
+    loss: float | None
+    """Of its last part; None if it ended earlier."""
+    first: float | None
+    """Of its first step, before any update; None if no loss was finite."""
+    failure: str | None
+    """Reason why it is infeasible, in one line; None if it is feasible."""
+
+
+class Segment(NamedTuple):
+    """The loss of a part of a run."""
+
+    loss: float | None
+    """Mean over the counted items; None if no loss was finite."""
+    first: float | None
+    """Loss of the run's first step; None if no loss was finite yet."""
+    failure: str | None = None
+    """Reason why the run ended here; None if it continues."""
+
+
+Losses = Generator[StepLoss, None, None]
+ShouldStop = Callable[[int, float], bool]
+"""Asked with the number of each part of a run but the last, from 1, and its loss."""
+
+
+def find_learning_rate(
+    runs: ShortRuns,
+    *,
+    budget: Budget,
+    seed: int,
+    place: StudyLocation,
+    progress: Progress = SILENT,
+    clock: Callable[[], float] = time.monotonic,
+) -> LrTuning:
+    """Find the learning rate after which the loss is lowest.
+
+    Args:
+        runs: trains short runs.
+        budget: trials and time.
+        seed: of the trials' data and of the sampler; the same seed gives the same answer.
+        place: the study.
+        progress: receives every trial.
+        clock: seconds.
+
+    Returns:
+        The best learning rate; the default if none is better beyond the noise.
+
+    Raises:
+        InputError: the storage failed, or the study was made for something else.
+        Exception: whatever the workload raises at the default learning rate.
+    """
+    start, default = clock(), runs.task.default
+    study = _open_study(default, seed, place)
+    tried = _try_rates(runs, study, budget, seed, progress)
+    known = next((one for one in tried if one.rate == default), None)
+    best = min((one for one in tried if one.failure is None), key=_loss, default=None)
+    pairs: list[LrComparison] = []
+    if known is not None and best is not None and best.rate != default:
+        progress.doing(f"comparing {best.rate:.3g} with {default:.3g} on other data")
+        pairs = list(_compare(runs, known, best, seed))
+    chosen = best if decide(pairs) else known
+    return LrTuning(
+        trials=len(tried),
+        steps=runs.task.steps,
+        default=default,
+        best=default if chosen is None else chosen.rate,
+        default_loss=None if known is None else known.loss,
+        best_loss=None if chosen is None else chosen.loss,
+        study=study.name,
+        history=[
+            LrTrial(
+                number=number,
+                learning_rate=one.rate,
+                loss=one.loss,
+                feasible=one.failure is None,
+                note=one.failure,
+            )
+            for number, one in enumerate(tried)
+        ],
+        pairs=pairs,
+        sampler="tree-structured Parzen estimators",
+        seconds=clock() - start,
+        notes=explain(default, tried, best, pairs),
+    )
+
+
+def decide(pairs: Sequence[LrComparison]) -> bool:
+    """Return whether the other learning rate is better in every pair, and on average beyond the noise."""
+    gains = [pair.gain for pair in pairs]
+    if len(gains) < 2 or not all(gain > 0 for gain in gains):
+        return False
+    mean = statistics.fmean(gains)
+    half = STUDENT[len(gains) - 1] * statistics.stdev(gains) / math.sqrt(len(gains))
+    return mean > MINIMUM_GAIN and mean - half > 0
+
+
+def gain_over(default: LrTrialResult, other: LrTrialResult) -> float:
+    """Return the share of the loss reduction that a learning rate gains over the default.
+
+    Returns:
+        1 if only the default does not train; -1 if the other does not, and never less.
+    """
+    if other.failure is not None or other.loss is None or other.first is None or other.loss >= other.first:
+        return -1.0
+    if default.failure is not None or default.loss is None:
+        return 1.0
+    return max(-1.0, (default.loss - other.loss) / (other.first - other.loss))
+
+
+def explain(
+    default: float,
+    tried: Sequence[LrTrialResult],
+    best: LrTrialResult | None,
+    pairs: Sequence[LrComparison],
+) -> list[str]:
+    """Return notes for the user on the answer, one per line."""
+    kept = f"kept learning rate {default:.3g}"
+    known = next((one for one in tried if one.rate == default), None)
+    if known is None:
+        return [f"{kept}: its own trial was not run"]
+    if best is None:
+        return [f"{kept}: none of {len(tried)} learning rates trained. The default one: {known.failure}"]
+    if best.rate == default:
+        return [f"{kept}: no other one reached a lower loss than this default"]
+    if not decide(pairs):
+        gains = [pair.gain for pair in pairs]
+        shown = ", ".join(f"{100 * gain:+.1f} %" for gain in gains)
+        is_small = statistics.fmean(gains) <= MINIMUM_GAIN
+        reason = f"below the required {100 * MINIMUM_GAIN:+g} %" if is_small else "within noise"
+        return [
+            f"{kept}: {best.rate:.3g} changed the loss reduction by {shown} on {len(gains)} data orders, "
+            f"{reason}"
+        ]
+    if max(best.rate / default, default / best.rate) > REACH / EDGE_FACTOR:
+        return [
+            f"learning rate {best.rate:.3g} is at the edge of the tried range, {default / REACH:.3g} to "
+            f"{default * REACH:.3g}. A better one may lie beyond it"
+        ]
+    return []
+
+
+@dataclass(frozen=True)
+class ShortRuns:
+    """Short runs in the process that holds the setup. One that crashes a child makes its rate infeasible."""
+
+    process: SetupProcess
+    task: LrTrialSpec
+
+    def run(self, rate: float, seed: int, should_stop: ShouldStop = lambda *_: False) -> LrTrialResult:
+        """Train at a learning rate on the batches that a seed draws.
+
+        Raises:
+            Exception: whatever the workload raises at the default learning rate, except out of memory.
+        """
+        part = Segment(None, None)
+        with closing(self.segments(rate, seed)) as segments:
+            for number, part in enumerate(segments, 1):
+                if part.failure is not None or part.loss is None:
+                    return LrTrialResult(rate, None, part.first, part.failure or "no loss was finite")
+                if number < PARTS and should_stop(number, part.loss):
+                    failure = f"stopped after {number} of {PARTS} parts: its loss was worse than the median"
+                    return LrTrialResult(rate, part.loss, part.first, failure)
+        return LrTrialResult(rate, part.loss, part.first, _divergence(part))
+
+    def segments(self, rate: float, seed: int) -> Generator[Segment, None, None]:
+        """Ask the process for the parts of a run; a crash of it is the last one."""
+        try:
+            part = self.process.call(ACT, _begin_run, self.task, rate, seed)
+            while part is not None:
+                yield part
+                part = self.process.call(ACT, _continue_run)
+        except GeneratorExit:
+            # Weights are temporary for as long as a run is open.
+            self._close()
+            raise
+        except ChildCrashed as crash:
+            failure = str(crash)
+        else:
+            return
+        self.process.restart()
+        yield Segment(None, None, failure)
+
+    def _close(self) -> None:
+        with suppress(ChildCrashed):
+            self.process.call(ACT, _end_run)
+            return
+        self.process.restart()
+
+
+def short_run(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Losses:
+    """Train a few steps on temporary weights, and yield their losses; the last one carries any failure.
+
+    Args:
+        setup: the model and the data.
+        task: what to train.
+        rate: the learning rate.
+        seed: of the order of the data and of the model's random numbers.
+
+    Raises:
+        Exception: whatever the workload raises at the default learning rate, except out of memory.
+    """
+    try:
+        for result, is_scaled in _train(setup, task, rate, seed):
+            # Training would end here, unless a loss scale is still falling, which skips such a step.
+            if result.count and not result.applied and not is_scaled and not task.skips:
+                yield StepLoss(math.nan, 0.0, "its loss or gradient is not finite")
+                return
+            yield StepLoss(result.loss, result.count)
+    except Exception as error:
+        if classify(error) is Verdict.NONE and rate == task.default:
+            raise
+        failure = first_line(error)
+    else:
+        return
+    # Outside the except block, nothing keeps the failed step's tensors alive.
+    setup.device.release()
+    yield StepLoss(math.nan, 0.0, failure)
+
+
+def segments_of(losses: Iterable[StepLoss], steps: int) -> Iterator[Segment]:
+    """Yield the mean losses of the parts of a run.
+
+    Args:
+        losses: of the steps, as `short_run` yields them.
+        steps: number of steps of a whole run.
+    """
+    ends = {steps * (part + 1) // PARTS for part in range(PARTS)}
+    first: float | None = None
+    total = count = 0.0
+    for number, seen in enumerate(losses, 1):
+        if seen.failure is not None:
+            yield Segment(None, first, seen.failure)
+            return
+        if seen.items and math.isfinite(seen.loss):
+            first = seen.loss if first is None else first
+            total, count = total + seen.loss * seen.items, count + seen.items
+        if number in ends:
+            yield Segment(total / count if count else None, first)
+            total = count = 0.0
+
+
+def _train(setup: TrainSetup, task: LrTrialSpec, rate: float, seed: int) -> Iterator[tuple[StepResult, bool]]:
+    """Train the first steps of a run with this seed; yield each result, and whether the loss is scaled."""
+    setup = replace(with_knobs(setup, task.knobs), precision=task.precision)
+    samples, order = epoch_of(setup.workload, seed)
+    sampler = GlobalBatchSampler(
+        samples=samples, target_batch=task.target_batch, seed=seed, steps=task.steps, order=order
+    )
+    with (
+        preserved_random_state(),
+        setup.device.training() as meter,
+        on_copies(setup, meter, learning_rate=rate) as train_state,
+    ):
+        seed_everything(seed)
+        for batch in sampler.batches():
+            parts = CountSplit().parts(batch, task.micro_batch)
+            fetched = ((load_micro_batch(setup.workload, part.ids), len(part.ids)) for part in parts)
+            placed = train_state.passing(batches_of(setup, meter, fetched), len(parts))
+            yield train_step(train_state, placed, len(batch.ids)), train_state.scaler is not None
+
+
+@dataclass
+class _OpenRun:
+    """The short run that a session is in."""
+
+    losses: Losses
+    segments: Iterator[Segment]
+
+
+def _begin_run(session: Session, task: LrTrialSpec, rate: float, seed: int) -> Segment | None:
+    losses = short_run(session.setup, task, rate, seed)
+    run = session.keep(_OpenRun(losses, segments_of(losses, task.steps)))
+    return next(run.segments, None)
+
+
+def _continue_run(session: Session) -> Segment | None:
+    run = session.find(_OpenRun)
+    return None if run is None else next(run.segments, None)
+
+
+def _end_run(session: Session) -> None:
+    run = session.find(_OpenRun)
+    if run is not None:
+        run.losses.close()
+
+
+def _open_study(default: float, seed: int, place: StudyLocation) -> Study:
+    # Only here: Optuna takes half a second to import.
+    from optuna.pruners import MedianPruner
+    from optuna.samplers import TPESampler
+
+    from autobatch.tuning.study import Study
+
+    return Study(
+        place,
+        direction="minimize",
+        metric="loss",
+        # A learning rate has a cliff, beyond which a Gaussian process finds less than this does.
+        sampler=lambda number: TPESampler(seed=seed + number),
+        # Half of each run is safe, because a small learning rate is slow at first.
+        pruner=MedianPruner(STARTUP_RUNS, PARTS // 2),
+        first=[{RATE: default * factor} for factor in FIRST_FACTORS],
+    )
+
+
+def _try_rates(
+    runs: ShortRuns, study: Study, budget: Budget, seed: int, progress: Progress
+) -> list[LrTrialResult]:
+    """Run the trials of a study, and return all that it has."""
+    default = runs.task.default
+    tried = [_decode(trial) for trial in study.complete()]
+    while len(tried) < budget.trials and not budget.expired():
+        request = study.ask(
+            lambda trial: {RATE: trial.suggest_float(RATE, default / REACH, default * REACH, log=True)}
+        )
+        progress.doing(f"learning rate {len(tried) + 1}: a run of {runs.task.steps} steps")
+        try:
+            found = _run_trial(runs, study, request, seed)
+        except BaseException:
+            study.fail(request)
+            raise
+        attributes = {"loss": found.loss, "first": found.first, "failure": found.failure}
+        is_feasible = found.failure is None
+        study.tell(request, found.loss, attributes, is_feasible=is_feasible, fallback=found.first or 0.0)
+        tried = [_decode(trial) for trial in study.complete()]
+        progress.tried_rate(len(tried), budget.trials, found.rate, found.loss, found.failure)
+    return tried
+
+
+def _run_trial(runs: ShortRuns, study: Study, request: Request, seed: int) -> LrTrialResult:
+    """Run a trial until its end, or until the study stops it; the default always runs to its end."""
+    rate = float(request.values[RATE] or 0.0)
+
+    def should_stop(part: int, loss: float) -> bool:
+        return study.should_stop(request, part, loss) and rate != runs.task.default
+
+    return runs.run(rate, seed, should_stop)
+
+
+def _decode(trial: FrozenTrial) -> LrTrialResult:
+    found = trial.user_attrs
+    failure = found.get("failure", "no result was stored")
+    return LrTrialResult(float(trial.params[RATE]), found.get("loss"), found.get("first"), failure)
+
+
+def _compare(runs: ShortRuns, known: LrTrialResult, best: LrTrialResult, seed: int) -> Iterator[LrComparison]:
+    """Compare the default with the best on the study's data and on other data; each goes first in turn."""
+    yield _comparison(seed, known, best)
+    for number in range(1, OTHER_SEEDS + 1):
+        other = (seed + number) % 2**31
+        order = [known.rate, best.rate] if number % 2 else [best.rate, known.rate]
+        found = {rate: runs.run(rate, other) for rate in order}
+        yield _comparison(other, found[known.rate], found[best.rate])
+
+
+def _comparison(seed: int, default: LrTrialResult, other: LrTrialResult) -> LrComparison:
+    """Return the comparison of two learning rates on the data of a seed."""
+    return LrComparison(
+        seed=seed, default_loss=default.loss, other_loss=other.loss, gain=gain_over(default, other)
+    )
+
+
+def _divergence(last: Segment) -> str | None:
+    """Return why a run has diverged, or None if it has not."""
+    if last.loss is None or last.first is None or last.loss - last.first <= (DIVERGED - 1) * abs(last.first):
+        return None
+    return f"diverged: the loss rose from {last.first:.4g} to {last.loss:.4g}"
+
+
+def _loss(one: LrTrialResult) -> float:
+    return math.inf if one.loss is None else one.loss
