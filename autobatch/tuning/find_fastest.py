@@ -47,9 +47,7 @@ from autobatch.tuning.configuration import (
 )
 
 if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
-
-    from autobatch.tuning.study import Request, Study
+    from autobatch.tuning.study import Request, StoredTrial, Study
 
 PAYBACK_SHARE = 0.5
 """Share of the run's time that tuning may take: even a doubled speed would not pay back more."""
@@ -175,8 +173,8 @@ class _Search:
         found: dict[object, Tried] = {}
         names = {axis.name for axis in self.axes}
         for trial in self.study.complete():
-            if set(trial.params) == names:
-                found.setdefault(key_of(trial.params), (dict(trial.params), _decode(trial)))
+            if set(trial.values) == names:
+                found.setdefault(key_of(trial.values), (trial.values, _decode(trial)))
         return list(found.values())
 
     def known_default(self) -> Measurement | None:
@@ -240,7 +238,7 @@ class _Search:
             is_random = len(tried) <= _startup(self.budget.trials)
             if (self.is_complete or (not is_random and len(tried) % 2)) and not self.study.has_waiting():
                 self._enqueue_neighbour()
-            request = self.study.ask(self._suggest)
+            request = self.study.ask()
             known = tried.get(key_of(request.values))
             if known is None:
                 return request
@@ -256,7 +254,7 @@ class _Search:
             default=(self.default, None),
         )[0]
         # Other processes run some; one that was killed has left its configuration untried.
-        busy = {key_of(trial.params) for trial in self.study.running()}
+        busy = {key_of(trial.values) for trial in self.study.running()}
         draw = random.Random(f"{self.seed} {self.study.num_trials()}")
         done = {key_of(values) for values, _ in tried}
         values = nearest_untried(self.axes, done | busy, best, draw) or nearest_untried(
@@ -264,12 +262,6 @@ class _Search:
         )
         if values is not None:
             self.study.enqueue(values)
-
-    def _suggest(self, trial: object) -> dict[str, Value]:
-        return {
-            axis.name: trial.suggest_categorical(axis.name, list(axis.choices))  # type: ignore[attr-defined]
-            for axis in self.axes
-        }
 
     def _run_trial(self, values: Configuration) -> Measurement:
         """Measure a configuration, and the default beside it if that was long ago."""
@@ -352,9 +344,7 @@ def _open_study(axes: Sequence[SearchAxis], trials: int, seed: int, place: Study
     with warnings.catch_warnings():
         # Its progress bar, which nothing here shows, warns in notebooks without widgets.
         warnings.filterwarnings("ignore", message="IProgress not found")
-        from optuna.samplers import GPSampler
-
-        from autobatch.tuning.study import Study
+        from autobatch.tuning.study import Study, categorical, gaussian_process
 
     return Study(
         place._replace(
@@ -362,7 +352,8 @@ def _open_study(axes: Sequence[SearchAxis], trials: int, seed: int, place: Study
         ),
         direction="maximize",
         metric="samples per second",
-        sampler=lambda number: GPSampler(seed=seed + number, n_startup_trials=_startup(trials)),
+        suggest=categorical(axes),
+        sampler=gaussian_process(seed, _startup(trials)),
         first=[defaults(axes)],
     )
 
@@ -372,8 +363,8 @@ def _startup(trials: int) -> int:
     return min(MOST_STARTUP, max(2, trials // STARTUP_SHARE))
 
 
-def _decode(trial: FrozenTrial) -> Measurement:
-    stored = {name: trial.user_attrs[name] for name in Measurement._fields if name in trial.user_attrs}
+def _decode(trial: StoredTrial) -> Measurement:
+    stored = {name: trial.attributes[name] for name in Measurement._fields if name in trial.attributes}
     return Measurement(0.0, failure="no result was stored")._replace(**stored)
 
 

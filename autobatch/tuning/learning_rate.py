@@ -42,9 +42,7 @@ from autobatch.workload.sampler_order import epoch_of
 from autobatch.workload.split import CountSplit
 
 if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
-
-    from autobatch.tuning.study import Request, Study
+    from autobatch.tuning.study import Request, StoredTrial, Study
 
 RATE = "learning_rate"
 REACH = 32.0
@@ -382,19 +380,16 @@ def _end_run(session: Session) -> None:
 
 def _open_study(default: float, seed: int, place: StudyLocation) -> Study:
     # Only here: Optuna takes half a second to import.
-    from optuna.pruners import MedianPruner
-    from optuna.samplers import TPESampler
-
-    from autobatch.tuning.study import Study
+    from autobatch.tuning.study import Study, log_range, median_stop, parzen_estimators
 
     return Study(
         place,
         direction="minimize",
         metric="loss",
-        # A learning rate has a cliff, beyond which a Gaussian process finds less than this does.
-        sampler=lambda number: TPESampler(seed=seed + number),
+        suggest=log_range(RATE, default / REACH, default * REACH),
+        sampler=parzen_estimators(seed),
         # Half of each run is safe, because a small learning rate is slow at first.
-        pruner=MedianPruner(STARTUP_RUNS, PARTS // 2),
+        pruner=median_stop(STARTUP_RUNS, PARTS // 2),
         first=[{RATE: default * factor} for factor in FIRST_FACTORS],
     )
 
@@ -403,12 +398,9 @@ def _try_rates(
     runs: ShortRuns, study: Study, budget: Budget, seed: int, progress: Progress
 ) -> list[LrTrialResult]:
     """Run the trials of a study, and return all that it has."""
-    default = runs.task.default
     tried = [_decode(trial) for trial in study.complete()]
     while len(tried) < budget.trials and not budget.expired():
-        request = study.ask(
-            lambda trial: {RATE: trial.suggest_float(RATE, default / REACH, default * REACH, log=True)}
-        )
+        request = study.ask()
         progress.doing(f"learning rate {len(tried) + 1}: a run of {runs.task.steps} steps")
         try:
             found = _run_trial(runs, study, request, seed)
@@ -433,10 +425,10 @@ def _run_trial(runs: ShortRuns, study: Study, request: Request, seed: int) -> Lr
     return runs.run(rate, seed, should_stop)
 
 
-def _decode(trial: FrozenTrial) -> LrTrialResult:
-    found = trial.user_attrs
+def _decode(trial: StoredTrial) -> LrTrialResult:
+    found = trial.attributes
     failure = found.get("failure", "no result was stored")
-    return LrTrialResult(float(trial.params[RATE]), found.get("loss"), found.get("first"), failure)
+    return LrTrialResult(float(trial.values[RATE] or 0.0), found.get("loss"), found.get("first"), failure)
 
 
 def _compare(runs: ShortRuns, known: LrTrialResult, best: LrTrialResult, seed: int) -> Iterator[LrComparison]:

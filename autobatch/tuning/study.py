@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.pruners import BasePruner
-from optuna.samplers import BaseSampler, RandomSampler
+from optuna.pruners import BasePruner, MedianPruner
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.knobs import Configuration, Value
+from autobatch.core.knobs import Configuration, SearchAxis, Value
 from autobatch.core.text import error_text
 from autobatch.tuning.configuration import StudyLocation
 
@@ -33,6 +33,45 @@ MADE_FOR = "made_for"
 """Attribute of a study: plain values by name that its results depend on."""
 Suggest = Callable[[optuna.Trial], dict[str, Value]]
 """Draws the values of a trial."""
+
+
+MakeSampler = Callable[[int], BaseSampler]
+"""Makes a sampler for a study that has this many trials, so that searches that go on, or that share a study,
+draw other points."""
+
+
+def gaussian_process(seed: int, startup: int) -> MakeSampler:
+    """Model all points with a Gaussian process, after the first ones were drawn at random."""
+    return lambda number: GPSampler(seed=seed + number, n_startup_trials=startup)
+
+
+def parzen_estimators(seed: int) -> MakeSampler:
+    """Model good and bad points apart (TPE), which copes with a cliff better than a Gaussian process."""
+    return lambda number: TPESampler(seed=seed + number)
+
+
+def median_stop(startup: int, warmup: int) -> BasePruner:
+    """End a trial that is worse than the median, after this many trials, and steps of it."""
+    return MedianPruner(startup, warmup)
+
+
+def categorical(axes: Sequence[SearchAxis]) -> Suggest:
+    """Draw a choice of each axis."""
+    return lambda trial: {
+        axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in axes
+    }
+
+
+def log_range(name: str, low: float, high: float) -> Suggest:
+    """Draw a float between two bounds, on a logarithmic scale."""
+    return lambda trial: {name: trial.suggest_float(name, low, high, log=True)}
+
+
+class StoredTrial(NamedTuple):
+    """A trial in the storage."""
+
+    values: dict[str, Value]
+    attributes: dict[str, Any]
 
 
 class Request(NamedTuple):
@@ -49,8 +88,8 @@ class Study:
         place: name, storage and purpose of the study.
         direction: of the optimized figure.
         metric: name of that figure, which dashboards show.
-        sampler: makes a sampler for a study that has this many trials, so that searches that go on, or that
-            share a study, draw other points.
+        suggest: draws the values of a trial.
+        sampler: proposes points.
         pruner: decides which trials end early; None for Optuna's own.
         first: points to try before the sampler proposes any.
 
@@ -64,12 +103,14 @@ class Study:
         *,
         direction: Literal["maximize", "minimize"],
         metric: str,
-        sampler: Callable[[int], BaseSampler],
+        suggest: Suggest,
+        sampler: MakeSampler,
         pruner: BasePruner | None = None,
         first: Sequence[Configuration],
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._storage = place.storage
+        self._suggest = suggest
         self._is_maximized = direction == "maximize"
         self.failure: str | None = None
         """Last error of the sampler, after which a point was drawn at random; None if there was none."""
@@ -105,33 +146,31 @@ class Study:
         with _storage_errors(self._storage):
             return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
-    def complete(self) -> list[FrozenTrial]:
+    def complete(self) -> list[StoredTrial]:
         """Return the trials that have a result, in order."""
-        with _storage_errors(self._storage):
-            return self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        return self._stored(TrialState.COMPLETE)
 
-    def running(self) -> list[FrozenTrial]:
+    def running(self) -> list[StoredTrial]:
         """Return the trials that run, in any process, or whose process was killed."""
-        with _storage_errors(self._storage):
-            return self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return self._stored(TrialState.RUNNING)
 
     def enqueue(self, values: Configuration) -> None:
         """Let the next trial have these values."""
         with _storage_errors(self._storage):
             self._study.enqueue_trial(dict(values))
 
-    def ask(self, suggest: Suggest) -> Request:
+    def ask(self) -> Request:
         """Choose a point; draw one at random if the model of the sampler fails on its data."""
         with _storage_errors(self._storage), warnings.catch_warnings():
             # If all values are equal, the Gaussian process divides by zero, warns, and still chooses.
             warnings.simplefilter("ignore", RuntimeWarning)
             try:
-                return self._draw(suggest)
+                return self._draw()
             except (ArithmeticError, ValueError, RuntimeError) as error:
                 self.failure = error_text(error, first_line=True)
             sampler, self._study.sampler = self._study.sampler, RandomSampler(self.num_trials())
             try:
-                return self._draw(suggest)
+                return self._draw()
             finally:
                 self._study.sampler = sampler
 
@@ -165,14 +204,20 @@ class Study:
                 request.trial.set_user_attr(name, one)
             if not is_feasible:
                 worst, best = (min, max) if self._is_maximized else (max, min)
-                known = [trial.value for trial in self.complete() if trial.value is not None]
+                done = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+                known = [trial.value for trial in done if trial.value is not None]
                 least = worst(known, default=fallback if value is None else value)
                 value = least if value is None else best(least, value)
             self._study.tell(request.trial, value)
 
-    def _draw(self, suggest: Suggest) -> Request:
+    def _draw(self) -> Request:
         trial = self._study.ask()
-        return Request(trial, suggest(trial))
+        return Request(trial, self._suggest(trial))
+
+    def _stored(self, state: TrialState) -> list[StoredTrial]:
+        with _storage_errors(self._storage):
+            found = self._study.get_trials(deepcopy=False, states=(state,))
+        return [StoredTrial(dict(trial.params), trial.user_attrs) for trial in found]
 
     def fail(self, request: Request) -> None:
         """Close a trial that will not end, and hide errors of the storage behind the one that ended it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,10 +27,11 @@ from autobatch.core.knobs import (
     memory_signature,
     numeric_signature,
 )
+from autobatch.core.largest import largest
 from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.footprint.largest import largest_micro_batch
+from autobatch.footprint.program import Untraceable
 from autobatch.planning import micro_batches
-from autobatch.search.limits import ReplayPredictor, first_size
-from autobatch.search.search import search
 from autobatch.setup.attempt import TrainSetup, attempt, batches_of, on_copies
 from autobatch.setup.child import ChildCrashed, Session, SetupProcess
 from autobatch.setup.setup import with_knobs
@@ -159,7 +161,7 @@ class TrialRunner:
             if not size or attempt(setup, size).attempt.fits:
                 return size
             cap = size - 1
-        return _largest(setup, cap) if cap else 0
+        return _largest(setup, cap, self.task.limit) if cap else 0
 
     def _micro_batch(self, values: Configuration) -> int:
         """Return the micro-batch of a configuration: the even split at its limit, halved as it says."""
@@ -278,15 +280,33 @@ def _runner_of(session: Session, task: TrialSpec) -> TrialRunner:
     return runner
 
 
-def _largest(setup: TrainSetup, cap: int) -> int:
-    """Return the largest micro-batch that runs within the enforced budget; 0 if none does."""
+def _largest(setup: TrainSetup, cap: int, known: int) -> int:
+    """Return the largest micro-batch that runs within the enforced budget; 0 if none does.
+
+    The predicted one is taken if it runs. Otherwise runs alone decide.
+
+    Args:
+        setup: with the knobs of the configuration.
+        cap: the largest to try.
+        known: what fits with every knob at its default.
+    """
+
+    def fits(size: int) -> bool:
+        return attempt(setup, size).attempt.fits
+
+    predicted = None
     step = trace_footprint(setup)
-    predictor = ReplayPredictor(
-        setup.device.new_allocator,
-        None if step is None else step.program,
-        first_size=first_size(setup.device.compute_capability),
+    if step is not None:
+        with suppress(Untraceable):
+            predicted = max(1, largest_micro_batch(step.program, setup.device.new_allocator, cap))
+    if predicted is not None and fits(predicted):
+        return predicted
+    return largest(
+        fits,
+        0,
+        predicted or cap + 1,
+        lambda low, high: known if low < known < high else (low + high) // 2,
     )
-    return search(lambda size: attempt(setup, size), cap=cap, predictor=predictor).micro_batch
 
 
 def _distance(reference: list[float], losses: list[float]) -> float:
