@@ -31,9 +31,7 @@ def open_tuner(
     )
 
 
-def settings_for(
-    settings: TuneSettings, shard: ShardLayout | None, progress: Progress
-) -> TuneSettings:
+def settings_for(settings: TuneSettings, shard: ShardLayout | None, progress: Progress) -> TuneSettings:
     """Return the settings of the tuner: no trials of a model that ranks share, which no rank holds alone."""
     asked = {"configuration": settings.trials, "learning rate": settings.lr_trials}
     left_out = " and the ".join(name for name, trials in asked.items() if trials)

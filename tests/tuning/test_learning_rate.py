@@ -17,7 +17,6 @@ from torch import nn
 
 from autobatch.core.check_options import options_from
 from autobatch.core.errors import InputError
-from autobatch.core.plan_options import TuneOptions
 from autobatch.core.records.tuning import LrComparison
 from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.setup.child import ChildProcess
@@ -294,7 +293,7 @@ def test_short_runs_use_the_expandable_segments_of_the_plan(
 
 def test_a_short_run_has_at_least_one_step_per_part() -> None:
     with pytest.raises(InputError, match="lr_steps must be a whole number of 4 or more, found 3"):
-        options_from(TuneOptions, {"target_batch": 32, "tune_lr": True, "lr_steps": 3})
+        options_from("tune", {"target_batch": 32, "tune_lr": True, "lr_steps": 3})
     assert PARTS == 4
 
 
