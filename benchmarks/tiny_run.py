@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from autobatch import Workload
+from autobatch.core.check_options import options_from
 from autobatch.core.progress import Progress
 from autobatch.planning import make_plan
 from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.training.build import build_sampler
 from autobatch.training.resume import load_run_state
-from autobatch.training.run_settings import LoopSettings, RunSettings
+from autobatch.training.run_folder import RunFiles
 from autobatch.training.train_plan import PreparedRun, Resume, train_plan
 
 BATCH, MICRO_BATCH, SAMPLES = 8, 4, 48
@@ -75,19 +76,18 @@ def trained_run(
     setup = open_setup(
         workload, SetupSettings(device="cpu", memory_budget="64MiB", precision="fp32", ema=EMA)
     )
-    settings = LoopSettings(target_batch=BATCH, steps=steps, ema=EMA)
+    asked = {"target_batch": BATCH, "steps": steps, "ema": EMA, "split_check": split_check}
+    options = options_from("fit", {**asked, "checkpoint_every": 1, "validate_every": 1})
     stored = load_run_state(out) if resume else None
     _, model = train_plan(
         PreparedRun(
             setup=setup,
             plan=make_plan(target_batch=BATCH, micro_batch_limit=MICRO_BATCH, learning_rate=0.01),
-            sampler=build_sampler(SAMPLES, settings),
+            sampler=build_sampler(SAMPLES, options),
             key={},
             resume=None if stored is None else Resume(checkpoint=stored, is_exact=True),
         ),
-        settings,
-        RunSettings(out=out, checkpoint_every=1, keep_last=3, resume_hint="", validate_every=1),
-        split_check=split_check,
+        RunFiles(out=out, options=options),
         progress=Progress(),
     )
     return model

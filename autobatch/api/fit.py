@@ -6,14 +6,12 @@ import datetime
 import platform
 import shlex
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import nn
 
-from autobatch.api import unpack
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import continued
 from autobatch.api.pipeline import checked_options
@@ -32,8 +30,10 @@ from autobatch.training.run_folder import (
     CHECKPOINTS,
     REPORT,
     RESULT,
+    RunFiles,
 )
 from autobatch.training.train_plan import train_plan
+from autobatch.workload import demo
 from autobatch.workload.contract import Workload
 from autobatch.workload.shared_model import shared_model_notes
 
@@ -49,20 +49,21 @@ def run_fit(workload: Workload | str | None, options: Options, context: RunConte
     command = _repeat_command(context.command, options)
     options = continued(checked_options(options, ranks), ranks)
     ranks.limit_wait(options.ranks.collective_timeout)
-    settings = unpack.loop_settings(options, is_demo=workload is None)
+    if options.train.steps is None and options.train.epochs is None:
+        options = options.with_values(**({"steps": demo.STEPS} if workload is None else {"epochs": 1}))
     with ExitStack() as held:
         prepare_run = prepare_resume if options.train.resume else prepare
-        ready = prepare_run(workload, options, settings, context, held)
+        ready = prepare_run(workload, options, context, held)
         for line in shared_model_notes(ready.run.setup.workload, ready.run.setup.model):
             context.progress.note(line)
         training, model = train_plan(
             ready.run,
-            settings,
-            replace(
-                unpack.run_settings(options, ready.out, _resume_hint(context.command, ready.out)),
+            RunFiles(
+                out=ready.out,
+                options=options,
+                resume_hint=_resume_hint(context.command, ready.out),
                 sinks=context.sinks,
             ),
-            split_check=options.batch.split_check or "error",
             progress=context.progress,
             ranks=ranks,
         )

@@ -83,7 +83,7 @@ def run_plan(workload: Workload | str | None, options: Options, context: RunCont
         first = open_choice(workload, options, context, opened, keeps_batches=options.search.own_loop)
         stage = partial(probe_and_plan, world_size=world_size)
         found = probe_choice(workload, options, context, first, opened, stage=stage)
-        result = _finished(found, options, context, check=options.batch.split_check)
+        result = _finished(found, options, context, check=options.split_check)
         return add_split(
             found.process, result, options, context.progress, home=context.home, ranks=ranks, is_last=True
         )

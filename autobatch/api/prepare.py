@@ -62,7 +62,6 @@ from autobatch.training.run_folder import (
     folder_of,
     move_earlier_run,
 )
-from autobatch.training.run_settings import LoopSettings
 from autobatch.training.train_plan import PreparedRun, Resume
 from autobatch.workload.contract import Workload
 from autobatch.workload.data_digest import DataDigest, check_same_data
@@ -87,7 +86,6 @@ class ReadyRun(NamedTuple):
 def prepare(
     workload: Workload | str | None,
     options: Options,
-    settings: LoopSettings,
     context: RunContext,
     held: ExitStack,
 ) -> ReadyRun:
@@ -97,8 +95,8 @@ def prepare(
     with ExitStack() as opened:
         first = open_choice(workload, options, context, opened)
         process = first.process
-        samples = _epoch_samples(process, settings, context)
-        sampler = build_sampler(samples, settings)
+        samples = _epoch_samples(process, options, context)
+        sampler = build_sampler(samples, options)
         name = process.info.name
         out = claim_of_ranks(
             lambda: folder_of(options.train.out, name, resume=False), ranks, context.entered, held
@@ -118,7 +116,7 @@ def prepare(
         if (
             is_tuned
             and shard is None
-            and options.batch.split_check in (None, "error")
+            and options.split_check == "error"
             and result.plan.accumulation_steps > 1
         ):
             context.progress.doing(CHECKING_SPLIT)
@@ -129,7 +127,7 @@ def prepare(
         if tune_settings.lr_trials:
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)
-        result = _with_split(process, result, options, settings, context)
+        result = _with_split(process, result, options, context)
         sizes = sizes_of(process, result)
     assert result.plan is not None
     # A child has ended by now, and its memory is free for the training.
@@ -141,7 +139,7 @@ def prepare(
         setup = _open_setup(found, options, context, shard, is_demo=workload is None)
         check_same_data([data, data_of_setup(setup)], ["the probe", "the process that trains"])
     setup = _budgeted(setup, process.info.key)
-    sampler = _sampler_of(setup, settings, samples, context)
+    sampler = _sampler_of(setup, options, samples, context)
     if sizes is not None:
         setup.worst_case.take_sizes(sizes)
     run = PreparedRun(
@@ -157,7 +155,6 @@ def prepare(
 def prepare_resume(
     workload: Workload | str | None,
     options: Options,
-    settings: LoopSettings,
     context: RunContext,
     held: ExitStack,
 ) -> ReadyRun:
@@ -170,10 +167,10 @@ def prepare_resume(
     stored = load_run_state(out, ranks)
     for line in stored.passed_over:
         progress.note(f"skipped an invalid checkpoint: {line}")
-    plan = load_plan(stored, settings)
+    plan = load_plan(stored, options)
     shard = layout_of_resume(plan, options, ranks)
     setup = _open_setup(found, options, context, shard, is_demo=workload is None)
-    sampler = _sampler_of(setup, settings, None, context)
+    sampler = _sampler_of(setup, options, None, context)
     check_same_data_order(stored, sampler, scheduled=setup.workload.schedule is not None)
     data = data_of_setup(setup)
     check_data_of_ranks(data, ranks, stored)
@@ -262,27 +259,25 @@ def _planned_again(
     workload: Workload | str | None, options: Options, context: RunContext, shard: ShardLayout | None
 ) -> tuple[Result, Mapping[str, KeyValue]]:
     """Probe and plan the batch of a resumed run, and return the result with the key of the setup."""
-    ranks, settings = context.ranks, unpack.loop_settings(options, is_demo=workload is None)
+    ranks = context.ranks
     with open_setup_process(workload, options, context, shard) as process:
         shard = process.info.layout
         together = JointSettings(shard=shard, grad_sync=options.ranks.grad_sync)
         result = uninterrupted(probe_and_plan(process, options, context, together))
         if ranks.world > 1:
             result = with_parallel(result, options, shard, None, context)
-        result = _with_split(process, result, options, settings, context)
+        result = _with_split(process, result, options, context)
     return result, process.info.key
 
 
-def _with_split(
-    process: SetupProcess, result: Result, options: Options, settings: LoopSettings, context: RunContext
-) -> Result:
+def _with_split(process: SetupProcess, result: Result, options: Options, context: RunContext) -> Result:
     """Choose the split of a run, whose order is known."""
     order = Order(
-        settings.target_batch,
-        settings.seed,
-        last_batch=settings.last_batch,
-        steps=settings.steps,
-        epochs=settings.epochs,
+        options.target_batch,
+        options.device.seed,
+        last_batch=options.train.last_batch,
+        steps=options.train.steps,
+        epochs=options.train.epochs,
     )
     return add_split(
         process, result, options, context.progress, home=context.home, ranks=context.ranks, order=order
@@ -314,11 +309,11 @@ def _budgeted(setup: TrainSetup, key: Mapping[str, KeyValue]) -> TrainSetup:
     return setup if budget_bytes is None else replace(setup, device=setup.device.budgeted(int(budget_bytes)))
 
 
-def _epoch_samples(process: SetupProcess, settings: LoopSettings, context: RunContext) -> int:
+def _epoch_samples(process: SetupProcess, options: Options, context: RunContext) -> int:
     """Return the samples of an epoch. A stream is counted only if the run depends on its end."""
     if process.info.epoch_samples is not None:
         return process.info.epoch_samples
-    if not depends_on_end(settings):
+    if not depends_on_end(options):
         return ENDLESS
     told = context.ranks.once(lambda: process.call("the length of the stream", stream_length))
     if told is not None:
@@ -331,16 +326,16 @@ def _epoch_samples(process: SetupProcess, settings: LoopSettings, context: RunCo
 
 
 def _sampler_of(
-    setup: TrainSetup, settings: LoopSettings, samples: int | None, context: RunContext
+    setup: TrainSetup, options: Options, samples: int | None, context: RunContext
 ) -> GlobalBatchSampler:
     """Return the batches of the run; ``samples`` of an epoch of a stream are None if not counted yet."""
     if setup.stream is not None:
         stream, ranks = setup.stream, context.ranks
         if samples is None:
-            samples = ranks.once(lambda: count_samples(stream)) if depends_on_end(settings) else ENDLESS
+            samples = ranks.once(lambda: count_samples(stream)) if depends_on_end(options) else ENDLESS
         note = split_note(setup.workload.train_data[0], ranks)  # type: ignore[index]
         if note is not None:
             context.progress.note(note)
-        return build_sampler(samples, settings, view=open_stream(stream, ranks))
-    samples, order = epoch_of(setup.workload, settings.seed)
-    return build_sampler(samples, settings, order)
+        return build_sampler(samples, options, view=open_stream(stream, ranks))
+    samples, order = epoch_of(setup.workload, options.device.seed)
+    return build_sampler(samples, options, order)

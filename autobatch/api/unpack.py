@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
@@ -15,9 +14,7 @@ from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
 from autobatch.search.one_probe import ProbeLimits, caps_of
 from autobatch.setup.setup import SetupInfo, SetupSettings
-from autobatch.training.run_settings import LoopSettings, RunSettings
 from autobatch.tuning.tune_plan import TuneSettings
-from autobatch.workload import demo
 
 DEFAULT_TRIALS = 8
 """Configurations that are measured if no number was asked for."""
@@ -162,41 +159,4 @@ def fit_tune_settings(options: Options, info: SetupInfo, planned_steps: int) -> 
         workers=info.workers if options.train.workers is None else options.train.workers,
         prefetch=info.prefetch if options.train.prefetch is None else options.train.prefetch,
         skips_nonfinite=options.train.on_nonfinite == "skip",
-    )
-
-
-def loop_settings(options: Options, *, is_demo: bool) -> LoopSettings:
-    """Return the settings of the training loop. A run without a length is one epoch; the demo has its own."""
-    steps, epochs = options.train.steps, options.train.epochs
-    if steps is None and epochs is None:
-        steps, epochs = (demo.STEPS, None) if is_demo else (None, 1)
-    return LoopSettings(
-        target_batch=options.target_batch,
-        seed=options.device.seed,
-        steps=steps,
-        epochs=epochs,
-        last_batch=options.train.last_batch,
-        max_grad_norm=options.train.max_grad_norm,
-        ema=options.train.ema,
-        on_nonfinite=options.train.on_nonfinite,
-        warmup_samples=options.train.warmup_samples,
-        bn_momentum=options.train.bn_momentum,
-        workers=options.train.workers,
-        prefetch=options.train.prefetch,
-        sample_seeds=options.train.sample_seeds,
-        grad_sync=options.ranks.grad_sync,
-    )
-
-
-def run_settings(options: Options, out: Path, resume_hint: str) -> RunSettings:
-    """Return the settings of a run: what it writes, and when."""
-    return RunSettings(
-        out=out,
-        checkpoint_every=options.train.checkpoint_every,
-        checkpoint_minutes=options.train.checkpoint_minutes,
-        on_failed_save=options.train.on_failed_save,
-        validate_every=options.train.validate_every,
-        validation_micro_batch=options.train.validation_micro_batch,
-        keep_last=options.train.keep_last,
-        resume_hint=resume_hint,
     )

@@ -474,6 +474,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         assert self.batch.target_batch is not None
         return self.batch.target_batch
 
+    @property
+    def split_check(self) -> Literal["error", "note", "off"]:
+        """What to do if the loss cannot be split: as asked, else stop a training and note it elsewhere."""
+        return self.batch.split_check or ("error" if self.command == "fit" else "note")
+
     def with_values(self, **values: Any) -> Self:
         """Return these options with other values, by the names of the options."""
         changes: dict[str, dict[str, Any]] = {}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autobatch.core.errors import InputError
+from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_of_rank
@@ -25,7 +26,6 @@ from autobatch.training.feed_options import feed_options, stream_workers
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import phase_times
-from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.contract import Workload, kind_of
 from autobatch.workload.loader import gpu_of, open_feed
 from autobatch.workload.order import GlobalBatchSampler, Order
@@ -37,7 +37,7 @@ from autobatch.workload.user_code import user_code
 
 
 def build_sampler(
-    samples: int, options: LoopSettings, order: Order | None = None, view: StreamView | None = None
+    samples: int, options: Options, order: Order | None = None, view: StreamView | None = None
 ) -> GlobalBatchSampler:
     """Build the sampler of all batches of a run.
 
@@ -53,10 +53,10 @@ def build_sampler(
     fields: dict[str, Any] = {
         "samples": samples,
         "target_batch": options.target_batch,
-        "seed": options.seed,
-        "steps": options.steps,
-        "epochs": options.epochs,
-        "last_batch": options.last_batch,
+        "seed": options.device.seed,
+        "steps": options.train.steps,
+        "epochs": options.train.epochs,
+        "last_batch": options.train.last_batch,
     }
     sampler = (
         GlobalBatchSampler(**fields, order=order) if view is None else StreamSampler(**fields, view=view)
@@ -69,9 +69,9 @@ def build_sampler(
     return sampler
 
 
-def depends_on_end(options: LoopSettings) -> bool:
+def depends_on_end(options: Options) -> bool:
     """Check whether a run depends on the length of an epoch."""
-    return options.epochs is not None or options.last_batch != "carry"
+    return options.train.epochs is not None or options.train.last_batch != "carry"
 
 
 def stream_length(session: Session) -> int | None:
@@ -88,7 +88,7 @@ def count_stream(session: Session) -> int:
 def open_loop(
     setup: TrainSetup,
     plan: Plan,
-    options: LoopSettings,
+    options: Options,
     sampler: GlobalBatchSampler,
     *,
     seeded_before: bool | None,
@@ -131,13 +131,13 @@ def open_loop(
             split,
             loop.train_state,
             spare=lambda: spare_of(scanned),
-            grad_sync=options.grad_sync,
+            grad_sync=options.ranks.grad_sync,
             note=note,
         )
         if loop.train_state.shared is None:
             loop.engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
         if ranks.rank:
-            seed_rank(options.seed, ranks.rank)
+            seed_rank(options.device.seed, ranks.rank)
         sanity_check_validation(setup.workload, loop.train_state, device=setup.device, meter=meter)
         if setup.device.allocator_config is not None:
             # A probe starts with an empty cache, and so does the first step.
@@ -195,14 +195,14 @@ def order_changes(setup: TrainSetup, plan: Plan, sampler: GlobalBatchSampler) ->
 def _build_loop(
     setup: TrainSetup,
     plan: Plan,
-    options: LoopSettings,
+    options: Options,
     sampler: GlobalBatchSampler,
     *,
     meter: Meter,
     ranks: Ranks,
 ) -> Loop:
     workload = setup.workload
-    seed_everything(options.seed)
+    seed_everything(options.device.seed)
     meter.mark("setup")
     model, shared = model_of_ranks(ranks, plan, setup.model, setup.device.torch_device)
     meter.count(tensor.data for tensor in [*model.parameters(), *model.buffers()])
@@ -213,8 +213,8 @@ def _build_loop(
         StepSettings(
             precision=plan.precision,
             gradient_dtype=plan.gradient_dtype,
-            max_grad_norm=options.max_grad_norm,
-            ema=options.ema,
+            max_grad_norm=options.train.max_grad_norm,
+            ema=options.train.ema,
             knobs=plan.knobs,
             world=1 if shared else plan.world_size,
         ),
@@ -230,9 +230,9 @@ def _build_loop(
         meter=meter,
         micro_batch=plan.micro_batch,
         schedules=_build_schedules(workload, train_state.optimizers, sampler),
-        on_nonfinite=options.on_nonfinite,
-        warmup_samples=options.warmup_samples,
-        rescaled_norms=batch_norms(train_state.model) if options.bn_momentum == "auto" else [],
+        on_nonfinite=options.train.on_nonfinite,
+        warmup_samples=options.train.warmup_samples,
+        rescaled_norms=batch_norms(train_state.model) if options.train.bn_momentum == "auto" else [],
         times=phase_times(train_state.device),
     )
 

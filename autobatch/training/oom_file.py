@@ -10,18 +10,17 @@ from autobatch.core.files import read_json, write_atomic
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.checkpoints.load import Loaded
 from autobatch.training.loop import Loop
-from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_folder import CHECKPOINTS, RunFiles
 
 OOM_FILE = "oom.json"
 """Left by a run that ended out of memory: ``batches_seen``, the ``micro_batch`` to resume with, the error."""
 
 
-def restart_hint(loop: Loop, settings: RunSettings, error: AutobatchError) -> str | None:
+def restart_hint(loop: Loop, files: RunFiles, error: AutobatchError) -> str | None:
     """Return how to continue after an error; after an out-of-memory error, write the smaller micro-batch."""
-    has_checkpoint = bool(list_checkpoints(settings.out / CHECKPOINTS))
+    has_checkpoint = bool(list_checkpoints(files.out / CHECKPOINTS))
     if not isinstance(error, RestartSmallerError):
-        return f"resume from the newest checkpoint with: {settings.resume_hint}" if has_checkpoint else None
+        return f"resume from the newest checkpoint with: {files.resume_hint}" if has_checkpoint else None
     loop.engine.lower(loop.micro_batch)
     content = {
         "batches_seen": loop.batches_seen,
@@ -29,9 +28,9 @@ def restart_hint(loop: Loop, settings: RunSettings, error: AutobatchError) -> st
         "limits": loop.engine.limits,
         "error": str(error),
     }
-    write_atomic(settings.out / OOM_FILE, json.dumps(content, indent=1).encode())
+    write_atomic(files.out / OOM_FILE, json.dumps(content, indent=1).encode())
     if has_checkpoint:
-        return f"resume in smaller micro-batches with: {settings.resume_hint}"
+        return f"resume in smaller micro-batches with: {files.resume_hint}"
     smaller = loop.split.of_longest(loop.micro_batch)
     return f"there is no checkpoint yet: start again with --max-micro-batch {smaller}"
 

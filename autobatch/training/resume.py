@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
 from autobatch.core.units import format_bytes
 from autobatch.device.oom import first_line, is_oom
@@ -18,7 +19,6 @@ from autobatch.training.checkpoints.content import check_content
 from autobatch.training.checkpoints.load import Loaded, load_newest
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.order import ORDER_VERSION, GlobalBatchSampler, order_digest
 
 _BIT_EXACT_KEYS = {
@@ -53,7 +53,7 @@ def load_run_state(out: Path, ranks: Ranks | None = None) -> Loaded:
     return loaded
 
 
-def load_plan(resumed: Loaded, options: LoopSettings) -> Plan:
+def load_plan(resumed: Loaded, options: Options) -> Plan:
     """Return the plan that the run was started with.
 
     Raises:
@@ -68,8 +68,8 @@ def load_plan(resumed: Loaded, options: LoopSettings) -> Plan:
     facts = resumed.facts
     for option, asked, found in (
         ("--target-batch", options.target_batch, plan.target_batch),
-        ("--seed", options.seed, facts.get("seed")),
-        ("--warmup-samples", options.warmup_samples, facts.get("warmup_samples")),
+        ("--seed", options.device.seed, facts.get("seed")),
+        ("--warmup-samples", options.train.warmup_samples, facts.get("warmup_samples")),
     ):
         if asked != found:
             raise InputError(_mismatch(resumed, option, asked, found))

@@ -30,8 +30,7 @@ from autobatch.training.metrics import (
     rewind_metrics,
 )
 from autobatch.training.oom_file import apply_smaller_micro_batch, restart_hint
-from autobatch.training.run_folder import METRICS
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_folder import METRICS, RunFiles
 from autobatch.training.shared_evaluation import evaluate_shared
 from autobatch.training.sinks import UserSinks
 from autobatch.training.split_check.watch import SplitWatch
@@ -42,7 +41,7 @@ from autobatch.workload.rng import preserved_random_state
 
 def train(
     loop: Loop,
-    settings: RunSettings,
+    files: RunFiles,
     progress: Progress,
     resumed: Loaded | None,
     watch: SplitWatch | None = None,
@@ -51,7 +50,7 @@ def train(
 
     Args:
         loop: the loop, at the first batch to train.
-        settings: what the run writes, and when.
+        files: what the run writes, and when.
         progress: receives notes and steps.
         resumed: the checkpoint that the loop was restored from; None for a new run.
         watch: compares the first batches with their parts; None for no such check.
@@ -62,27 +61,27 @@ def train(
         InputError: the workload keeps state that a checkpoint cannot hold.
         AutobatchError: see `Loop.run`.
     """
-    settings.out.mkdir(parents=True, exist_ok=True)
+    files.out.mkdir(parents=True, exist_ok=True)
     sinks = UserSinks([], progress)
     if loop.engine.ranks.rank == 0:
-        tensorboard = open_tensorboard(settings.out / TENSORBOARD, batches_seen=loop.batches_seen)
-        sinks = UserSinks([*([] if tensorboard is None else [tensorboard]), *settings.sinks], progress)
+        tensorboard = open_tensorboard(files.out / TENSORBOARD, batches_seen=loop.batches_seen)
+        sinks = UserSinks([*([] if tensorboard is None else [tensorboard]), *files.sinks], progress)
     with closing(sinks):
-        record = _train(loop, settings, progress, resumed, watch, sinks)
+        record = _train(loop, files, progress, resumed, watch, sinks)
         sinks.end(record)
     return record
 
 
 def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     loop: Loop,
-    settings: RunSettings,
+    files: RunFiles,
     progress: Progress,
     resumed: Loaded | None,
     watch: SplitWatch | None,
     sinks: UserSinks,
 ) -> Training:
     ranks = loop.engine.ranks
-    apply_smaller_micro_batch(loop, settings.out, resumed)
+    apply_smaller_micro_batch(loop, files.out, resumed)
     check_checkpoint_state(capture_loop(loop))
     check_exportable(loop.train_state.model)
     totals = RunTotals()
@@ -91,8 +90,8 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
             progress.note(f"nothing is left to train: all {loop.batches_seen:,} steps of the run are done")
         loop.times.load_state_dict(resumed.facts.get("times", {"sampled": {}, "besides": {}}))
     if ranks.rank == 0:
-        rewind_metrics(settings.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
-    run = _Run(loop, settings, resumed, sinks)
+        rewind_metrics(files.out / METRICS, batches_seen=loop.batches_seen, on_kept=totals.add_earlier)
+    run = _Run(loop, files, resumed, sinks)
     records = loop.run() if watch is None else watch.run(loop)
     try:
         with stop_on_signals() as asked, run.saved_after_oom():
@@ -104,7 +103,7 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     except Interrupted:
         raise
     except AutobatchError as error:
-        if (hint := restart_hint(loop, settings, error)) is not None:
+        if (hint := restart_hint(loop, files, error)) is not None:
             error.add_note(hint)
         raise
     # The run is over: what is exported, and what the caller gets, are the averaged weights.
@@ -112,7 +111,7 @@ def _train(  # noqa: PLR0917 - the arguments of `train`, and the sinks
     progress.doing("writing the weights")
     loop.engine.share(loop.train_state.model.buffers())
     with memory_named("the weights were exported, after the last checkpoint"):
-        export_weights(loop.train_state, settings.out, loop.engine)
+        export_weights(loop.train_state, files.out, loop.engine)
     return totals.summary(
         loop,
         validation=validation,
@@ -129,12 +128,12 @@ class _StopRequested(Exception):  # noqa: N818 - an event, not a fault
 class _Run:
     """A loop with the folder that it writes to."""
 
-    def __init__(self, loop: Loop, settings: RunSettings, resumed: Loaded | None, sinks: UserSinks) -> None:
+    def __init__(self, loop: Loop, files: RunFiles, resumed: Loaded | None, sinks: UserSinks) -> None:
         self._loop = loop
-        self._settings = settings
-        self.checkpoints = RunCheckpoints(loop, settings, resumed)
+        self._files = files
+        self.checkpoints = RunCheckpoints(loop, files, resumed)
         self._writers: list[MetricsWriter] = [sinks]
-        fixed = settings.validation_micro_batch
+        fixed = files.options.train.validation_micro_batch
         # If the meter sees no memory, only the end of the process would stop the growth.
         is_shared = loop.train_state.shared is not None
         grows = fixed is None and not is_shared and loop.meter.stats().allocated_bytes is not None
@@ -251,7 +250,7 @@ class _Run:
         if self._loop.engine.ranks.rank:
             yield
             return
-        lines = JsonLines(self._settings.out / METRICS)
+        lines = JsonLines(self._files.out / METRICS)
         self._writers.append(lines)
         try:
             yield
@@ -265,7 +264,7 @@ class _Run:
             writer.flush()
 
     def _validation_is_due(self, step: int) -> bool:
-        every = self._settings.validate_every
+        every = self._files.options.train.validate_every
         return every is not None and step % every == 0 and step != self._loop.sampler.total
 
     def _stop_if_requested(self, request: StopRequest) -> None:
@@ -276,6 +275,6 @@ class _Run:
         self.checkpoints.save_if_needed()
         raise Interrupted(
             f"stopped after step {self._loop.batches_seen} of {self._loop.sampler.total} with checkpoint "
-            f"{self.checkpoints.newest}. Resume with: {self._settings.resume_hint}",
+            f"{self.checkpoints.newest}. Resume with: {self._files.resume_hint}",
             signal_number=request.counts_as,
         )

@@ -6,10 +6,30 @@ import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autobatch.core.errors import InputError
+from autobatch.core.options import Options
+from autobatch.training.sinks import Sink
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Folder of a run, and what is written to it."""
+
+    out: Path
+    options: Options
+    """Decide when something is written."""
+    resume_hint: str = ""
+    """The command that resumes this run."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Stored beside every checkpoint."""
+    sinks: Sequence[Sink] = ()
+    """Receive the records besides the files."""
+
 
 RUNS = Path("runs")
 LOCK = ".lock"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from torch import nn
 
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.training import Training
@@ -27,7 +28,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.resume import data_order_facts
 from autobatch.training.run import train
-from autobatch.training.run_settings import LoopSettings, RunSettings
+from autobatch.training.run_folder import RunFiles
 from autobatch.training.split_check.preflight import check_loss_splits
 from autobatch.training.split_check.watch import SplitWatch
 from autobatch.workload.order import GlobalBatchSampler
@@ -65,10 +66,8 @@ class PreparedRun:
 @memory_named("the training was prepared")
 def train_plan(
     run: PreparedRun,
-    loop_settings: LoopSettings,
-    run_settings: RunSettings,
+    files: RunFiles,
     *,
-    split_check: Literal["error", "note", "off"],
     progress: Progress,
     ranks: Ranks | None = None,
 ) -> tuple[Training, nn.Module]:
@@ -76,9 +75,7 @@ def train_plan(
 
     Args:
         run: the model, the plan and the batches.
-        loop_settings: settings of the loop.
-        run_settings: what the run writes, and when.
-        split_check: what to do if the loss cannot be split exactly.
+        files: the folder of the run, and its options.
         progress: receives notes and steps.
         ranks: the processes that train together; None if this one trains alone.
 
@@ -90,6 +87,8 @@ def train_plan(
         AutobatchError: see `autobatch.training.run.train`.
     """
     ranks = ranks or Alone()
+    options = files.options
+    split_check = options.split_check
     plan, sampler, resume = run.plan, run.sampler, run.resume
     setup = with_knobs(run.setup, plan.knobs)
     told, tell = _kept_notes(progress, [] if resume is None else resume.checkpoint.facts.get("notes", []))
@@ -103,7 +102,7 @@ def train_plan(
     seeded_before = None if checkpoint is None else bool(checkpoint.facts.get("sample_seeds"))
     progress.doing("preparing the training")
     with open_loop(
-        setup, plan, loop_settings, sampler, seeded_before=seeded_before, note=progress.note, ranks=ranks
+        setup, plan, options, sampler, seeded_before=seeded_before, note=progress.note, ranks=ranks
     ) as loop:
         if resume is not None:
             _restore(loop, resume, sampler, progress)
@@ -113,10 +112,10 @@ def train_plan(
             **run.facts,
             "notes": told,
             "sample_seeds": loop.feed is not None,
-            **_facts(setup, sampler, loop_settings, ranks),
+            **_facts(setup, sampler, options, ranks),
         }
         progress.doing("training: the first step")
-        record = train(loop, replace(run_settings, facts=facts), progress, checkpoint, watch)
+        record = train(loop, replace(files, facts=facts), progress, checkpoint, watch)
     return msgspec.structs.replace(record, notes=told), loop.train_state.model
 
 
@@ -132,13 +131,11 @@ def _kept_notes(progress: Progress, before: list[str]) -> tuple[list[str], Calla
     return kept, tell
 
 
-def _facts(
-    setup: TrainSetup, sampler: GlobalBatchSampler, settings: LoopSettings, ranks: Ranks
-) -> dict[str, Any]:
+def _facts(setup: TrainSetup, sampler: GlobalBatchSampler, options: Options, ranks: Ranks) -> dict[str, Any]:
     """Return what a resume compares: the order of the data, versions, and the devices."""
     return {
-        "seed": settings.seed,
-        "warmup_samples": settings.warmup_samples,
+        "seed": options.device.seed,
+        "warmup_samples": options.train.warmup_samples,
         **data_order_facts(sampler),
         "versions": versions(),
         "ranks": [] if ranks.world == 1 else ranks.gather(device_key(setup)),

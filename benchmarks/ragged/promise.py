@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autobatch.api import unpack
 from autobatch.api.context import RunContext
 from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
@@ -37,7 +36,6 @@ from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.setup.setup import SetupSettings, open_setup
 from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.noise_scale import NoiseScale
-from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.size_split import SizeSplit
 from autobatch.workload.split import CountSplit, Split
 from benchmarks.gpu.journal import DONE, Journal, last_call
@@ -97,7 +95,7 @@ def train(setup: TrainSetup, plan: Plan, steps: int, seed: int, *, to_first: boo
         seed: of the order of the data.
         to_first: stop at the first error.
     """
-    settings = LoopSettings(target_batch=plan.target_batch, seed=seed, steps=steps)
+    settings = options_from("fit", {"target_batch": plan.target_batch, "seed": seed, "steps": steps})
     sampler = build_sampler(len(setup.workload.train_data), settings)
     with open_loop(setup, plan, settings, sampler, seeded_before=None, note=lambda _: None) as loop:
         for _ in loop.run():
@@ -184,8 +182,7 @@ def measure(run: Run, split: str, folder: Path) -> dict[str, Any]:
     context = RunContext(environ={"AUTOBATCH_HOME": str(folder / "home")})
     start = time.process_time()
     with ExitStack() as held:
-        settings = unpack.loop_settings(options, is_demo=False)
-        result = prepare(workload(case.model, case.lengths), options, settings, context, held).result
+        result = prepare(workload(case.model, case.lengths), options, context, held).result
     planned = time.process_time() - start
     plan, probe = result.plan, result.probe
     assert plan is not None

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autobatch.api import unpack
 from autobatch.api.context import RunContext
 from autobatch.api.fit import run_fit
 from autobatch.api.prepare import prepare
@@ -44,8 +43,7 @@ def fit(folder: Path, **values: Any):
 def test_a_run_takes_what_fits_in_its_order(tmp_path: Path) -> None:
     context, options = context_of(tmp_path), options_of(tmp_path)
     with ExitStack() as held:
-        settings = unpack.loop_settings(options, is_demo=False)
-        ready = prepare(joined_workload(), options, settings, context, held)
+        ready = prepare(joined_workload(), options, context, held)
     plan, run = ready.result.plan, ready.run
     assert plan.run_order.micro_batch_in_any_order == ready.result.probe.micro_batch < plan.micro_batch
     assert (sum(plan.micro_batches), max(plan.micro_batches)) == (32, plan.micro_batch)

@@ -15,10 +15,10 @@ from autobatch.core.progress import Progress
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.loop import Loop
 from autobatch.training.run import train
-from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_folder import CHECKPOINTS, RunFiles
 from autobatch.workload.order import GlobalBatch
 from tests.support.faults import FAULTY_STEP, Fault, Quick, Watching, plain
+from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import TOKENS, apart, make_workload, weights
@@ -138,7 +138,9 @@ def fail_in_the_step(out: str, phase: str) -> None:
     site = first.phases.index(phase)
     fault = Fault(*([site] if group.rank == FAULTY_RANK else []))
     loop = open_loop(group, "mean", fault)
-    settings = RunSettings(out=Path(out), checkpoint_every=1, keep_last=9, resume_hint="")
+    settings = RunFiles(
+        out=Path(out), options=as_options("fit", target_batch=1, checkpoint_every=1, keep_last=9)
+    )
     try:
         with fault:
             train(loop, settings, Progress(), None)

@@ -15,8 +15,8 @@ from autobatch.core.progress import Progress
 from autobatch.training.checkpoints.checkpoint import list_checkpoints
 from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.run import train
-from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_folder import CHECKPOINTS, RunFiles
+from tests.support.options import as_options
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group, ranked_loop
 from tests.support.training import make_workload, points
@@ -44,8 +44,9 @@ def stop_in_step(out: str, of_rank: dict[int, str], in_validation: bool) -> tupl
 
     workload = make_workload(loss=loss, validation_data=points(9))
     loop = ranked_loop(group, workload, [4, 4], target_batch=14, steps=STEPS)
-    settings = RunSettings(
-        out=Path(out), checkpoint_every=None, keep_last=2, resume_hint="", validate_every=1
+    settings = RunFiles(
+        out=Path(out),
+        options=as_options("fit", target_batch=1, checkpoint_every=None, keep_last=2, validate_every=1),
     )
     try:
         train(loop, settings, Counting(), None)

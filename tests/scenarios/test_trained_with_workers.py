@@ -12,10 +12,11 @@ from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_folder import RunFiles
 from tests.support.faults import Fault, Quick, Watching
 from tests.support.feeds import augmented, fed_loop
 from tests.support.kinds import RUNS, Augmented
+from tests.support.options import as_options
 from tests.support.training import fingerprint, make_workload, network, points
 
 
@@ -83,7 +84,9 @@ def test_a_resumed_run_is_bit_exact_with_other_workers(tmp_path: Path, first: in
     with fed_loop(augmented(), workers=0, sample_seeds=True) as loop:
         list(loop.run())
         expected = fingerprint(loop.train_state.model)
-    settings = RunSettings(out=tmp_path, checkpoint_every=2, keep_last=3, facts={}, resume_hint="")
+    settings = RunFiles(
+        out=tmp_path, options=as_options("fit", target_batch=1, checkpoint_every=2, keep_last=3)
+    )
 
     class Stop(Progress):
         def stepped(self, step, of) -> None:

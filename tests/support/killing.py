@@ -29,10 +29,10 @@ from autobatch.training.checkpoints.checkpoint import clean_leftovers
 from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
-from autobatch.training.run_folder import CHECKPOINTS, METRICS
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_folder import CHECKPOINTS, METRICS, RunFiles
 from autobatch.workload.loader import open_feed
 from tests.support.kinds import RUNS
+from tests.support.options import as_options
 from tests.support.training import fingerprint, make_loop
 
 STEPS = 40
@@ -58,7 +58,9 @@ def child(folder: Path, workers: int | None) -> None:
     resumed = load_newest(folder / CHECKPOINTS)
     if resumed is not None:
         restore_loop(loop, resumed.state, same_hardware=True)
-    settings = RunSettings(out=folder, checkpoint_every=1, keep_last=2, facts={}, resume_hint="")
+    settings = RunFiles(
+        out=folder, options=as_options("fit", target_batch=1, checkpoint_every=1, keep_last=2)
+    )
     with open_feed(
         workload, loop.sampler.batches, seed=0, workers=workers or 0, sample_seeds=workers is not None
     ) as loop.feed:

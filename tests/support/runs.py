@@ -15,8 +15,9 @@ from autobatch.training.checkpoints.load import load_newest
 from autobatch.training.loop import Loop
 from autobatch.training.loop_state import restore_loop
 from autobatch.training.run import train
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_folder import RunFiles
 from autobatch.workload.contract import Workload
+from tests.support.options import as_options
 from tests.support.training import make_loop, make_workload
 
 STEPS = 6
@@ -35,9 +36,9 @@ class ActingAfter(Progress):
             self._action()
 
 
-def settings(out: Path, **changes: Any) -> RunSettings:
-    fields = {"out": out, "checkpoint_every": None, "keep_last": 3, "facts": {"seed": 0}, "resume_hint": HINT}
-    return RunSettings(**{**fields, **changes})
+def settings(out: Path, **changes: Any) -> RunFiles:
+    options = as_options("fit", **{"target_batch": 7, **changes})
+    return RunFiles(out=out, options=options, facts={"seed": 0}, resume_hint=HINT)
 
 
 def open_loop(workload: Workload | None = None, **options: Any) -> Loop:

@@ -16,7 +16,7 @@ from autobatch.device.select import open_device
 from autobatch.planning import make_plan
 from autobatch.training.build import build_sampler, open_loop
 from autobatch.training.loop import Loop
-from autobatch.training.run_settings import LoopSettings
+from tests.support.options import as_options
 from tests.support.training import (
     Rows,
     apart,
@@ -34,7 +34,7 @@ def opened(
 ) -> tuple[Loop, list[str], torch.Tensor]:
     """Open a loop and train it; return it with its notes and the trained weights."""
     workload = workload or make_workload()
-    asked = LoopSettings(**{"target_batch": 7, "steps": 3, **options})
+    asked = as_options("fit", **{"target_batch": 7, "steps": 3, **options})
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
     setup = make_setup(workload)
     notes: list[str] = []
@@ -47,14 +47,14 @@ def opened(
 
 
 def test_the_sampler_has_the_batches_that_were_asked_for() -> None:
-    options = LoopSettings(target_batch=7, epochs=2, last_batch="flush", seed=5)
+    options = as_options("fit", target_batch=7, epochs=2, last_batch="flush", seed=5)
     sampler = build_sampler(24, options)
     assert [len(batch.ids) for batch in sampler.batches()] == [7, 7, 7, 3] * 2
     assert sampler.seed == 5
 
 
 def test_a_run_without_a_batch_is_refused_with_both_numbers() -> None:
-    options = LoopSettings(target_batch=25, epochs=3, last_batch="drop")
+    options = as_options("fit", target_batch=25, epochs=3, last_batch="drop")
     with pytest.raises(InputError, match="24 training samples do not fill a target batch of 25"):
         build_sampler(24, options)
 
@@ -140,7 +140,7 @@ def test_the_first_step_starts_with_an_empty_cache_as_a_probe_does() -> None:
     )
     setup = replace(make_setup(workload), device=open_device("sim:t4", memory_budget="1GiB", environ={}))
     plan = make_plan(target_batch=7, micro_batch_limit=3, learning_rate=workload.learning_rate)
-    asked = LoopSettings(target_batch=7, steps=1)
+    asked = as_options("fit", target_batch=7, steps=1)
     sampler = build_sampler(64, asked)
     with open_loop(setup, plan, asked, sampler, seeded_before=None, note=lambda _: None) as loop:
         stats = loop.meter.stats()

@@ -10,16 +10,16 @@ import pytest
 from autobatch.core.knobs import LOADER_WORKERS, PREFETCH
 from autobatch.planning import make_plan
 from autobatch.training.feed_options import feed_options, stream_workers
-from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.feed import AHEAD
 from autobatch.workload.loader_parts import Loading
+from tests.support.options import as_options
 
 
 def options_of(knobs: dict[str, Any], loading: Loading, **given: Any) -> dict[str, Any]:
     plan = msgspec.structs.replace(
         make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1), knobs=knobs
     )
-    return feed_options(plan, LoopSettings(target_batch=8, **given), loading, None, print)
+    return feed_options(plan, as_options("fit", target_batch=8, **given), loading, None, print)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autobatch.core.errors import DoesNotFitError, InputError
+from autobatch.core.options import Options
 from autobatch.core.units import GiB, format_bytes
 from autobatch.distributed.ranks import Alone
 from autobatch.planning import make_plan
@@ -23,10 +24,10 @@ from autobatch.training.resume import (
     load_plan,
     load_run_state,
 )
-from autobatch.training.run_settings import LoopSettings
 from autobatch.workload.order import GlobalBatchSampler
 from tests.support.checkpoints import STATE, save_run
 from tests.support.faults import Fault
+from tests.support.options import as_options
 from tests.support.training import make_loop, make_workload
 
 PLAN = make_plan(target_batch=32, micro_batch_limit=16, learning_rate=0.1)
@@ -44,8 +45,8 @@ def checkpoint(of: GlobalBatchSampler | None = None, *, done: int = 2, **facts: 
     return Loaded(Path("step-2"), state, {**stored, **data_order_facts(of), **facts}, [])
 
 
-def options(**changes: Any) -> LoopSettings:
-    return LoopSettings(**{"target_batch": 32, **changes})
+def options(**changes: Any) -> Options:
+    return as_options("fit", **{"target_batch": 32, **changes})
 
 
 def test_the_newest_checkpoint_is_loaded_after_leftovers_are_cleaned(tmp_path: Path) -> None:

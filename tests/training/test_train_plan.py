@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from autobatch.core.records.training import Training
 from autobatch.planning import make_plan
 from autobatch.training.build import build_sampler
 from autobatch.training.checkpoints.load import load_newest
-from autobatch.training.run_settings import LoopSettings
 from autobatch.training.train_plan import PreparedRun, Resume, train_plan
+from tests.support.options import as_options
 from tests.support.runs import settings
 from tests.support.training import (
     apart,
@@ -59,7 +60,8 @@ def trained(
     split_check: str = "error",
     **loop: Any,
 ) -> tuple[Training, nn.Module, list[str]]:
-    asked = LoopSettings(**{"target_batch": 7, "steps": steps, "seed": 3, **loop})
+    given = {"target_batch": 7, "steps": steps, "seed": 3, "split_check": split_check, **loop}
+    asked = as_options("fit", **given)
     progress = Notes()
     record, model = train_plan(
         PreparedRun(
@@ -69,9 +71,7 @@ def trained(
             key=KEY,
             resume=resume,
         ),
-        asked,
-        settings(out),
-        split_check=split_check,
+        replace(settings(out), options=asked),
         progress=progress,
     )
     return record, model, progress.notes
@@ -81,7 +81,7 @@ def test_a_plan_is_trained_as_whole_batches_are(tmp_path: Path) -> None:
     workload = make_workload()
     record, model, notes = trained(tmp_path, workload)
     batches = [
-        batch.ids for batch in build_sampler(24, LoopSettings(target_batch=7, steps=4, seed=3)).batches()
+        batch.ids for batch in build_sampler(24, as_options("fit", target_batch=7, steps=4, seed=3)).batches()
     ]
     expected, losses = reference(workload, batches, mean_loss)
     assert apart(weights(model), expected) < 1e-12

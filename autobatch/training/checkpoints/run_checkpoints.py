@@ -13,8 +13,7 @@ from autobatch.training.loop import Loop
 from autobatch.training.loop_state import capture_loop, check_checkpoint_state
 from autobatch.training.oom_errors import available_host_memory
 from autobatch.training.oom_file import OOM_FILE
-from autobatch.training.run_folder import CHECKPOINTS
-from autobatch.training.run_settings import RunSettings
+from autobatch.training.run_folder import CHECKPOINTS, RunFiles
 
 
 class RunCheckpoints:
@@ -22,13 +21,13 @@ class RunCheckpoints:
 
     Args:
         loop: the loop.
-        settings: the folder and the intervals.
+        files: the folder and the intervals.
         resumed: the checkpoint that the run continues from; None for a new run.
     """
 
-    def __init__(self, loop: Loop, settings: RunSettings, resumed: Loaded | None) -> None:
+    def __init__(self, loop: Loop, files: RunFiles, resumed: Loaded | None) -> None:
         self._loop = loop
-        self._settings = settings
+        self._files = files
         self._resumed_from = None if resumed is None else resumed.path
         self.newest = self._resumed_from
         """The last checkpoint; None if there is none."""
@@ -40,7 +39,10 @@ class RunCheckpoints:
 
     def is_due(self, step: int) -> bool:
         """Check whether a checkpoint of a step is due; all ranks call it."""
-        every, minutes = self._settings.checkpoint_every, self._settings.checkpoint_minutes
+        every, minutes = (
+            self._files.options.train.checkpoint_every,
+            self._files.options.train.checkpoint_minutes,
+        )
         if every and step % every == 0:
             return True
         if minutes is None:
@@ -53,7 +55,7 @@ class RunCheckpoints:
             self._save()
             progress.saved(self._loop.batches_seen)
         except (CheckpointError, DoesNotFitError) as error:
-            if self._settings.on_failed_save == "stop":
+            if self._files.options.train.on_failed_save == "stop":
                 raise
             self.failed_steps.append(self._loop.batches_seen)
             self._saved_at = self._loop.clock()
@@ -89,26 +91,26 @@ class RunCheckpoints:
         )
 
     def _write_checkpoint(self) -> None:
-        loop, settings, ranks = self._loop, self._settings, self._loop.engine.ranks
+        loop, files, ranks = self._loop, self._files, self._loop.engine.ranks
         loop.engine.share(loop.train_state.model.buffers())
         state = capture_loop(loop)
         check_checkpoint_state(state)
         self.newest = save_checkpoint(
-            settings.out / CHECKPOINTS,
+            files.out / CHECKPOINTS,
             step=loop.batches_seen,
             state=state,
             facts={
-                **settings.facts,
+                **files.facts,
                 "failed_checkpoints": self.failed_steps,
                 "times": loop.times.state_dict(),
             },
-            keep_last=settings.keep_last,
+            keep_last=files.options.train.keep_last,
             protected=self._resumed_from,
             ranks=ranks,
         )
         # From now on the checkpoint has the smaller micro-batch. No rank continues before, because it may run
         # out of memory at once and write this file.
-        ranks.once(lambda: (settings.out / OOM_FILE).unlink(missing_ok=True))
+        ranks.once(lambda: (files.out / OOM_FILE).unlink(missing_ok=True))
         self._saved_at = loop.clock()
 
 
