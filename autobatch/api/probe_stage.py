@@ -102,7 +102,6 @@ def probe_only(
             found.probe,
             home=context.home,
             progress=progress,
-            is_rough=found.is_rough,
         )
     else:
         # A larger size that does not fit is no reason to share the model.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import math
 import re
 import textwrap
 from contextlib import contextmanager
@@ -120,7 +121,7 @@ _NO_ADDRESSES = re.compile(r"\bThis is virtual-address-space \(VSZ\) exhaustion\
 
 # CUDACachingAllocator.cpp, torch 2.13; older releases print the same sizes.
 _SIZE = r"(?P<size>[0-9.]+) (?P<unit>bytes|[KMGT]iB)"
-_REQUESTED = re.compile(rf"Tried to allocate {_SIZE}")
+_REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -203,6 +204,18 @@ def is_fragmented(error: BaseException) -> bool:
         if asked and idle and _classify_one(link) is Verdict.DEVICE:
             return _bytes_of(asked) <= _bytes_of(idle)
     return False
+
+
+def requested_bytes(error: BaseException) -> int | None:
+    """Return an upper bound of the bytes that a failed request asked for; None if no text has them.
+
+    The text of CUDA's allocator rounds them to a hundredth of their unit.
+    """
+    for link in _chain(error):
+        found = _REQUESTED.search(_text(link))
+        if found:
+            return math.ceil(_bytes_of(found) + 0.01 * _UNITS[found["unit"]])
+    return None
 
 
 def first_line(error: BaseException) -> str:

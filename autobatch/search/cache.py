@@ -47,6 +47,8 @@ class CachedLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     micro_batch: Positive
     limited_by: LimitedBy
     upper_bound_by: UpperBoundBy
+    multiple: Positive = 1
+    """Micro-batches are multiples of it."""
     cap: Positive | None = None
     """Cap of the search in samples; None if there was none."""
     date: str

@@ -11,18 +11,19 @@ import msgspec
 
 from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.progress import Progress
-from autobatch.core.records.probe import Attempt, Probe
+from autobatch.core.records.probe import Probe
 from autobatch.core.units import MiB, format_bytes
+from autobatch.footprint.largest import Fitting
 from autobatch.footprint.predict import Footprint
 from autobatch.search import questions
 from autobatch.search.cache import CachedLimit, StaleEntry, entry_path, lookup, store
 from autobatch.search.failed_sizes import FailedSizes
 from autobatch.search.kept_trace import Untraced, find_trace, keep_trace, order_of
-from autobatch.search.known_sizes import KnownSizes
 from autobatch.search.one_probe import Limit, ProbeLimits, Probing, caps_of
-from autobatch.search.predictors import is_too_small, predictor_of
-from autobatch.search.search import search
+from autobatch.search.peaks import has_ample_room
+from autobatch.search.search import MULTIPLES, Found, first_size, search
 from autobatch.search.spill import SpillGuard
+from autobatch.search.variation import variation_of
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import SetupProcess
 from autobatch.workload.user_code import describe
@@ -103,45 +104,44 @@ def _open(process: SetupProcess, limits: ProbeLimits, progress: Progress) -> Pro
 
 def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
     """Search from the trace of the step, which is None if it cannot be traced."""
-    process, start = probing.process, clock()
-    probing.progress.doing("predicting what fits")
+    process, progress, start = probing.process, probing.progress, clock()
+    progress.doing("predicting what fits")
     traced = questions.trace(process)
     step = traced if isinstance(traced, Footprint) else None
     if isinstance(traced, str):
         _note_untraced(probing, traced)
-    predictor = predictor_of(process, step, None if isinstance(traced, str) else probing.cap)
-    tried: list[Attempt] = []
-    untraced: dict[int, Untraced] = {}
-
+    tried: dict[int, Outcome] = {}
     sizes = FailedSizes(probing.attempt, process)
 
     def run(size: int) -> Outcome:
-        try:
-            outcome = probing.report(sizes(size))
-        except Exception as error:
-            # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
-            if size == 1 and tried and not any(one.fits for one in tried):
-                raise questions.nothing_fits(tried, process, step, single_error=describe(error)) from error
-            raise
-        tried.append(outcome.attempt)
-        if isinstance(traced, str) and outcome.trace is not None:
-            untraced[size] = Untraced(traced, order_of(outcome.trace))
-        return outcome
+        tried[size] = probing.report(sizes(size))
+        return tried[size]
 
-    limit_s = probing.limits.time_limit_s
-    found = search(
-        run,
-        cap=probing.cap,
-        predictor=predictor,
-        stopped=lambda: sizes.stopped_by or ("time limit" if clock() - start > limit_s else None),
-    )
-    if found.upper_bound_by == "error":
-        failed = min((one for one in found.attempts if one.is_error), key=lambda one: one.micro_batch)
-        probing.progress.note(f"a micro-batch of {failed.micro_batch:,} does not run: {failed.reason}")
+    limits = probing.limits
+    try:
+        found = search(
+            run,
+            cap=probing.cap,
+            replay=probing.replay(step),
+            first=first_size(process.info.compute_capability),
+            multiple=limits.multiple,
+            multiples=sorted({*MULTIPLES, limits.world} - {1}),
+            stopped=lambda: (
+                sizes.stopped_by or ("time limit" if clock() - start > limits.time_limit_s else None)
+            ),
+        )
+    except Exception as error:
+        # A batch of 1 is a special case for some operators (batch statistics), and the last resort.
+        refused = [one.attempt for size, one in sorted(tried.items(), reverse=True) if one.error is None]
+        if 1 in tried and refused:
+            raise questions.nothing_fits(refused, process, step, single_error=describe(error)) from error
+        raise
     if not found.micro_batch:
         if found.stopped_by == "interrupt":
             raise KeyboardInterrupt
         raise questions.nothing_fits(found.attempts, process, step)
+    _note_search(probing, found)
+    answer = tried[found.micro_batch]
     probe = Probe(
         micro_batch=found.micro_batch,
         limited_by=probing.limited_by(found.micro_batch),
@@ -149,11 +149,41 @@ def _search(probing: Probing, clock: Callable[[], float]) -> Limit:
         predicted_micro_batch=found.predicted,
         oom_count=sum(not (attempt.fits or attempt.is_error) for attempt in found.attempts),
         attempts=found.attempts,
+        multiple=found.multiple,
+        memory_variation=None if answer.trace is None else variation_of(answer.trace),
         stopped_by=found.stopped_by,
         precision=process.info.precision,
     )
-    untraced_then = untraced.get(found.micro_batch)
-    return Limit(probe, None, step, untraced_then, is_rough=isinstance(predictor, KnownSizes))
+    if probe.memory_variation:
+        progress.note(
+            f"memory varies: what equal micro-batches of {probe.micro_batch:,} allocate differs by "
+            f"{probe.memory_variation:.1%} from draw to draw. Another draw of this size may not fit, and one "
+            "of a larger size may"
+        )
+    untraced = None
+    if isinstance(traced, str) and answer.trace is not None:
+        untraced = Untraced(traced, order_of(answer.trace))
+    return Limit(probe, None, step, untraced)
+
+
+def _note_search(probing: Probing, found: Found) -> None:
+    """Say why the next size does not run, if not for want of memory, and which sizes run."""
+    size = found.micro_batch
+    above = next((one for one in found.attempts if one.micro_batch == size + found.multiple), None)
+    if found.multiple > 1 and probing.limits.multiple is None:
+        failed = next(one for one in found.attempts if one.is_error)
+        probing.progress.note(
+            f"only multiples of {found.multiple} run as micro-batches: {failed.micro_batch:,} fails with "
+            f"{failed.reason} (--micro-batch-multiple {found.multiple})"
+        )
+    if above is not None and above.is_error:
+        probing.progress.note(f"a micro-batch of {above.micro_batch:,} does not run: {above.reason}")
+    if above is not None and above.is_below_budget:
+        probing.progress.note(
+            f"{probing.process.info.device.name}, not the budget, refused a micro-batch of "
+            f"{above.micro_batch:,} twice: {above.reason}. Others may hold its memory, so the limit is not "
+            "saved: free memory, or give a smaller --memory-budget"
+        )
 
 
 def _look_up(probing: Probing, home: Path) -> CachedLimit | None:
@@ -175,8 +205,9 @@ def _confirm(probing: Probing, cached: CachedLimit, file: Path) -> Limit | None:
         The limit, with the step if it can be traced; None if the cached limit answers another question, no
         longer fits, or is too small. Too small means that more fits, which a run of it alone does not show.
     """
-    size = min(cached.micro_batch, probing.cap)
-    if cached.limited_by != "memory" and size < probing.cap:
+    multiple = cached.multiple if probing.limits.multiple is None else probing.limits.multiple
+    size = min(cached.micro_batch, probing.cap) // multiple * multiple
+    if not size or cached.multiple % multiple or (cached.limited_by != "memory" and size < probing.cap):
         return None
     outcome = probing.run(size)
     attempted = outcome.attempt
@@ -185,7 +216,7 @@ def _confirm(probing: Probing, cached: CachedLimit, file: Path) -> Limit | None:
         return None
     probing.progress.doing("checking whether more would fit")
     step = _trace_of(probing, file, outcome)
-    if size < probing.cap and is_too_small(probing.process, cached, outcome, step):
+    if size + multiple <= probing.cap and _is_too_small(probing, cached, outcome, step, multiple):
         probing.progress.note(f"more than the saved micro-batch of {size} seems to fit: probing again")
         return None
     probe = Probe(
@@ -195,10 +226,34 @@ def _confirm(probing: Probing, cached: CachedLimit, file: Path) -> Limit | None:
         predicted_micro_batch=cached.micro_batch,
         oom_count=0,
         attempts=[attempted],
+        multiple=multiple,
+        memory_variation=None if outcome.trace is None else variation_of(outcome.trace),
         source=f"saved {cached.date}",
         precision=probing.process.info.precision,
     )
     return Limit(probe, file, step)
+
+
+def _is_too_small(
+    probing: Probing, cached: CachedLimit, outcome: Outcome, step: Footprint | None, multiple: int
+) -> bool:
+    """Return whether more than a cached limit fits, by the replay or else by the peak of its run.
+
+    The budget is the smaller of now and then, because close budgets count as the same.
+    """
+    then, now = cached.key.get("budget_bytes"), probing.process.info.device.budget_bytes
+    budget = min(then, now) if isinstance(then, int) else now
+    fits = None
+    if step is not None:
+        replay = probing.replay(step, budget_bytes=budget)
+        replay.learn(outcome)
+        fits = replay.says_fits(outcome.attempt.micro_batch + multiple)
+    if fits:
+        # What fits in one order of micro-batches may fail in the other.
+        other = questions.trace_other_order(probing.process)
+        alone = None if other is None else Fitting([other], probing.allocator(budget))
+        fits = alone is None or alone.fits(outcome.attempt.micro_batch + multiple)
+    return has_ample_room(outcome.attempt, budget) if fits is None else fits
 
 
 def _trace_of(probing: Probing, file: Path, outcome: Outcome) -> Footprint | None:
@@ -227,7 +282,8 @@ def _note_untraced(probing: Probing, reason: str) -> None:
 
 def _store(probing: Probing, found: Probe, home: Path) -> Path | None:
     """Save the answer of a search that ran to its end, and return its file; None if it is not saved."""
-    if found.upper_bound_by is None:
+    refused_elsewhere = any(one.is_below_budget for one in found.attempts)
+    if found.upper_bound_by is None or refused_elsewhere:
         return None
     traced_bytes = questions.traced_peak(probing.process, found.micro_batch)
     of_answer = [one for one in found.attempts if one.fits and one.micro_batch == found.micro_batch]
@@ -236,6 +292,7 @@ def _store(probing: Probing, found: Probe, home: Path) -> Path | None:
         micro_batch=found.micro_batch,
         limited_by=found.limited_by,
         upper_bound_by=found.upper_bound_by,
+        multiple=found.multiple,
         cap=probing.cap,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         traced_bytes=traced_bytes,

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import LimitedBy, Probe
+from autobatch.device.allocator.ledger import Allocator
 from autobatch.footprint.predict import Footprint
 from autobatch.planning import rank_share
 from autobatch.search import questions
 from autobatch.search.kept_trace import Untraced
+from autobatch.search.replay import Replay
 from autobatch.search.spill import SpillGuard
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import SetupProcess
-from autobatch.setup.setup import SetupInfo
+from autobatch.setup.setup import SetupInfo, new_allocator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,10 @@ class ProbeLimits:
     """None if the probe is not for a plan."""
     max_micro_batch: int | None = None
     time_limit_s: float = math.inf
+    multiple: int | None = None
+    """Number whose multiples micro-batches are; None to find out whether there is one."""
+    world: int = 1
+    """Ranks that share a batch."""
     has_own_budget: bool = False
     """True if the budget was given, and does not follow free memory."""
 
@@ -41,8 +50,6 @@ class Limit(NamedTuple):
     """The traced step; None if nothing was traced."""
     untraced: Untraced | None = None
     """The reason if the step is too long to be traced."""
-    is_rough: bool = False
-    """True if the memory of a step follows no rule in the micro-batch."""
 
 
 class Probing(NamedTuple):
@@ -62,6 +69,22 @@ class Probing(NamedTuple):
     def limited_by(self, micro_batch: int) -> LimitedBy:
         """Return what limits an answer: the first cap that it reaches, else memory."""
         return next((name for name, cap in self.caps.items() if cap == micro_batch == self.cap), "memory")
+
+    def allocator(self, budget_bytes: int | None = None) -> Callable[[], Allocator]:
+        """Return what makes an empty allocator with the device's budget, or another one."""
+        info = self.process.info
+        if budget_bytes is not None:
+            device = msgspec.structs.replace(info.device, budget_bytes=budget_bytes)
+            info = msgspec.structs.replace(info, device=device)
+        return lambda: new_allocator(info)
+
+    def replay(self, step: Footprint | None, *, budget_bytes: int | None = None) -> Replay:
+        """Return what predicts sizes from a traced step, or from runs alone."""
+        return Replay(
+            self.allocator(budget_bytes),
+            None if step is None else step.program,
+            lambda: questions.trace_other_order(self.process),
+        )
 
     def run(self, size: int) -> Outcome:
         """Make one attempt and report it."""

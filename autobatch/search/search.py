@@ -1,46 +1,29 @@
-"""Search for the largest micro-batch that fits.
+"""Search for the largest micro-batch that fits, by real runs.
 
-Predict a size, run it, and repeat until m has run and fits while m + 1 does not. That m + 1 fails is shown by
-a run, or by the replay of a footprint that a run has confirmed; else m is the cap. This module knows no
-device and no model: a size goes in, an `Outcome` comes out.
+    replay ──guess──► run ──► replay confirmed or corrected ──► … ──► m ran and fits, and m + 1 does not
+
+`autobatch.core.largest` chooses the sizes. This module knows no device and no model: a size goes in, an
+`Outcome` comes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from autobatch.core.largest import largest
 from autobatch.core.records.probe import Attempt, UpperBoundBy
-from autobatch.search.blind import next_size
+from autobatch.search.replay import Replay
 from autobatch.setup.attempt import Outcome
 
-PREDICTIONS = 6
-"""Number of sizes that predictions may choose before the search bisects."""
-
-REFUTED = 3
-"""Failures from which on no prediction counts: memory is taken where no replay sees it."""
-NEAR_SHARE = 0.1
-"""Distance of a size that failed from one that fits, as a share of that, up to which the limit is probably
-just below: predictions are right by a few sizes there."""
-NARROW_SHARE = 0.25
-"""Distance of two bounds, as a share of the lower, up to which the upper was a prediction that missed."""
-
-
-class Predictor(Protocol):
-    """Predictions of the largest micro-batch."""
-
-    def learn(self, outcome: Outcome) -> None:
-        """Take an attempt into account."""
-
-    def next_calibration_size(self, cap: int) -> int | None:
-        """Return a size up to ``cap`` that improves the prediction; None if enough ran."""
-
-    def largest(self, cap: int) -> int | None:
-        """Predict the largest micro-batch that fits, at most ``cap`` and possibly 0; None if unknown."""
-
-    def proves_next_fails(self, micro_batch: int) -> bool:
-        """Return whether ``micro_batch + 1`` does not fit for certain."""
+REACH = 2
+"""Ratio of the largest size in question to a prediction. Larger ones are in question once it fits."""
+FIRST_SIZE = 2
+"""The first size without any prediction, because 1 is a special case for many operators."""
+FIRST_SIZE_ON_GPU = 8
+"""The same on a GPU, whose libraries have special cases for small sizes."""
+MULTIPLES = (2, 4, 8)
+"""Numbers of samples that workloads may insist on multiples of."""
 
 
 class Found(NamedTuple):
@@ -56,172 +39,181 @@ class Found(NamedTuple):
     attempts: list[Attempt]
     stopped_by: str | None
     """``interrupt``, or what ``stopped`` returned; None if the search ran to its end."""
+    multiple: int = 1
+    """The number whose multiples run; others fail for another reason than memory."""
 
 
-@dataclass(kw_only=True)
-class _Bracket:
-    """Bounds on the answer from the attempts so far: at least ``low``, and below ``high``."""
+def first_size(compute_capability: tuple[int, int] | None) -> int:
+    """Return the first size to run without any prediction; None stands for a CPU."""
+    return FIRST_SIZE if compute_capability is None else FIRST_SIZE_ON_GPU
 
-    cap: int
-    low: int = 0
-    high: int | None = None
-    """None if no size failed yet."""
-    guided: int = 0
-    """Sizes that predictions chose."""
-    climbs: int = 0
-    descents: int = 0
-    is_narrow: bool = False
-    """Since a size last fitted, another does not fit that was predicted near it, or ran to its end in one
-    order."""
-    is_error: bool = False
-    """True if ``high`` failed for another reason than memory."""
-    predicted: int | None = None
-    """The first prediction; None if there was none."""
-    tried: set[int] = field(default_factory=set)
-    failures: int = 0
 
-    @property
-    def top(self) -> int:
-        """The smallest size that cannot be the answer."""
-        return min(self.cap + 1, self.high or self.cap + 1)
+class _Stopped(Exception):  # noqa: N818 - the end of a search is no fault
+    """The search ends with what it has."""
 
-    @property
-    def within(self) -> int:
-        """The largest size to predict: the middle of narrow bounds, where a prediction was refuted."""
-        if self.high is None or self.high - self.low > NARROW_SHARE * self.low:
-            return self.cap
-        return (self.low + self.high) // 2
 
-    def note(self, outcome: Outcome, guess: int | None) -> None:
-        """Narrow the bounds by an attempt, whose size was perhaps a guess."""
-        attempt = outcome.attempt
-        size = attempt.micro_batch
-        self.tried.add(size)
-        self.failures += not attempt.fits
-        if attempt.fits:
-            self.low = max(self.low, size)
-            self.is_narrow = False
-            if self.high is not None and self.high <= self.low:
-                # Memory is not monotone here, and a failure below a size that runs is no bound.
-                self.high = None
-        elif size > self.low:
-            if self.high is None or size < self.high:
-                self.high, self.is_error = size, attempt.is_error
-            is_near = size == guess and size - self.low <= NEAR_SHARE * self.low
-            self.is_narrow = self.is_narrow or outcome.trace is not None or is_near
+class _MultipleFound(Exception):  # noqa: N818 - it starts the search anew, and is no fault
+    """Only multiples of a number run."""
 
 
 def search(
     run: Callable[[int], Outcome],
     *,
     cap: int,
-    predictor: Predictor,
+    replay: Replay,
+    first: int = FIRST_SIZE,
+    multiple: int | None = None,
+    multiples: Sequence[int] = MULTIPLES,
     stopped: Callable[[], str | None] = lambda: None,
 ) -> Found:
     """Find the largest micro-batch that fits.
 
+    The sizes in question reach to `REACH` times a prediction. With s such sizes, at most log2(s) + 3 run, and
+    at most half of log2(s) + 2 do not fit; see `autobatch.core.largest.largest`. If the largest of them fits,
+    larger ones are in question. Without a prediction, ``first`` runs before, and predicts in proportion to
+    the bytes that it allocates. A search for the multiple runs up to one size more for each that may be it.
+
     Args:
-        run: makes an attempt.
+        run: makes an attempt, and returns the error of one that fails for another reason than memory.
         cap: largest size of the search, at least 1.
-        predictor: learns from each attempt, and may have a guess before the first.
+        replay: predicts, and learns from each attempt.
+        first: the first size without a prediction.
+        multiple: the number whose multiples may run; None to find out.
+        multiples: the numbers that it may be, if a size fails for another reason than memory.
         stopped: asked before each run once a size fits; a reason ends the search.
 
     Returns:
         The result. A ``KeyboardInterrupt`` in ``run`` ends the search as the time limit does.
+
+    Raises:
+        Exception: the error of the smallest size, if nothing fits and no multiple was found.
     """
-    bracket = _Bracket(cap=cap)
-    attempts: list[Attempt] = []
+    one = _Search(run, cap, replay, stopped=stopped)
+    one.multiple, one.possible_multiples = (1, multiples) if multiple is None else (multiple, ())
+    predicted = replay.largest(cap)
+    reach = first if predicted is None else REACH * max(predicted, FIRST_SIZE)
     stopped_by = None
-    bound = None
-    while bound is None:
-        stopped_by = stopped() if bracket.low else None
-        if bracket.high == 1 or stopped_by:
-            break
-        guess = _guess(bracket, predictor)
-        bracket.predicted = guess if bracket.predicted is None else bracket.predicted
-        size = _below(bracket, guess) or _next_size(bracket, guess, predictor.next_calibration_size(cap))
-        try:
-            outcome = run(size)
-        except KeyboardInterrupt:
-            stopped_by = "interrupt"
-            break
-        attempts.append(outcome.attempt)
-        bracket.note(outcome, guess)
-        if not outcome.attempt.is_error:
-            predictor.learn(outcome)
-        bound = _upper_bound(bracket, predictor)
-        if bound == "replay" and len(attempts) > 1 and not attempts[-2].fits:
-            # The size was chosen with care after a refusal. Reserved memory is not monotone, so more may fit.
-            bound = None if (_guess(bracket, predictor) or 0) > bracket.low else bound
-    return Found(bracket.low, bound, bracket.predicted, attempts, stopped_by)
+    try:
+        one.find(min(cap, reach))
+    except _Stopped as reason:
+        stopped_by = str(reason)
+    except KeyboardInterrupt:
+        stopped_by = "interrupt"
+    proof = None if stopped_by or not one.low else one.proof()
+    return Found(one.low, proof, predicted, one.attempts, stopped_by, one.multiple)
 
 
-def _guess(bracket: _Bracket, predictor: Predictor) -> int | None:
-    """Predict the largest size; None if it is unknown, or if failures have refuted the prediction."""
-    if bracket.failures >= REFUTED:
-        return None
-    guess = predictor.largest(bracket.within)
-    if guess is None or bracket.high is None:
-        return guess
-    if guess >= bracket.high:
-        # Reserved memory is not monotone: sizes below one that failed may be predicted to fail, too.
-        below = predictor.largest(bracket.high - 1)
-        guess = below if below is not None and below < bracket.high - 1 else guess
-    if bracket.within == bracket.cap:
-        return guess
-    # What predicts twice as much as has failed knows nothing of the sizes between.
-    return guess if (predictor.largest(bracket.cap) or 0) < 2 * bracket.high else None
+class _Search:
+    """The attempts of a search, and what they show."""
 
+    def __init__(
+        self, run: Callable[[int], Outcome], cap: int, replay: Replay, *, stopped: Callable[[], str | None]
+    ) -> None:
+        self._run = run
+        self._cap = cap
+        self._replay = replay
+        self._stopped = stopped
+        self._refused: dict[int, UpperBoundBy] = {}
+        """The proof for each size that does not fit."""
+        self.multiple = 1
+        self.possible_multiples: Sequence[int] = ()
+        """Numbers that sizes may have to be multiples of."""
+        self.low = 0
+        """The largest size that ran and fits."""
+        self.attempts: list[Attempt] = []
 
-def _upper_bound(bracket: _Bracket, predictor: Predictor) -> UpperBoundBy | None:
-    """Return the proof that the size after ``low`` does not fit; None if there is none yet."""
-    if bracket.low == 0:
-        return None
-    if bracket.low >= bracket.cap:
-        return "cap"
-    if bracket.high == bracket.low + 1:
-        return "error" if bracket.is_error else "run"
-    return "replay" if predictor.proves_next_fails(bracket.low) else None
+    def find(self, top: int) -> None:
+        """Search the sizes up to ``top``, then larger ones as long as the largest of them fits."""
+        while True:
+            try:
+                self._search_up_to(top)
+            except _MultipleFound:
+                continue
+            if self.low + self.multiple <= top or self.low + self.multiple > self._cap:
+                return
+            top = min(self._cap, REACH * max(self.low, self._replay.largest(self._cap) or 0))
 
+    def proof(self) -> UpperBoundBy | None:
+        """Return the proof that the size after the largest does not fit."""
+        above = self.low + self.multiple
+        return "cap" if above > self._cap else self._refused.get(above)
 
-def _next_size(bracket: _Bracket, guess: int | None, calibration: int | None) -> int:
-    """Choose the next size, strictly within the bounds."""
-    top = bracket.top
-    if guess == 0 and bracket.low == 0:
-        # Start at 2, because a single sample has no batch statistics.
-        return min(2, top - 1)
-    if guess is not None and bracket.guided < PREDICTIONS:
-        if bracket.low < guess < top:
-            bracket.guided += 1
-            return guess
-        if 0 < guess <= bracket.low and calibration is None:
-            # The guess is the limit already: run the next size, and take growing strides if that fits.
-            bracket.guided += 1
-            bracket.climbs += 1
-            return min(bracket.low + (1 << bracket.climbs - 1), top - 1)
-    if calibration is not None and 0 < calibration < top and calibration not in bracket.tried:
-        return calibration
-    # Predictions end at what ran, or a smaller size failed than one that ran as it was predicted.
-    is_near = bracket.low == guess or (bracket.failures > 0 and bracket.low == bracket.predicted)
-    if bracket.high is None and is_near:
-        return bracket.low + 1
-    return _unguided_size(bracket)
+    def _search_up_to(self, top: int) -> None:
+        """Search the multiples up to ``top``, in units of the number that they are multiples of."""
+        unit = self.multiple
+        highest = min([size for size in self._refused if size > self.low] + [top + 1])
 
+        def guess(low: int, high: int) -> int:
+            if not low and self._refused.get(high * unit) == "error":
+                return FIRST_SIZE // unit
+            # A single sample has no batch statistics: it runs last.
+            least = 1 if low or high * unit <= FIRST_SIZE else FIRST_SIZE // unit
+            return max(least, self._replay.guess(low * unit, high * unit) // unit)
 
-def _unguided_size(bracket: _Bracket) -> int:
-    if bracket.high is None:
-        return min(max(2 * bracket.low, 1), bracket.cap)
-    if bracket.low == 0:
-        return bracket.high // 2
-    return next_size(bracket.low, bracket.high, runs=len(bracket.tried), failures=bracket.failures)
+        largest(lambda count: self._fits(count * unit), self.low // unit, -(-highest // unit), guess)
 
+    def _fits(self, size: int) -> bool:
+        is_next = self._replay.has_run and size == self.low + self.multiple
+        if is_next and self._replay.says_fits(size) is False:
+            self._refused[size] = "replay"
+            return False
+        reason = self._stopped() if self.low else None
+        if reason:
+            raise _Stopped(reason)
+        outcome = self._attempt(size)
+        if outcome.error is not None:
+            self._look_for_multiple(size)
+            if size <= FIRST_SIZE and not self.low:
+                raise outcome.error
+            self._refused[size] = "error"
+        elif outcome.attempt.fits:
+            self.low = max(self.low, size)
+        else:
+            self._refused[size] = "run"
+        return outcome.attempt.fits
 
-def _below(bracket: _Bracket, guess: int | None) -> int | None:
-    """Choose a size a growing stride below one that failed narrowly; None if another choice is better."""
-    if not bracket.is_narrow or bracket.guided >= PREDICTIONS or not bracket.high or bracket.high <= 1:
-        return None
-    if guess is not None and bracket.low < guess < bracket.high and guess != bracket.within:
-        return None
-    bracket.guided += 1
-    bracket.descents += 1
-    return max(bracket.high - (1 << bracket.descents - 1), bracket.low + 1)
+    def _attempt(self, size: int) -> Outcome:
+        outcome = self._run(size)
+        self.attempts.append(outcome.attempt)
+        if outcome.error is None:
+            self._replay.learn(outcome)
+        return outcome
+
+    def _look_for_multiple(self, failed: int) -> None:
+        """Run multiples of likely numbers next to a size that fails for another reason than memory.
+
+        Raises:
+            _MultipleFound: one of them runs.
+        """
+        if failed == 1:  # a special case of many operators
+            return
+        for multiple in self.possible_multiples:
+            fitting = [one.micro_batch for one in self.attempts if one.fits]
+            if failed % multiple == 0 or any(size % multiple for size in fitting):
+                continue
+            size = self._multiple_near(failed, multiple)
+            if size is None:
+                continue
+            outcome = self._attempt(size)
+            if outcome.error is not None:
+                continue
+            if outcome.attempt.fits:
+                self.low = max(self.low, size)
+            else:
+                self._refused[size] = "run"
+            self.multiple = multiple
+            self.possible_multiples = [one for one in self.possible_multiples if one > multiple]
+            self._refused = {size: by for size, by in self._refused.items() if by != "error"}
+            raise _MultipleFound
+
+    def _multiple_near(self, failed: int, multiple: int) -> int | None:
+        """Return a multiple near a size that failed, and of no larger number in question; None if all ran."""
+        others = [one for one in self.possible_multiples if one > multiple]
+        ran = {one.micro_batch for one in self.attempts}
+        top = min([self._cap] + [size - 1 for size, by in self._refused.items() if by == "run"])
+        nearest = max(failed // multiple, 1) * multiple
+        near = [*range(nearest, 0, -multiple), nearest + multiple]
+        return next(
+            (size for size in near if size <= top and size not in ran and all(size % one for one in others)),
+            None,
+        )

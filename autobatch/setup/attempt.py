@@ -25,7 +25,7 @@ from autobatch.core.records.probe import Attempt
 from autobatch.device.allocator.ledger import MemoryStats
 from autobatch.device.allocator.trace import Trace
 from autobatch.device.base import Device, Meter
-from autobatch.device.oom import Verdict, classify, first_line
+from autobatch.device.oom import Verdict, classify, first_line, requested_bytes
 from autobatch.step.apply_knobs import free_graphs, uses_graphs
 from autobatch.step.restore import temporary_weights
 from autobatch.step.train_state import StepSettings, TrainState, build_train_state
@@ -93,6 +93,8 @@ class Outcome(NamedTuple):
     """Events of the repetition in the other order; None if there was none, or a step of it failed."""
     is_context_lost: bool = False
     """True if the memory ran out in a way after which the process should be replaced."""
+    error: Exception | None = None
+    """What it failed with, if not for want of memory."""
 
 
 def attempt(setup: TrainSetup, micro_batch: int) -> Outcome:
@@ -115,7 +117,7 @@ def attempt(setup: TrainSetup, micro_batch: int) -> Outcome:
 
 def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Outcome:
     """Run the steps of an attempt with an empty cache; ``steps`` counts the micro-batches of each."""
-    failure: tuple[Verdict, str] | None = None
+    failure: tuple[Verdict, str, int | None] | None = None
     step_seconds: float | None = None
     phase = "setup"
     start = setup.clock()
@@ -133,7 +135,7 @@ def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Out
             verdict = classify(error)
             if verdict is Verdict.NONE or (verdict is Verdict.SUSPECT and micro_batch == 1):
                 raise
-            failure = (verdict, first_line(error))
+            failure = (verdict, first_line(error), requested_bytes(error))
         # Outside the except block, nothing keeps the failed step's tensors alive.
         is_lost = failure is not None and failure[0] is Verdict.FATAL
         # A lost context answers no question.
@@ -152,10 +154,22 @@ def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Out
             step_seconds=step_seconds,
             reason=reason,
             phase=phase if failure is not None else None,
+            is_below_budget=failure is not None and _is_below_budget(setup.device, stats, failure[2]),
         ),
         trace,
         is_context_lost=is_lost,
     )
+
+
+def _is_below_budget(device: Device, stats: MemoryStats, requested: int | None) -> bool:
+    """Return whether a request failed although all that was held and the request are below the budget."""
+    config = device.allocator_config
+    held = stats.peak_allocated_bytes if config is None else stats.peak_reserved_bytes
+    if held is None or requested is None:
+        return False
+    # An allocator takes whole segments.
+    segment = 0 if config is None else config.large_segment_bytes
+    return held + max(requested + segment // 8, segment) < device.budget_bytes
 
 
 def attempt_at(

@@ -16,7 +16,7 @@ from autobatch.device.allocator.caching import CachingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.device.base import Device
 from autobatch.footprint.predict import Footprint, footprint, predict, with_workspaces
-from autobatch.search.limits import ReplayPredictor
+from autobatch.search.replay import Replay
 from autobatch.search.search import search
 from autobatch.setup.attempt import TrainSetup, attempt
 from autobatch.setup.trace import setting_of
@@ -96,8 +96,8 @@ def limit(
     budget = machine.budget(cap)
     estimate = predict(step, budget_bytes=budget, cap=most, workspaces=taken)
     capped = replace(setup, device=machine.open(budget))
-    predictor = ReplayPredictor(lambda: CachingAllocator(budget), with_workspaces(step, taken))
-    true = search(lambda size: attempt(capped, size), cap=most, predictor=predictor)
+    replay = Replay(lambda: CachingAllocator(budget), with_workspaces(step, taken))
+    true = search(lambda size: attempt(capped, size), cap=most, replay=replay)
     return {
         "cap_bytes": cap,
         "predicted": estimate.micro_batch,

@@ -112,11 +112,11 @@ def test_samples_that_cannot_be_collated_name_their_shapes() -> None:
 
 
 def test_the_time_limit_ends_the_search_with_a_size_that_fits(tmp_path: Path) -> None:
-    """Without a trace the search takes several runs. Each reading of the clock takes a second."""
+    """Without a trace the search takes two runs or more. Each reading of the clock takes a second."""
     made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
     clock = map(float, count()).__next__
     found = find_limit(
-        ThisProcess(made), ProbeLimits(time_limit_s=1.5), home=tmp_path, progress=Progress(), clock=clock
+        ThisProcess(made), ProbeLimits(time_limit_s=0.5), home=tmp_path, progress=Progress(), clock=clock
     )
     assert (found.probe.stopped_by, found.probe.upper_bound_by, found.file) == ("time limit", None, None)
     assert found.probe.micro_batch == max(one.micro_batch for one in found.probe.attempts if one.fits)

@@ -16,7 +16,7 @@ from autobatch.core.units import KiB, MiB
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import replay
 from autobatch.search import questions
-from autobatch.search.limits import ReplayPredictor
+from autobatch.search.replay import Replay
 from autobatch.search.search import search
 from autobatch.setup.attempt import Outcome, attempt, attempt_at
 from autobatch.setup.child import ChildCrashed, ThisProcess
@@ -126,8 +126,8 @@ def test_a_search_continues_below_a_size_that_killed_its_child() -> None:
             return ThisProcess.call(self, act, function, micro_batch, *args, **more)
 
     process = Killed(KILLED, is_gpu=False)
-    predictor = ReplayPredictor(lambda: new_allocator(process.info))
-    found = search(lambda size: questions.run_attempt(process, size), cap=64, predictor=predictor)
+    replay = Replay(lambda: new_allocator(process.info))
+    found = search(lambda size: questions.run_attempt(process, size), cap=64, replay=replay)
     assert (found.micro_batch, found.upper_bound_by) == (20, "run")
     assert process.restarts == sum(not one.fits for one in found.attempts) > 0
 

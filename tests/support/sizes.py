@@ -8,7 +8,7 @@ from autobatch.core.records.probe import Attempt
 from autobatch.device.allocator.ledger import CountingAllocator
 from autobatch.device.allocator.trace import FREE, Trace
 from autobatch.footprint.program import Program
-from autobatch.search.limits import ReplayPredictor
+from autobatch.search.replay import Replay
 from autobatch.setup.attempt import Outcome
 
 BUDGET = 10_000
@@ -86,6 +86,6 @@ def program_of(*rules: Rule) -> Program:
     return Program.fit([(size, trace_of(*rules)(size)) for size in (2, 3)])
 
 
-def predictor_of(program: Program | None = None) -> ReplayPredictor:
-    """Return a predictor for the budget of the machines."""
-    return ReplayPredictor(lambda: CountingAllocator(BUDGET), program)
+def replay_of(program: Program | None = None) -> Replay:
+    """Return predictions for the budget of the machines."""
+    return Replay(lambda: CountingAllocator(BUDGET), program)

@@ -27,6 +27,9 @@ class Attempt(Record, frozen=True, kw_only=True):
     """Phase of the step that failed: ``setup``, ``forward``, ``loss``, ``backward`` or ``optimizer``."""
     is_error: bool = False
     """True if it failed for another reason than memory, above a size that fits."""
+    is_below_budget: bool = False
+    """True if memory ran out although all that was held and the request are below the budget: something else
+    than the budget refused it."""
     world: int = 1
     """Ranks that ran it together, with the engine that trains."""
 
@@ -86,6 +89,11 @@ class Probe(Record, frozen=True, kw_only=True):
     """Largest micro-batch of samples up to several sizes, ascending; empty if all samples have one size."""
     size_unit: Literal["tokens"] | None = None
     """``tokens`` if samples are sequences whose sizes count their tokens; None for any other size."""
+    multiple: int = 1
+    """Micro-batches are multiples of it, because others fail for another reason than memory."""
+    memory_variation: float | None = None
+    """Share by which the allocations of equal micro-batches differ from draw to draw; None if they do not, or
+    if they are not recorded."""
     stopped_by: str | None = None
     """``time limit``, ``interrupt`` or ``lost GPU context`` if the answer is the largest size found before;
     None if complete."""

@@ -11,15 +11,14 @@ from torch import nn
 from autobatch import Workload
 from autobatch.core.progress import Progress
 from autobatch.core.records.probe import Probe
-from autobatch.search import questions
 from autobatch.search.find_limit import find_limit
 from autobatch.search.one_probe import ProbeLimits
 from autobatch.search.sizes import limits_by_size
 from autobatch.search.sizes.limits_by_size import find_limits_by_size
-from autobatch.setup.attempt import Outcome, TrainSetup, attempt_at
+from autobatch.setup.attempt import TrainSetup, attempt_at
 from autobatch.setup.child import ThisProcess
 from autobatch.setup.setup import SetupSettings, open_setup
-from tests.support.probes import Listener, Sequences, pad, work
+from tests.support.probes import Sequences, pad, work
 
 LENGTHS = [8, 8, 8, 16, 16, 32, 32, 64]
 
@@ -55,50 +54,11 @@ def test_each_quartile_of_the_sizes_has_its_own_limit(tmp_path: Path) -> None:
         assert not attempt_at(setup, limit.micro_batch + 1, limit.size).attempt.fits
 
 
-def test_a_step_that_is_not_traced_is_searched_at_each_quartile(
+def test_a_step_that_is_not_traced_has_no_limits_by_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, traced = probe_by_size(LENGTHS, tmp_path)
     monkeypatch.setattr("autobatch.search.sizes.limits_by_size.find_curve", lambda *_: None)
-    _, searched = probe_by_size(LENGTHS, tmp_path / "other")
-    assert [(one.size, one.micro_batch) for one in searched.lengths] == [
-        (one.size, one.micro_batch) for one in traced.lengths
-    ]
-    assert all(one.padded_size == one.size * one.micro_batch for one in searched.lengths)
-
-
-class Packed(nn.Module):
-    """A recurrent layer over packed sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.LSTM(4, 8)
-
-    def forward(self, packed: nn.utils.rnn.PackedSequence) -> torch.Tensor:
-        return self.body(packed)[0].data.square().mean()
-
-
-@pytest.mark.parametrize("is_rough", [False, True])
-def test_where_only_runs_tell_how_memory_grows_a_search_ends_near_the_limit(
-    tmp_path: Path, is_rough: bool
-) -> None:
-    workload = work(
-        Packed,
-        train_data=Sequences([4 + n % 23 for n in range(120)], width=4),
-        collate=lambda samples: nn.utils.rnn.pack_sequence([one for one, _ in samples], enforce_sorted=False),
-        loss=lambda model, packed: model(packed),
-    )
-    setup = open_setup(workload, SetupSettings(device="cpu", memory_budget="300KiB"))
-    process, limits = ThisProcess(setup), ProbeLimits()
-    found = find_limit(process, limits, home=tmp_path, progress=Progress()).probe
-    *shorter, longest = find_limits_by_size(
-        process, limits, found, home=tmp_path, progress=Progress(), is_rough=is_rough
-    ).lengths
-    assert longest.micro_batch == found.micro_batch
-    assert any(one.upper_bound_by is None for one in shorter)
-    for one in shorter:
-        assert attempt_at(setup, one.micro_batch, one.size).attempt.fits
-        assert not attempt_at(setup, one.micro_batch * 5 // 4, one.size).attempt.fits
+    assert probe_by_size(LENGTHS, tmp_path)[1].lengths == []
 
 
 def test_an_interrupt_leaves_out_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,34 +76,8 @@ def test_samples_of_one_size_have_no_limits_by_size(tmp_path: Path) -> None:
     assert found.lengths == []
 
 
-def test_an_interrupt_leaves_out_the_limits_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = open_setup(of_lengths(LENGTHS * 30), SetupSettings(device="cpu", memory_budget="100KiB"))
-    process, limits, listener = ThisProcess(made), ProbeLimits(), Listener()
-    found = find_limit(process, limits, home=tmp_path, progress=listener).probe
-    sizes: list[float] = []
-
-    def interrupted(_: object, __: int, max_size: float) -> Outcome:
-        sizes.append(max_size)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("autobatch.search.sizes.limits_by_size.find_curve", lambda *_: None)
-    monkeypatch.setattr(questions, "run_attempt", interrupted)
-    assert find_limits_by_size(process, limits, found, home=tmp_path, progress=listener) is found
-    assert sizes == [128]
-    assert listener.notes[-1] == "interrupted: left out the micro-batches of smaller samples"
-
-
 def test_the_same_curve_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, first = probe_by_size(LENGTHS, tmp_path)
     monkeypatch.setattr(limits_by_size, "find_curve", lambda *_: pytest.fail("computed again"))
-    _, again = probe_by_size(LENGTHS, tmp_path)
-    assert again.lengths == first.lengths
-
-
-def test_the_same_quartiles_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits_by_size, "find_curve", lambda *_: None)
-    _, first = probe_by_size(LENGTHS, tmp_path)
-    assert first.lengths
-    monkeypatch.setattr(limits_by_size, "search", lambda *_, **__: pytest.fail("searched again"))
     _, again = probe_by_size(LENGTHS, tmp_path)
     assert again.lengths == first.lengths

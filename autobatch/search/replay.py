@@ -1,0 +1,198 @@
+"""What fits according to a replay of the step, which every run confirms or corrects.
+
+    trace ──► program ──replay──► guess ──run──► events: equal? confirmed; else the program is built anew
+
+A run that takes other memory than was traced is the better trace. Its events are taken as they are, and only
+their sizes at other micro-batches are inferred: a block that has a size of the program keeps its rule, one
+of the model's own tensors is constant, and any other one is bounded by its size from below and by growth in
+proportion to the micro-batch from above. Guesses take the upper bound, and proofs the lower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from autobatch.device.allocator.ledger import Allocator
+from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.footprint.largest import Fitting
+from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable
+from autobatch.setup.attempt import Outcome
+
+MISS = 16
+"""A first prediction that is refuted is lowered by one part in this many: traces miss little."""
+
+
+class Bounds(NamedTuple):
+    """Programs of a step that bound its memory; equal where its events are known at every micro-batch."""
+
+    lower: Program
+    upper: Program
+
+
+class Replay:
+    """What fits according to a program, corrected by runs.
+
+    Args:
+        new_allocator: makes an empty allocator with the device's budget.
+        program: the traced events of an attempt; None if it was not traced.
+        other_order: traces the other order; called once a size fails in that order only.
+    """
+
+    def __init__(
+        self,
+        new_allocator: Callable[[], Allocator],
+        program: Program | None = None,
+        other_order: Callable[[], Program | None] = lambda: None,
+    ) -> None:
+        self._new_allocator = new_allocator
+        self._traced = program
+        self._other_order = other_order
+        self._orders = [] if program is None else [Bounds(program, program)]
+        self._runs: list[tuple[int, Trace]] = []
+        """Runs that fit, with their events."""
+        self._allocated: dict[int, int] = {}
+        """Peaks of the bytes in live blocks, by size."""
+        self._failed: list[int] = []
+        self._fit()
+
+    def learn(self, outcome: Outcome) -> None:
+        """Confirm or correct the program by an attempt."""
+        attempt = outcome.attempt
+        size = attempt.micro_batch
+        if not attempt.fits:
+            self._failed.append(size)
+            if outcome.trace is not None and len(self._orders) == 1 and self._agrees(size, outcome.trace):
+                # It ran in one order, and failed in the other.
+                other = self._other_order()
+                self._orders += [] if other is None else [Bounds(other, other)]
+                self._fit()
+            return
+        if attempt.peak_allocated_bytes:
+            self._allocated[size] = attempt.peak_allocated_bytes
+        if outcome.trace is None:
+            return
+        trace = outcome.trace.canonical()
+        self._runs.append((size, trace))
+        if size < max(ran for ran, _ in self._runs):
+            return
+        if not self._agrees(size, trace):
+            try:
+                self._orders = [self._corrected(size, trace)]
+                if outcome.other is not None:
+                    self._orders.append(bounds_of(size, outcome.other, self._traced))
+            except Untraceable:
+                self._orders = []
+        self._fit()
+
+    def largest(self, cap: int) -> int | None:
+        """Predict the largest micro-batch up to ``cap`` that fits, possibly 0; None if nothing is known."""
+        if self._orders:
+            try:
+                return self._upper.largest(cap)
+            except Untraceable:
+                self._orders = []
+        if not self._allocated:
+            return None
+        budget = self._new_allocator().limit
+        if budget is None:
+            return cap
+        (small, less), (ran, most) = [(0, 0), *sorted(self._allocated.items())][-2:]
+        per_sample = max(most - less, 1) / (ran - small)
+        return min(cap, ran + int((budget - most) / per_sample))
+
+    def guess(self, low: int, high: int) -> int:
+        """Guess the largest size between one that fits and one that does not."""
+        likely = self.largest(high - 1)
+        if high in self._failed and (likely is None or self.says_fits(high)):
+            # The replay misses what made it fail. Until a run shows that, it knows nothing between the two.
+            return high - max(1, (high - low) // MISS) if len(self._failed) == 1 else (low + high) // 2
+        return high - 1 if likely is None else max(likely, low + 1)
+
+    def says_fits(self, size: int) -> bool | None:
+        """Return whether a size fits according to what runs have shown; None if that is uncertain."""
+        try:
+            if not self._orders:
+                return None
+            return self._upper.fits(size) or (None if self._lower.fits(size) else False)
+        except Untraceable:
+            return None
+
+    @property
+    def has_run(self) -> bool:
+        """True if the events of a run have confirmed or corrected the program."""
+        return bool(self._runs)
+
+    def _agrees(self, size: int, trace: Trace) -> bool:
+        return bool(self._orders) and _agree(self._orders[0].upper, size, trace)
+
+    def _corrected(self, size: int, trace: Trace) -> Bounds:
+        """Return the program of a run: a line through it and another one, else bounds from its events."""
+        for runs in (self._runs[-2:], self._runs[-3:]):
+            if len(runs) > 1:
+                try:
+                    program = Program.fit(runs)
+                except Untraceable:
+                    continue
+                if not program.bends():
+                    return Bounds(program, program)
+        return bounds_of(size, trace, self._traced)
+
+    def _fit(self) -> None:
+        self._lower = Fitting([one.lower for one in self._orders], self._new_allocator)
+        self._upper = Fitting([one.upper for one in self._orders], self._new_allocator)
+
+
+def _agree(program: Program, m: int, trace: Trace) -> bool:
+    """Return whether a run has the events of a program; those that a GPU records have no phases."""
+    try:
+        traced = program.at(m)
+    except Untraceable:
+        return False
+    if not trace.marks:
+        traced = Trace(traced.events)
+    return traced.canonical().events == trace.canonical().events
+
+
+def bounds_of(m: int, trace: Trace, known: Program | None) -> Bounds:
+    """Return bounds on the memory of a step from the events of one run.
+
+    Args:
+        m: the micro-batch of the run.
+        trace: its events.
+        known: a program of the step that is right for most of its blocks; None if there is none.
+    """
+    trace = trace.canonical()
+    rules = _rules_at(m, known)
+    constant = _constant_sizes(trace)
+    lower: dict[int, Rule | None] = {FREE: None}
+    upper: dict[int, Rule | None] = {FREE: None}
+    for size in {size for _, size in trace.events} - {FREE}:
+        same = rules.get(size)
+        grown = Polynomial(size) if size in constant else Polynomial(0, size, 0, m)
+        lower[size] = min(same, key=lambda rule: rule.at(2 * m)) if same else Polynomial(size)
+        upper[size] = max(same, key=lambda rule: rule.at(2 * m)) if same else grown
+    return Bounds(
+        Program(tuple((block, lower[size]) for block, size in trace.events), trace.marks),
+        Program(tuple((block, upper[size]) for block, size in trace.events), trace.marks),
+    )
+
+
+def _rules_at(m: int, program: Program | None) -> dict[int, list[Rule]]:
+    """Return the rules of a program by the size that they give."""
+    rules: dict[int, list[Rule]] = {}
+    for rule in {rule for _, rule in (program.events if program else ())} - {None}:
+        assert rule is not None
+        rules.setdefault(rule.at(m), []).append(rule)
+    return rules
+
+
+def _constant_sizes(trace: Trace) -> set[int]:
+    """Return the sizes of the model's own tensors: of the setup, or else of what is never freed."""
+    if trace.marks:
+        start = next((index for index, phase in trace.marks if phase != "setup"), 0)
+        return {size for _, size in trace.events[:start]}
+    # A GPU records no phases.
+    sizes = {block: size for block, size in trace.events if size != FREE}
+    freed = {block for block, size in trace.events if size == FREE}
+    return {sizes[block] for block in sizes.keys() - freed}
