@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autobatch.core.records.plan import Plan
     from autobatch.core.records.probe import Probe
     from autobatch.core.records.training import StepRecord, Training
-    from autobatch.integrations.custom_loop import batches
+    from autobatch.integrations.own_loop import batches
     from autobatch.report.result import Estimates, Result
     from autobatch.training.sinks import Sink
     from autobatch.workload.contract import Loss, WholeBatchLoss, Workload
@@ -43,7 +43,7 @@ _MODULES = {
     "core.records.plan": ("Plan",),
     "core.records.probe": ("Probe",),
     "core.records.training": ("StepRecord", "Training"),
-    "integrations.custom_loop": ("batches",),
+    "integrations.own_loop": ("batches",),
     "report.result": ("Estimates", "Result"),
     "training.sinks": ("Sink",),
     "workload.contract": ("Loss", "WholeBatchLoss", "Workload"),

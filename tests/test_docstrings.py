@@ -49,7 +49,7 @@ EXAMPLES = examples()
 
 def test_the_modules_of_all_libraries_show_code() -> None:
     shown = {name.partition(":")[0] for name, _ in EXAMPLES}
-    assert shown >= {"transformers", "lightning", "accelerate", "custom_loop"}
+    assert shown >= {"transformers", "lightning", "accelerate", "own_loop"}
 
 
 @pytest.mark.program

@@ -29,8 +29,6 @@ It is less exact than autobatch, as the notes of the plan say:
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
@@ -45,13 +43,16 @@ from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
     LibraryPlan,
+    check_resizable,
+    drops_last,
     on_host,
     plan_for,
     precision_of,
     rebuilt,
+    resized,
+    split_for,
 )
-from autobatch.integrations.resized_loader import check_resizable, drops_last, resized
-from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
+from autobatch.planning import even_split
 from autobatch.workload.contract import Collated, Loss, Workload
 
 LossFunction = Callable[[Any, Collated], "Tensor | Loss"]
@@ -67,11 +68,8 @@ def arguments(plan: Plan) -> dict[str, Any]:
     Raises:
         InputError: the plan is for another number of ranks, or they do not divide the target batch.
     """
-    check_world_size(plan, launched_world_size(os.environ), "accelerate")
-    if (note := even_split_note(plan)) is not None:
-        warnings.warn(note, stacklevel=2)
     return {
-        "gradient_accumulation_steps": even_split(plan)[1],
+        "gradient_accumulation_steps": split_for(plan, "accelerate")[1],
         "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
     }
 

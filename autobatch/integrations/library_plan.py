@@ -5,11 +5,15 @@ Such a loop runs equal micro-batches. It takes the user's model, data, loss and 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
+import os
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,16 +22,38 @@ from typing import Any, Unpack
 import msgspec
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autobatch.api import library
-from autobatch.core.errors import InputError
+from autobatch.core.errors import DoesNotFitError, InputError
 from autobatch.core.keywords import PlanKeywords
-from autobatch.integrations.smallest_limit import plan_with_ranks
-from autobatch.planning import check_world_size, even_split, even_split_note
+from autobatch.core.records.plan import Plan
+from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
 from autobatch.report.result import PlanResult
 from autobatch.workload.contract import Workload, is_stream, kind_of
 
 logger = logging.getLogger("autobatch")
+ALONE = (
+    "each process has planned for itself, because they are not connected before fit: on GPUs with unlike "
+    "free memory, give a memory_budget that all of them have, or plan in the callback"
+)
+_LOADER_FIELDS = (
+    "dataset",
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+"""Arguments of a loader that it keeps as attributes, besides those that make its batches."""
+MOST_ITEMS = 1000
+"""Items of a container above which it counts as data, which user code does not write."""
+DEPTH = 3
+"""Containers within each other that are copied: for example figures by name, by mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +107,7 @@ def plan_for(
     options["split"] = "count"
     # The check is for autobatch's own sum; the notes below say what the library's sum is.
     options.setdefault("split_check", "off")
-    found, limit, alone = plan_with_ranks(lambda: library.plan(workload, **options), loop.world_size)
+    found, limit, alone = _plan_with_ranks(lambda: library.plan(workload, **options), loop.world_size)
     check_world_size(found, loop.world_size, loop.name)
     found = msgspec.structs.replace(found, micro_batch=limit)
     size, steps = even_split(found)
@@ -105,6 +131,56 @@ def plan_for(
     fields["notes"] = [*found.notes, *(f"{loop.name}: {one}" for one in remarks if one is not None)]
     made = None if loader is None else loader(size)
     return LibraryPlan(**fields, library=loop.name, loader=made)
+
+
+def split_for(plan: Plan, library: str) -> tuple[int, int]:
+    """Return the micro-batch and the accumulation steps of a plan in a library; warn if much is lost.
+
+    Raises:
+        InputError: the plan is for another number of ranks, or they do not divide the target batch.
+    """
+    check_world_size(plan, launched_world_size(os.environ), library)
+    if (note := even_split_note(plan)) is not None:
+        warnings.warn(note, stacklevel=3)
+    return even_split(plan)
+
+
+def _plan_with_ranks(find: Callable[[], PlanResult], world_size: int) -> tuple[PlanResult, int, str | None]:
+    """Plan on this rank, and agree with the others on the smallest limit; all ranks call it.
+
+    Args:
+        find: plans on this rank.
+        world_size: number of ranks.
+
+    Returns:
+        The plan of this rank; the smallest micro-batch of all ranks; and a remark if another rank limits this
+        one, or the others could not be asked.
+
+    Raises:
+        DoesNotFitError: another rank has no plan; its own message says why.
+    """
+    ranks = None
+    if world_size > 1:
+        # Only here: one process needs no torch.distributed.
+        from autobatch.distributed.messages import join_existing
+
+        ranks = join_existing(world_size)
+    if ranks is None:
+        found = find()
+        return found, found.micro_batch, ALONE if world_size > 1 else None
+    try:
+        found = find()
+    except Exception:
+        ranks.gather(0)
+        raise
+    limits = ranks.gather(found.micro_batch)
+    if 0 in limits:
+        raise DoesNotFitError(f"rank {limits.index(0)} has no plan: its own message says why")
+    least = min(limits)
+    if least == found.micro_batch:
+        return found, least, None
+    rank = limits.index(least)
+    return found, least, f"all ranks run micro-batches of at most {least}, as fit on rank {rank}"
 
 
 def _rate_note(planned: float, declared: float, loop: LibraryLoop) -> str | None:
@@ -257,6 +333,78 @@ def on_host(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.to(device)
+
+
+@contextmanager
+def kept_state(owner: Any) -> Iterator[None]:
+    """Restore the attributes of an object after the block, and what small containers among them hold.
+
+    Losses log their figures there: a list, a count, or lists by name. Other objects are not copied.
+    """
+    before = {name: _copied(value, DEPTH) for name, value in vars(owner).items()}
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(before)
+
+
+def _copied(value: Any, depth: int) -> Any:
+    if not isinstance(value, dict | list | set | deque) or len(value) > MOST_ITEMS or not depth:
+        return value
+    found: Any = copy.copy(value)
+    if isinstance(found, dict):
+        found.update({key: _copied(one, depth - 1) for key, one in found.items()})
+    elif isinstance(found, list):
+        found[:] = [_copied(one, depth - 1) for one in value]
+    return found
+
+
+def check_resizable(loader: Any, *, before: str) -> None:
+    """Check that a loader can be built again with another batch size.
+
+    Args:
+        loader: the user's loader.
+        before: the call of the library that replaces loaders by its own.
+
+    Raises:
+        InputError: it cannot; the message says why.
+    """
+    if type(loader) is not DataLoader and not _is_stateful(loader):
+        raise InputError(
+            f"the loader must be a torch DataLoader before {before}, found {kind_of(loader)}: plan first, "
+            "then give plan.loader to the library"
+        )
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise InputError(
+            "the loader has batch_size=None, so its data make the batches, whose size cannot be changed: "
+            "give single samples and a batch_size"
+        )
+    if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
+        raise InputError(
+            f"the loader has {kind_of(loader.batch_sampler)} that makes its batches, whose size cannot be "
+            "changed: give it a sampler in place of a batch sampler"
+        )
+
+
+def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    """Return a loader of the same kind and data with another batch size, in samples."""
+    kept = {name: getattr(loader, name) for name in _LOADER_FIELDS}
+    batches: Any = loader.batch_sampler
+    if not isinstance(loader.dataset, IterableDataset):  # a stream has an order of its own
+        kept["sampler"] = batches.sampler
+    return type(loader)(batch_size=size, drop_last=batches.drop_last, **kept)
+
+
+def drops_last(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader leaves out a last batch that is short, as its batch sampler knows."""
+    return bool(getattr(loader.batch_sampler, "drop_last", False))
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Check for torchdata's loader, which takes the same arguments."""
+    kind = type(loader)
+    return kind.__name__ == "StatefulDataLoader" and kind.__module__.partition(".")[0] == "torchdata"
 
 
 def _epoch(workload: Workload) -> int | None:

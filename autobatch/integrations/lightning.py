@@ -35,12 +35,13 @@ Its loop is less exact than autobatch, as the notes of the plan say:
 from __future__ import annotations
 
 import inspect
-import os
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -48,18 +49,28 @@ from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records.base import Precision
 from autobatch.core.records.plan import Plan
-from autobatch.integrations.library_plan import LibraryLoop, LibraryPlan, on_host, plan_for, precision_of
-from autobatch.integrations.lightning_module import configured, outside_of_fit, transferred
-from autobatch.integrations.resized_loader import check_resizable, drops_last, resized
-from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
-from autobatch.workload.contract import Workload, kind_of
+from autobatch.integrations.library_plan import (
+    LibraryLoop,
+    LibraryPlan,
+    check_resizable,
+    drops_last,
+    on_host,
+    plan_for,
+    precision_of,
+    resized,
+    split_for,
+)
+from autobatch.planning import even_split
+from autobatch.workload.contract import Collated, Workload, kind_of
 from autobatch.workload.loader_parts import parts_of
+from autobatch.workload.rng import preserved_random_state
 
 if TYPE_CHECKING:
     AutobatchFinder: Any
 
 __all__ = ["AutobatchFinder", "arguments", "batch_size", "plan", "workload"]
 
+_BATCH_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 _PRECISIONS: dict[Precision, str] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -73,11 +84,8 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
     Raises:
         InputError: the plan is for another number of ranks, or they do not divide the target batch.
     """
-    check_world_size(plan, launched_world_size(os.environ), "Lightning")
-    if (note := even_split_note(plan)) is not None:
-        warnings.warn(note, stacklevel=2)
     return {
-        "accumulate_grad_batches": even_split(plan)[1],
+        "accumulate_grad_batches": split_for(plan, "Lightning")[1],
         "precision": _PRECISIONS[plan.precision],
         "gradient_clip_val": max_grad_norm,
         "gradient_clip_algorithm": None if max_grad_norm is None else "norm",
@@ -121,7 +129,7 @@ def plan(trainer: Any, module: Any, datamodule: Any = None, **options: Unpack[Pl
     options.setdefault("precision", precision_of(str(trainer.precision), known, "Lightning"))
     if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") == "norm":
         options.setdefault("max_grad_norm", float(trainer.gradient_clip_val))
-    with on_host(module), outside_of_fit(module, trainer, datamodule):
+    with on_host(module), _outside_of_fit(module, trainer, datamodule):
         _check_one_optimizer(module)
         holder = _holder(module, datamodule) if given is None else None
         loader = _loader(module, datamodule) if given is None else given
@@ -149,14 +157,14 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
     Raises:
         InputError: ``configure_optimizers`` returns no optimizer.
     """
-    (first, *_), _ = configured(module)
+    (first, *_), _ = _configured(module)
     parts = parts_of(loader)
     return Workload(
         model=lambda: module,
         train_data=parts.train_data,
         collate=parts.collate,
         loss=_loss,
-        optimizer=lambda model, _: configured(model)[0],
+        optimizer=lambda model, _: _configured(model)[0],
         learning_rate=float(first.param_groups[0]["lr"]),
         name=type(module).__name__,
     )
@@ -164,7 +172,7 @@ def workload(module: Any, loader: DataLoader[Any]) -> Workload:
 
 def _loss(module: Any, batch: Any) -> Tensor:
     """Return the loss of a micro-batch."""
-    takes = [transferred(module, batch), 0][: len(inspect.signature(module.training_step).parameters)]
+    takes = [_transferred(module, batch), 0][: len(inspect.signature(module.training_step).parameters)]
     found = module.training_step(*takes)
     if isinstance(found, dict):
         found = found.get("loss")
@@ -174,7 +182,7 @@ def _loss(module: Any, batch: Any) -> Tensor:
 
 
 def _check_one_optimizer(module: Any) -> None:
-    found = configured(module)[0]
+    found = _configured(module)[0]
     if len(found) > 1:
         raise InputError(
             f"configure_optimizers returned {len(found)} optimizers, and Lightning steps several only with "
@@ -214,6 +222,125 @@ def _holder(module: Any, datamodule: Any) -> tuple[Any, str]:
         "batch_size, which the plan sets: set self.batch_size and let train_dataloader read it, or give the "
         "loader to the plan and plan.loader to fit"
     )
+
+
+@contextmanager
+def _outside_of_fit(module: Any, trainer: Any, datamodule: Any = None) -> Iterator[None]:
+    """Let the hooks of a module run within the block although no ``fit`` does.
+
+    The data are prepared and the layers of ``configure_model`` are built, as ``fit`` does first. Attributes
+    that this sets are restored: ``fit`` sets them again. So are the random states.
+
+    Args:
+        module: the ``LightningModule``.
+        trainer: that is going to fit it.
+        datamodule: the ``LightningDataModule``; None if there is none.
+    """
+    before = vars(module).copy()
+    outside = _NoFit(trainer, datamodule)
+    module._trainer = outside
+    module.log = module.log_dict = module.print = _ignore
+    module.optimizers = lambda use_pl_optimizer=True: _one_or_all(outside.optimizers)
+    module.lr_schedulers = lambda: _one_or_all(outside.schedules) or None
+    try:
+        with preserved_random_state():
+            _set_up(module, trainer, datamodule)
+            outside.optimizers, outside.schedules = _configured(module)
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def _configured(module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Return optimizers and schedules among the many forms that ``configure_optimizers`` may return.
+
+    Raises:
+        InputError: there is no optimizer.
+    """
+    found = module.configure_optimizers()
+    schedules: list[Any] = []
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list | tuple):
+        found, schedules = found[0], list(found[1])
+    several = found if isinstance(found, list | tuple) else [found]
+    made = [one["optimizer"] if isinstance(one, dict) else one for one in several]
+    if not made or not all(isinstance(one, torch.optim.Optimizer) for one in made):
+        raise InputError(f"configure_optimizers must return an optimizer, found {kind_of(found)}")
+    schedules += [one["lr_scheduler"] for one in several if isinstance(one, dict) and "lr_scheduler" in one]
+    return made, [one["scheduler"] if isinstance(one, dict) else one for one in schedules]
+
+
+def _transferred(module: Any, batch: Collated) -> Collated:
+    """Return a batch after the hooks around its transfer to the device, which may augment it."""
+    datamodule = getattr(getattr(module, "_trainer", None), "datamodule", None)
+    for hook in _BATCH_HOOKS:
+        owner = datamodule if _overrides(datamodule, hook) else module
+        batch = getattr(owner, hook)(batch, 0)
+    return batch
+
+
+class _NoFit:
+    """A trainer outside of ``fit``, which logs nothing and is not copied with its module.
+
+    Args:
+        trainer: whose other attributes are passed on.
+        datamodule: the data module of the coming ``fit``.
+    """
+
+    estimated_stepping_batches = 1000
+    barebones = True
+
+    def __init__(self, trainer: Any, datamodule: Any) -> None:
+        self._trainer = trainer
+        self.datamodule = datamodule
+        self.logger = None if trainer.logger is None else _Silent()
+        self.loggers = [_Silent() for _ in trainer.loggers]
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedules: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def __deepcopy__(self, _: Any) -> _NoFit:
+        return self
+
+
+class _Silent:
+    """A logger that ignores every call."""
+
+    def __getattr__(self, name: str) -> _Silent:
+        if name.startswith("__"):  # such as __deepcopy__, which callers only use if it is there
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> _Silent:
+        """Do nothing."""
+        return self
+
+
+def _set_up(module: Any, trainer: Any, datamodule: Any) -> None:
+    """Run the hooks that ``fit`` runs before it asks for data; within ``fit``, those that are to come."""
+    runs = trainer.state.status == "running"
+    if datamodule is not None and not runs:
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+    if not runs:
+        module.prepare_data()
+    module.setup("fit")
+    module.configure_model()
+
+
+def _one_or_all(several: list[Any]) -> Any:
+    return several[0] if len(several) == 1 else several
+
+
+def _overrides(owner: Any, hook: str) -> bool:
+    """Check that a class defines a hook again, which its last base class defines to do nothing."""
+    return len([one for one in type(owner).__mro__ if hook in vars(one)]) > 1
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Log and print nothing."""
 
 
 if not TYPE_CHECKING:

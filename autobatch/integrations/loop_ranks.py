@@ -25,6 +25,8 @@ class LoopRanks:
 
     def __init__(self, messages: Messages, limit: int) -> None:
         self._messages = messages
+        self.limit = limit
+        """The largest micro-batch of this rank, in samples."""
         self._limits = messages.gather(limit)
         self._sum = BatchSum(messages, messages.all_reduce)
         self._is_checked = False

@@ -24,7 +24,6 @@ Its loop is less exact than autobatch, as the notes of the plan say:
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,16 +37,16 @@ from autobatch.core.errors import InputError
 from autobatch.core.keywords import PlanKeywords
 from autobatch.core.records.base import Precision
 from autobatch.core.records.plan import Plan
-from autobatch.integrations.kept_state import kept_state
 from autobatch.integrations.library_plan import (
     Float32Outputs,
     LibraryLoop,
     LibraryPlan,
+    kept_state,
     on_host,
     plan_for,
     rebuilt,
+    split_for,
 )
-from autobatch.planning import check_world_size, even_split, even_split_note, launched_world_size
 from autobatch.workload.contract import Collated, Loss, Workload
 from autobatch.workload.loader_parts import parts_of
 
@@ -71,10 +70,7 @@ def arguments(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, An
     Raises:
         InputError: the plan is for another number of ranks, or they do not divide the target batch.
     """
-    check_world_size(plan, launched_world_size(os.environ), "the Trainer")
-    micro_batch, steps = even_split(plan)
-    if (note := even_split_note(plan)) is not None:
-        warnings.warn(note, stacklevel=2)
+    micro_batch, steps = split_for(plan, "the Trainer")
     return {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": steps,

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
-from autobatch.core.errors import InputError
+import autobatch
+from autobatch.core.errors import AutobatchError, InputError
 from autobatch.integrations.library_plan import (
+    ALONE,
+    MOST_ITEMS,
     LibraryLoop,
+    check_resizable,
     device_option,
+    drops_last,
+    kept_state,
     on_host,
     plan_for,
     precision_of,
     rebuilt,
+    resized,
     tell_plan,
 )
+from tests.support.libraries import installed
+from tests.support.rank_server import RankServer
 from tests.support.training import make_workload, points
 
 CPU = torch.device("cpu")
@@ -133,3 +148,159 @@ def test_the_last_step_of_an_epoch(samples: int, changes: dict[str, object], wor
     found = [note for note in plan.notes if "last step" in note]
     end = ": autobatch.batches carries them into the next epoch"
     assert found == ([] if words is None else [f"Loop: {words}{end}"])
+
+
+def test_what_is_written_within_the_block_is_gone_after_it() -> None:
+    data = [0] * (MOST_ITEMS + 1)
+    model = object()
+    figures = {"train": defaultdict(list, loss=[1.0])}
+    owner = SimpleNamespace(
+        figures=figures, count=3, names={"a"}, last=deque([1], maxlen=2), data=data, model=model
+    )
+    with kept_state(owner):
+        owner.figures["train"]["loss"].append(2.0)
+        owner.figures["train"]["entropy"].append(2.0)
+        owner.figures["eval"] = {}
+        owner.count += 1
+        owner.names.add("b")
+        owner.last.append(2)
+        owner.new = 1
+    assert owner.figures == {"train": {"loss": [1.0]}}
+    assert owner.figures["train"].default_factory is list
+    assert (owner.count, owner.names, list(owner.last), owner.last.maxlen) == (3, {"a"}, [1], 2)
+    assert not hasattr(owner, "new")
+    assert owner.data is data
+    assert owner.model is model
+
+
+def test_attributes_are_restored_after_an_error() -> None:
+    owner = SimpleNamespace(count=1)
+
+    def fail() -> None:
+        with kept_state(owner):
+            owner.count = 2
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert owner.count == 1
+
+
+def plan_of_rank(folder: Path, limits: list[int], is_connected: bool) -> Any:
+    """Plan as all ranks do, with limits of their own; return what the library runs, or the error."""
+    torch.set_num_threads(1)
+    os.environ["AUTOBATCH_HOME"] = str(folder / os.environ["RANK"])
+    if is_connected:
+        torch.distributed.init_process_group("gloo")
+    limit = limits[int(os.environ["RANK"])]
+    options = {"target_batch": 24, "max_micro_batch": limit or None, "progress": False}
+    if not limit:
+        options["memory_budget"] = "1KiB"
+    try:
+        found = plan_for(make_workload(), a_loop(world_size=2), **options)  # type: ignore[arg-type]
+    except AutobatchError as error:
+        return str(error)
+    finally:
+        if is_connected:
+            torch.distributed.destroy_process_group()
+    return found.micro_batch, found.accumulation_steps, [note.removeprefix("Loop: ") for note in found.notes]
+
+
+@pytest.mark.distributed
+def test_all_ranks_run_what_fits_on_the_smallest(server: RankServer, tmp_path: Path) -> None:
+    first, second = server.values(plan_of_rank, tmp_path, [7, 5], True, world=2)
+    assert first[:2] == second[:2] == (4, 3)
+    assert first[2][0] == "all ranks run micro-batches of at most 4, as fit on rank 1"
+    assert "all ranks run" not in " ".join(second[2])
+
+
+@pytest.mark.distributed
+def test_a_rank_without_a_plan_ends_the_others(server: RankServer, tmp_path: Path) -> None:
+    first, second = server.values(plan_of_rank, tmp_path, [7, 0], True, world=2)
+    assert first == "rank 1 has no plan: its own message says why"
+    assert second.startswith("a micro-batch of 1 does not fit in the budget of 1.00 KiB")
+
+
+@pytest.mark.distributed
+def test_ranks_that_are_not_connected_say_so(server: RankServer, tmp_path: Path) -> None:
+    for _, _, notes in server.values(plan_of_rank, tmp_path, [7, 7], False, world=2):
+        assert notes[0] == ALONE
+
+
+def test_a_plan_of_one_rank_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    plan = plan_for(make_workload(), a_loop(), target_batch=24, max_micro_batch=7)
+    assert isinstance(plan, autobatch.Plan)
+    assert plan.micro_batch == 6
+    assert ALONE not in " ".join(plan.notes)
+
+
+ROWS = list(range(10))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(ROWS)
+
+
+def test_a_loader_keeps_its_data_its_order_and_its_end() -> None:
+    loader = DataLoader(ROWS, batch_size=2, sampler=[9, 7, 5, 3, 1], drop_last=True, collate_fn=list)  # type: ignore[arg-type]
+    check_resizable(loader, before="prepare")
+    assert list(resized(loader, 3)) == [[9, 7, 5]]
+    assert list(loader) == [[9, 7], [5, 3]]
+
+
+def test_a_random_sampler_and_its_generator_are_taken_along() -> None:
+    def weighted() -> DataLoader[int]:
+        draw = torch.Generator().manual_seed(1)
+        sampler = WeightedRandomSampler(torch.ones(10).tolist(), 6, generator=draw)
+        return DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+    flat = torch.cat(list(weighted()))
+    assert torch.equal(torch.cat(list(resized(weighted(), 4))), flat)
+
+
+def test_a_plain_batch_sampler_keeps_its_order_and_its_end() -> None:
+    loader = DataLoader(ROWS, batch_sampler=BatchSampler([8, 6, 4, 2, 0], 2, drop_last=True), collate_fn=list)  # type: ignore[arg-type]
+    check_resizable(loader, before="prepare")
+    assert list(resized(loader, 3)) == [[8, 6, 4]]
+
+
+def test_a_batch_sampler_tells_whether_a_short_batch_is_left_out() -> None:
+    for drop_last in (True, False):
+        sampler = BatchSampler(range(10), 4, drop_last)
+        assert drops_last(DataLoader(ROWS, batch_sampler=sampler)) is drop_last  # type: ignore[arg-type]
+        assert drops_last(DataLoader(ROWS, batch_size=4, drop_last=drop_last)) is drop_last  # type: ignore[arg-type]
+    assert not drops_last(DataLoader(Stream(), batch_size=None))
+
+
+def test_a_stream_keeps_its_own_order() -> None:
+    loader = DataLoader(Stream(), batch_size=2, collate_fn=list)
+    check_resizable(loader, before="prepare")
+    assert list(resized(loader, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.filterwarnings("default")  # torchdata calls what torch is about to drop
+def test_a_stateful_loader_stays_one() -> None:
+    installed("torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = StatefulDataLoader(ROWS, batch_size=2, collate_fn=list)
+    check_resizable(loader, before="prepare")
+    made = resized(loader, 5)
+    assert isinstance(made, StatefulDataLoader)
+    assert list(made) == [ROWS[:5], ROWS[5:]]
+
+
+def test_what_has_no_batch_size_is_refused_with_the_way_out() -> None:
+    class Own(BatchSampler):
+        pass
+
+    refused = {
+        "must be a torch DataLoader before prepare, found a list: plan first": ROWS,
+        "has an Own that makes its batches": DataLoader(ROWS, batch_sampler=Own(range(10), 2, False)),  # type: ignore[arg-type]
+        "has batch_size=None, so its data make the batches": DataLoader(Stream(), batch_size=None),
+    }
+    for message, loader in refused.items():
+        with pytest.raises(InputError, match=message):
+            check_resizable(loader, before="prepare")

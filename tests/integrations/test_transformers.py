@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,3 +223,26 @@ def test_an_optimizer_that_was_given_keeps_its_rate(tmp_path: Path) -> None:
     assert "Trainer: the optimizer keeps its rate of 0.3: build it with plan.learning_rate, 0.6" in plan.notes
     assert trainer.args.learning_rate == before
     assert trainer.optimizer.param_groups[0]["lr"] == 0.3
+
+
+def test_the_callback_plans_at_the_start_of_train_and_logs_the_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = a_trainer(tmp_path, max_steps=2)
+    callback = transformers.AutobatchCallback(trainer, target_batch=24, memory_budget=BUDGET)
+    trainer.add_callback(callback)
+    assert callback.plan is None
+    assert trainer.args.gradient_accumulation_steps == 1
+    with caplog.at_level(logging.INFO, logger="autobatch"):
+        trainer.train()
+    plan = callback.plan
+    assert plan is not None
+    assert plan.accumulation_steps > 1
+    assert trainer.args.gradient_accumulation_steps == plan.accumulation_steps
+    assert trainer.args.per_device_train_batch_size == plan.micro_batch
+    assert trainer.state.global_step == 2
+    assert str(plan) in "\n".join(caplog.messages)
+    logged = next(one for one in trainer.state.log_history if "autobatch/micro_batch" in one)
+    assert logged["autobatch/micro_batch"] == plan.micro_batch
+    trainer.train()
+    assert callback.plan is plan

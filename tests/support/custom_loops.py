@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
 from autobatch.core.records.plan import Plan
-from autobatch.integrations.batch_step import Batch, MicroBatch
-from autobatch.integrations.custom_loop import Batches
+from autobatch.integrations.own_loop import Batch, Batches, MicroBatch
 from autobatch.planning import make_plan
 from autobatch.workload.contract import Collated, Loss, Workload
 from tests.support.training import (

@@ -1,0 +1,442 @@
+"""A training loop of the user's own: a plan's batches, their micro-batches, and the step of each batch.
+
+The user's loop runs the forward passes. The rest is what `fit` does too: the order of the samples, the split,
+and the arithmetic of `autobatch.step`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autobatch.core.errors import InputError, NonFiniteError
+from autobatch.core.records.base import GradientDtype
+from autobatch.core.records.plan import Plan
+from autobatch.integrations.data_source import Data, Length, Samples, SampleT, Source, open_source
+from autobatch.planning import check_world_size, launched_world_size, micro_batches
+from autobatch.step.gradients import LOW_PRECISION, Gradients
+from autobatch.step.loss_share import StepTotals, normalize_loss
+from autobatch.step.restore import BufferSnapshot
+from autobatch.step.train_state import TrainState
+from autobatch.step.train_step import StepResult, finish, run_backward
+from autobatch.training.loop import LEAST_LOSS_SCALE
+from autobatch.workload.contract import Collated, Loss, kind_of
+from autobatch.workload.data import size_of_sample
+from autobatch.workload.nested import form_of
+from autobatch.workload.order import GlobalBatch
+from autobatch.workload.size_split import SizeSplit
+
+if TYPE_CHECKING:
+    from autobatch.integrations.loop_ranks import LoopRanks
+
+CollatedT = TypeVar("CollatedT")
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch(Generic[CollatedT]):
+    """The samples of one forward and backward pass."""
+
+    data: CollatedT
+    """The collated samples, on the device where the collate function or the loader put them."""
+    samples: int
+    """Number of samples in ``data``."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.samples
+
+
+class Batch(Generic[CollatedT]):
+    """The samples of one optimizer step, in micro-batches."""
+
+    def __init__(
+        self,
+        train_state: TrainState,
+        index: int,
+        samples: int,
+        micro_batches: Iterator[tuple[CollatedT, int]],
+        *,
+        ranks: LoopRanks | None = None,
+    ) -> None:
+        self.index = index
+        """Number of the batch in the run, from 0."""
+        self.samples = samples
+        """The plan's target batch, or fewer if the data ends within this batch; those of all ranks."""
+        self._ranks = ranks
+        self._own_samples = samples if ranks is None else ranks.part(samples)[1]
+        self._train_state = train_state
+        self._micro_batches = micro_batches
+        self._totals = StepTotals(samples=samples)
+        self._open: int | None = None
+        """Samples of the micro-batch that waits for `backward`; None if there is none."""
+        self._is_stepped = False
+
+    def __iter__(self) -> Iterator[MicroBatch[CollatedT]]:
+        """Yield the remaining micro-batches.
+
+        Raises:
+            InputError: `backward` was not called for the previous one, or the samples cannot be collated.
+        """
+        for data, size in self._micro_batches:
+            self._check_closed()
+            self._open = size
+            yield MicroBatch(data, size)
+            del data  # this frame lives while the next micro-batch is fetched
+
+    def backward(self, loss: Tensor | Loss) -> None:
+        """Add the gradient of the current micro-batch to the gradient of the batch.
+
+        Args:
+            loss: the mean over the samples of the micro-batch, a 0-d tensor; or a `Loss` if it is a mean over
+                something else.
+
+        Raises:
+            InputError: ``loss`` is not a loss, or there is no current micro-batch.
+        """
+        if self._open is None:
+            raise InputError(
+                f"batch.backward() was called without a micro-batch in {self._name()}: call it once per "
+                "micro-batch, inside `for micro in batch:`, with the sum of its losses"
+            )
+        if not isinstance(loss, Loss) and not (isinstance(loss, Tensor) and loss.dim() == 0):
+            raise InputError(
+                "batch.backward() takes the mean over the samples of the micro-batch, a 0-d tensor, or "
+                f"autobatch.Loss(total, count); found {form_of(loss)}"
+            )
+        gradients = self._train_state.gradients
+        if not self._totals.sizes:
+            gradients.clear()
+        share = normalize_loss(self._train_state, self._totals, loss, self._open)
+        with gradients.summed_apart():
+            run_backward(self._train_state, self._totals, share, self._open)
+        self._open = None
+
+    def step(self, *optimizers: Optimizer, max_grad_norm: float | None = None) -> StepResult:
+        """Take the optimizer step of the batch and free its gradients; every rank calls it.
+
+        Args:
+            optimizers: those that train the parameters; without any, those given to `batches`.
+            max_grad_norm: the 2-norm to clip the gradient of the batch to; None for no clipping.
+
+        Returns:
+            Loss and gradient norm of the whole batch, and whether the step was ``applied``. It is not applied
+            if the loss counted nothing or if the loss scale overflowed. Advance a schedule only after a step
+            that was applied.
+
+        Raises:
+            InputError: samples of the batch are left, or the loss does not depend on the trained parameters.
+            NonFiniteError: the loss or the gradient is not finite; no step was taken.
+        """
+        self._check_complete()
+        train_state = self._train_state
+        _set_optimizers(train_state, optimizers, len(self._totals.sizes), is_alone=self._ranks is None)
+        train_state.max_grad_norm = max_grad_norm
+        self._is_stepped = True
+        if self._ranks is not None:
+            self._ranks.combine(train_state, self._totals)
+        result = finish(train_state, self._totals, mark=lambda _: None)
+        scaler = train_state.scaler
+        if result.applied or not result.count or (scaler and scaler.get_scale() >= LEAST_LOSS_SCALE):
+            return result
+        what = "gradient" if math.isfinite(result.loss) else f"loss ({result.loss})"
+        raise NonFiniteError(
+            f"the {what} of {self._name()} is not finite, so no step was taken: check its samples, the "
+            "learning rate and the precision"
+        )
+
+    def check_stepped(self) -> None:
+        """Check that no gradient of this batch can leak into the next one.
+
+        Raises:
+            InputError: micro-batches were drawn, but no step was taken.
+        """
+        if not self._is_stepped and (self._open is not None or self._totals.sizes):
+            raise InputError(
+                f"no step was taken for {self._name()}: call batch.step(optimizer) after the loop over its "
+                "micro-batches"
+            )
+
+    def _check_closed(self) -> None:
+        if self._open is not None:
+            number = len(self._totals.sizes) + 1
+            raise InputError(
+                f"batch.backward() was not called for micro-batch {number} of {self._name()}: call it with "
+                "the loss of every micro-batch, in place of loss.backward()"
+            )
+
+    def _check_complete(self) -> None:
+        if self._is_stepped:
+            raise InputError(
+                f"the step of {self._name()} was already taken: call batch.step() once per batch"
+            )
+        self._check_closed()
+        done = sum(self._totals.sizes)
+        if done < self._own_samples:
+            raise InputError(
+                f"batch.step() was called after {done} of {self._own_samples} samples of {self._name()}: "
+                "finish `for micro in batch:` first"
+            )
+
+    def _name(self) -> str:
+        return f"batch {self.index}"
+
+
+class Batches(Generic[CollatedT]):
+    """The batches of a run; see `batches`."""
+
+    def __init__(self, drawn: Iterable[Batch[CollatedT]], total: int | None) -> None:
+        self._drawn = drawn
+        self._total = total
+        self._is_started = False
+
+    def __len__(self) -> int:
+        """Return the number of optimizer steps, for a schedule.
+
+        Raises:
+            TypeError: the data is a stream, and not ``steps`` alone was given.
+        """
+        if self._total is None:
+            raise TypeError("the number of batches in a stream is unknown: give steps=, without epochs=")
+        return self._total
+
+    def __iter__(self) -> Iterator[Batch[CollatedT]]:
+        """Yield the batches.
+
+        Raises:
+            InputError: the step of the previous batch was not taken, the data ends too soon, or the batches
+                were iterated before.
+        """
+        if self._is_started:
+            raise InputError(
+                "these batches were already iterated, and a batch may span two epochs: ask for all epochs at "
+                "once with autobatch.batches(…, epochs=N)"
+            )
+        self._is_started = True
+        for batch in self._drawn:
+            yield batch
+            batch.check_stepped()
+
+
+@overload
+def batches(
+    data: Data[SampleT],
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    start: int = 0,
+    seed: int = 0,
+    sampler: Iterable[int] | None = None,
+    collate: Callable[[list[SampleT]], CollatedT],
+    batched: bool | None = None,
+    size_of: Callable[[Any], float] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scaler: torch.amp.GradScaler | None = None,
+) -> Batches[CollatedT]: ...
+
+
+@overload
+def batches(
+    data: Data[Any],
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    start: int = 0,
+    seed: int = 0,
+    sampler: Iterable[int] | None = None,
+    collate: None = None,
+    batched: bool | None = None,
+    size_of: Callable[[Any], float] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scaler: torch.amp.GradScaler | None = None,
+) -> Batches[Any]: ...
+
+
+def batches(
+    data: Data[Any],
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    start: int = 0,
+    seed: int = 0,
+    sampler: Iterable[int] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    batched: bool | None = None,
+    size_of: Callable[[Any], float] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scaler: torch.amp.GradScaler | None = None,
+) -> Batches[Any]:
+    """Cut data into batches of exactly the plan's target batch, for a training loop of your own.
+
+        for batch in autobatch.batches(dataset, plan, epochs=3):
+            for micro in batch:
+                inputs, labels = micro.data
+                batch.backward(cross_entropy(model(inputs), labels))
+            batch.step(optimizer, max_grad_norm=1.0)
+
+    Clear the gradients before the first batch (``optimizer.zero_grad()``), or give the optimizer here. The
+    data stays on its device. Under torchrun, each rank trains its part of every batch, and ``batch.step``
+    sums the gradients over the ranks: seed all ranks alike, and do not wrap the model in DDP.
+
+    Args:
+        data: map-style data, in the order of ``autobatch.fit`` with this seed; or an iterable of samples; or
+            a ``DataLoader``, whose batches are cut and concatenated again along dimension 0.
+        plan: sets the target batch, the micro-batches and ``last_batch``; for example from `autobatch.plan`.
+        steps: optimizer steps of the run, ``start`` included; the run ends at the smaller of ``steps`` and
+            ``epochs``.
+        epochs: passes over the data; 1 if neither ``steps`` nor ``epochs`` is given.
+        start: batches to skip at the front, to resume a run.
+        seed: sets the order of map-style data.
+        sampler: the order of an epoch of map-style data, as indices; ``range(len(data))`` keeps the order.
+        collate: makes a micro-batch out of samples; None for torch's default.
+        batched: whether ``data`` yields batches; None to tell by its ``batch_size`` or ``batch_sampler``.
+        size_of: the ``size_of`` of the workload, if it has one. Without it, a plan that cuts batches by these
+            sizes is split by count.
+        optimizer: one or several. Needed here, and then not in `Batch.step`, if parameters are in 16 bits.
+        scaler: the loss scaler of fp16 training; a batch whose gradient overflows takes no step.
+
+    Returns:
+        The batches, which can be iterated once.
+
+    Raises:
+        InputError: the data or an option is invalid, or ranks were started unlike each other.
+    """
+    _check(plan, steps=steps, epochs=epochs, start=start)
+    if steps is None and epochs is None:
+        epochs = 1
+    source = open_source(data, sampler=sampler, collate=collate, batched=batched)
+    drawn, total = source.batches(plan, Length(steps, epochs, start), seed)
+    given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    train_state = _train_state_of(given, scaler, plan.gradient_dtype)
+    numbers = {"seed": seed, "start": start, "steps": steps, "epochs": epochs, "number of batches": total}
+    maker = _BatchMaker(plan, source, size_of, train_state, _join_ranks(plan, numbers))
+    return Batches((maker.batch(index, one) for index, one in enumerate(drawn, start)), total)
+
+
+@dataclass(frozen=True)
+class _BatchMaker:
+    """Maker of the batch of the samples that were drawn for it."""
+
+    plan: Plan
+    source: Source
+    size_of: Callable[[Any], float] | None
+    train_state: TrainState
+    ranks: LoopRanks | None
+
+    def batch(self, index: int, drawn: list[Any]) -> Batch[Any]:
+        """Return the batch of the samples that all ranks draw."""
+        samples = self.source.count(drawn)
+        own = drawn if self.ranks is None else self.source.part(drawn, *self.ranks.part(samples))
+        return Batch(self.train_state, index, samples, self._micro_batches(index, own), ranks=self.ranks)
+
+    def _micro_batches(self, index: int, own: list[Any]) -> Iterator[tuple[Collated, int]]:
+        """Yield the micro-batches of the samples of this process, each with its number of samples."""
+        if not own:
+            return iter(())
+        rule = self.plan.size_cut
+        # Without the function that the sizes of the plan come from, the batch is split by count.
+        if rule is not None and isinstance(self.source, Samples) and rule.by_size_of == bool(self.size_of):
+            return self._cut_by_size(self.source, index, own)
+        limit = self.plan.micro_batch if self.ranks is None else self.ranks.limit
+        return self.source.micro_batches(own, micro_batches(self.source.count(own), limit))
+
+    def _cut_by_size(self, source: Samples, index: int, own: list[Any]) -> Iterator[tuple[Collated, int]]:
+        """Read all samples of a batch, in the order in which they were drawn, and cut them by size.
+
+        Their random draws are those of a split by count, and no size need be known before.
+
+        Raises:
+            InputError: a size is invalid.
+        """
+        assert self.plan.size_cut is not None
+        samples = source.samples_of(own)
+        sizes = np.array([size_of_sample(one, self.size_of, place) for place, one in enumerate(samples)])
+        split = SizeSplit(sizes=sizes, cut=self.plan.size_cut)
+        for part in split.parts(GlobalBatch(index, 0, list(range(len(samples)))), split.largest):
+            yield source.collate([samples[place] for place in part.ids]), len(part.ids)
+
+
+def _join_ranks(plan: Plan, numbers: dict[str, int | None]) -> LoopRanks | None:
+    """Join the ranks that a launcher has started; None if this process trains alone."""
+    check_world_size(plan, launched_world_size(os.environ), "autobatch.batches")
+    if plan.world_size == 1:
+        return None
+    # Only here: one process needs no torch.distributed.
+    from autobatch.integrations.loop_ranks import join_ranks
+
+    return join_ranks(plan, numbers)
+
+
+def _check(plan: Plan, **numbers: int | None) -> None:
+    if not isinstance(plan, Plan):
+        raise InputError(f"autobatch.batches takes a plan of autobatch.plan, found {kind_of(plan)}")
+    for name, value in numbers.items():
+        least = 0 if name == "start" else 1
+        if value is not None and value < least:
+            raise InputError(f"{name} is {value}: it must be {least} or more")
+
+
+def _train_state_of(
+    optimizers: tuple[Optimizer, ...], scaler: torch.amp.GradScaler | None, dtype: GradientDtype
+) -> TrainState:
+    """Build the state that a step needs, without the model: only the user's loop sees that."""
+    no_model = nn.Module()
+    train_state = TrainState(
+        model=no_model,
+        loss=_no_loss,
+        optimizers=(),
+        parameters=[],
+        device=torch.device("cpu"),
+        precision="fp32",
+        # A disabled scaler would let gradients pass that are not finite.
+        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+        max_grad_norm=None,
+        gradients=Gradients(no_model, (), dtype=dtype),
+        buffers=BufferSnapshot(no_model),
+    )
+    _set_optimizers(train_state, optimizers, 0, is_alone=True)
+    return train_state
+
+
+def _no_loss(*_: object) -> Tensor:
+    raise AssertionError("the forward pass runs in the user's loop")
+
+
+def _set_optimizers(
+    train_state: TrainState, optimizers: tuple[Optimizer, ...], micro_batches_done: int, *, is_alone: bool
+) -> None:
+    """Make these optimizers the ones that the next step uses."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise InputError(
+                f"batch.step() takes optimizers of torch.optim, one per argument, found {kind_of(optimizer)}"
+            )
+    if not (optimizers or train_state.optimizers or (is_alone and not micro_batches_done)):
+        raise InputError("batch.step() has no optimizer: give it one, or use autobatch.batches(optimizer=…)")
+    if not optimizers or optimizers == train_state.optimizers:
+        return
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    low = {
+        str(p.dtype).removeprefix("torch.")
+        for p in parameters
+        if p.requires_grad and p.dtype in LOW_PRECISION
+    }
+    dtype = train_state.gradients.dtype
+    if low and micro_batches_done > 1 and dtype == "fp32":
+        raise InputError(
+            f"batch.step() was given parameters in {', '.join(sorted(low))}, whose gradients must be summed "
+            "in float32 from the first micro-batch on: use autobatch.batches(…, optimizer=…) instead"
+        )
+    train_state.optimizers = optimizers
+    train_state.parameters = list({id(p): p for p in parameters}.values())
+    train_state.gradients = Gradients(train_state.model, optimizers, dtype=dtype)

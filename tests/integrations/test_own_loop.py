@@ -1,0 +1,389 @@
+"""`autobatch.batches` in a loop of one's own, against one pass over each whole batch in float64."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import autobatch
+from autobatch.core.errors import InputError, NonFiniteError
+from autobatch.integrations.own_loop import Batch
+from autobatch.planning import make_plan
+from autobatch.workload.contract import Loss
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.custom_loops import (
+    EXACT,
+    KINDS,
+    SAMPLES,
+    Stream,
+    ids_by_batch,
+    mean_over_tokens,
+    small_plan,
+    train_in_own_loop,
+    walk,
+)
+from tests.support.ragged import pad, ragged_split, ragged_workload, sequence_loss
+from tests.support.training import (
+    IGNORED,
+    Rows,
+    apart,
+    language_model,
+    make_loop,
+    make_workload,
+    mean_loss,
+    network,
+    points,
+    reference,
+    token_loss,
+    tokens,
+    weights,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("limit", [1, 5, 7, 24])
+def test_steps_equal_those_of_whole_batches(kind: str, limit: int, clip: float | None) -> None:
+    workload, whole_loss = KINDS[kind]
+    sampler = GlobalBatchSampler(samples=SAMPLES, target_batch=10, seed=3, epochs=2)
+    expected, losses = reference(workload, [b.ids for b in sampler.batches()], whole_loss, clip=clip)
+    batches = autobatch.batches(workload.train_data, small_plan(10, limit), epochs=2, seed=3)
+    found, own = train_in_own_loop(workload, batches, clip=clip)
+    assert len(batches) == len(losses) == 5
+    assert apart(found, expected) <= EXACT
+    assert own == pytest.approx(losses, rel=EXACT)
+
+
+def test_steps_equal_those_of_fit() -> None:
+    workload = KINDS["tokens"][0]
+    loop = make_loop(workload, target_batch=10, micro_batch=4, steps=5, seed=7)
+    records = list(loop.run())
+    torch.manual_seed(7)
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in autobatch.batches(workload.train_data, small_plan(10, 4), steps=5, seed=7):
+        for micro in batch:
+            batch.backward(workload.loss(model, micro.data))
+        losses.append(batch.step(optimizer).loss)
+    assert losses == [record.loss for record in records]
+    assert torch.equal(weights(model), weights(loop.train_state.model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("last", ["carry", "flush", "drop"])
+@pytest.mark.parametrize("batch_size", [1, 7, 24])
+def test_batches_of_a_loader_are_cut_again(kind: str, last: str, batch_size: int) -> None:
+    workload, whole_loss = KINDS[kind]
+    order = list(range(SAMPLES)) * 2
+    whole_batches = {
+        "carry": [order[at : at + 10] for at in range(0, 48, 10)],
+        "flush": [order[at : at + 10][: 24 - at] for at in (0, 10, 20)] * 2,
+        "drop": [order[0:10], order[10:20]] * 2,
+    }[last]
+    expected, losses = reference(workload, whole_batches, whole_loss)
+    loader = DataLoader(workload.train_data, batch_size=batch_size)
+    batches = autobatch.batches(loader, small_plan(10, 4, last_batch=last), epochs=2)
+    found, own = train_in_own_loop(workload, batches)
+    assert apart(found, expected) <= EXACT
+    assert own == pytest.approx(losses, rel=EXACT)
+
+
+def test_a_mean_of_means_fails_the_comparison() -> None:
+    """On ragged tokens it is off by ten orders of magnitude."""
+    workload, whole_loss = KINDS["tokens"]
+    expected, _ = reference(workload, [range(SAMPLES)], whole_loss)
+    mutant = make_workload(model=language_model, train_data=tokens(), loss=mean_over_tokens)
+    data = DataLoader(workload.train_data, batch_size=SAMPLES)
+    found, _ = train_in_own_loop(mutant, autobatch.batches(data, small_plan()))
+    assert apart(found, expected) > 1e-4
+
+
+def test_micro_batches_are_those_of_the_plan() -> None:
+    batches = autobatch.batches(torch.arange(17), small_plan(10, 4), epochs=1)
+    found = [(batch.index, batch.samples, len(micro)) for batch, micro in walk(batches)]
+    assert found == [(0, 10, 4), (0, 10, 3), (0, 10, 3), (1, 7, 4), (1, 7, 3)]
+
+
+@pytest.mark.parametrize("make", [lambda: torch.arange(23), lambda: Stream(23)])
+def test_a_run_resumes_at_any_batch(make) -> None:
+    plan = small_plan(10, 4)
+    full = ids_by_batch(autobatch.batches(make(), plan, steps=6, seed=5))
+    batches = autobatch.batches(make(), plan, steps=6, start=2, seed=5)
+    assert len(batches) == 4
+    assert ids_by_batch(autobatch.batches(make(), plan, steps=6, start=2, seed=5)) == full[2:]
+
+
+def test_batches_are_iterated_once() -> None:
+    batches = autobatch.batches(torch.arange(6), small_plan(4, 2))
+    assert ids_by_batch(batches)
+    with pytest.raises(InputError, match=r"already iterated.*epochs=N"):
+        ids_by_batch(batches)
+
+
+def test_the_number_of_batches_in_a_stream_is_unknown() -> None:
+    with pytest.raises(TypeError, match="give steps="):
+        len(autobatch.batches(Stream(9), small_plan(), epochs=1))
+    assert len(autobatch.batches(Stream(9), small_plan(), steps=7)) == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: autobatch.batches(points(), 24), "takes a plan of autobatch.plan, found an int"),
+        (lambda: autobatch.batches(points(), small_plan(world_size=2)), "the plan is for 2 ranks"),
+        (lambda: autobatch.batches(points(), small_plan(), steps=0), "steps is 0: it must be 1 or more"),
+        (lambda: autobatch.batches(points(), small_plan(), epochs=0), "epochs is 0: it must be 1 or more"),
+        (lambda: autobatch.batches(points(), small_plan(), start=-1), "start is -1: it must be 0 or more"),
+    ],
+)
+def test_an_invalid_option_is_refused(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_a_plan_for_one_process_is_refused_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would take the whole batch."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"the plan is for 1 rank, and autobatch\.batches runs in 2 process"):
+        autobatch.batches(points(), small_plan(), epochs=1)
+
+
+# the step of a batch
+
+
+def first_batch() -> Batch:
+    return next(iter(autobatch.batches(points(), small_plan())))
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_loss_scale_changes_nothing_and_an_overflow_skips_the_step(overflows: bool) -> None:
+    workload = make_workload(model=lambda: network(torch.float32), train_data=points(dtype=torch.float32))
+    expected, _ = reference(workload, [range(SAMPLES)], mean_loss, clip=0.01)
+    torch.manual_seed(0)
+    model = workload.model()
+    before = weights(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126 if overflows else 2.0**10)
+    for batch in autobatch.batches(
+        workload.train_data, small_plan(), sampler=range(SAMPLES), scaler=scaler, optimizer=optimizer
+    ):
+        for micro in batch:
+            batch.backward(mean_loss(model, micro.data) * (1e6 if overflows else 1.0))
+        result = batch.step(max_grad_norm=0.01)
+    assert result.applied is not overflows
+    assert scaler.get_scale() == (2.0**125 if overflows else 2.0**10)
+    if overflows:
+        assert torch.equal(weights(model), before)
+    else:
+        assert apart(weights(model) - before, expected - before) < 1e-5
+
+
+def test_a_disabled_scaler_lets_no_overflow_through() -> None:
+    workload = make_workload()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with pytest.raises(NonFiniteError, match=r"the loss \(nan\) of batch 0 is not finite"):
+        train_in_own_loop(
+            make_workload(loss=lambda model, batch: mean_loss(model, batch) * math.nan),
+            autobatch.batches(workload.train_data, small_plan(), scaler=scaler),
+        )
+
+
+def test_gradients_of_16_bit_parameters_add_up() -> None:
+    """1024 times 1/1024 is 1, but 0.25 if bf16 adds up in bf16."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
+
+    model = One()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plan = small_plan(1024, 1)
+    for batch in autobatch.batches(Rows(torch.ones(1024)), plan, optimizer=[optimizer]):
+        for micro in batch:
+            batch.backward((model.weight * micro.data[0].bfloat16()).mean())
+        batch.step()
+    assert model.weight.item() == -1.0
+    assert not model.weight._post_accumulate_grad_hooks
+    batch = next(iter(autobatch.batches(Rows(torch.ones(1024)), plan)))
+    for micro in batch:
+        batch.backward((model.weight * micro.data[0].bfloat16()).mean())
+    with pytest.raises(InputError, match="parameters in bfloat16"):
+        batch.step(optimizer)
+
+
+def test_several_optimizers_step_together_and_are_clipped_by_one_norm() -> None:
+    workload = make_workload()
+    expected, _ = reference(workload, [range(SAMPLES)], mean_loss, clip=0.01)
+    torch.manual_seed(0)
+    model = workload.model()
+    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    for batch in autobatch.batches(workload.train_data, small_plan()):
+        for micro in batch:
+            batch.backward(mean_loss(model, micro.data))
+        result = batch.step(*pair, max_grad_norm=0.01)
+    assert result.stepped == (True, True)
+    assert apart(weights(model), expected) <= EXACT
+
+
+def test_earlier_gradients_do_not_count_if_the_optimizer_is_known() -> None:
+    workload = make_workload()
+    expected, _ = reference(workload, [range(SAMPLES)], mean_loss)
+    torch.manual_seed(0)
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean_loss(model, next(iter(DataLoader(workload.train_data, batch_size=9)))).backward()
+    for batch in autobatch.batches(workload.train_data, small_plan(), optimizer=optimizer):
+        for micro in batch:
+            batch.backward(mean_loss(model, micro.data))
+        batch.step()
+    assert apart(weights(model), expected) <= EXACT
+
+
+def test_a_batch_that_counts_nothing_takes_no_step() -> None:
+    data = tokens()
+    data.columns[1].fill_(IGNORED)
+    workload = make_workload(model=language_model, train_data=data, loss=token_loss)
+    torch.manual_seed(0)
+    before = weights(workload.model())
+    found, losses = train_in_own_loop(workload, autobatch.batches(data, small_plan()))
+    assert torch.equal(found, before)
+    assert math.isnan(losses[0])
+
+
+def test_a_missing_backward_is_refused() -> None:
+    micros = iter(first_batch())
+    next(micros)
+    with pytest.raises(
+        InputError, match=r"not called for micro-batch 1 of batch 0.*in place of loss\.backward"
+    ):
+        next(micros)
+
+
+def test_a_step_before_the_end_is_refused() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = first_batch()
+    with pytest.raises(InputError, match="after 0 of 24 samples of batch 0"):
+        batch.step(optimizer)
+    for micro in batch:
+        with pytest.raises(InputError, match=r"not called for micro-batch|after \d+ of 24"):
+            batch.step(optimizer)
+        batch.backward(mean_loss(model, micro.data))
+        with pytest.raises(InputError, match="called without a micro-batch in batch 0"):
+            batch.backward(mean_loss(model, micro.data))
+    with pytest.raises(InputError, match="has no optimizer"):
+        batch.step()
+    with pytest.raises(InputError, match="found a Sequential"):
+        batch.step(model)
+    assert batch.step(optimizer).applied
+    with pytest.raises(InputError, match="already taken"):
+        batch.step(optimizer)
+
+
+def test_a_batch_without_a_step_does_not_leak_into_the_next() -> None:
+    model = network()
+    batches = iter(autobatch.batches(points(), small_plan(8), steps=2))
+    batch = next(batches)
+    for micro in batch:
+        batch.backward(mean_loss(model, micro.data))
+    with pytest.raises(InputError, match="no step was taken for batch 0"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda found: found.expand(3), r"a tensor of shape \(3,\)"),
+        (lambda found: found.item(), "found a float"),
+        (lambda found: Loss(found.expand(3), 3), "total of a Loss"),
+    ],
+)
+def test_a_value_that_is_not_a_loss_is_refused(loss, message: str) -> None:
+    batch, model = first_batch(), network()
+    micro = next(iter(batch))
+    with pytest.raises(InputError, match=message):
+        batch.backward(loss(mean_loss(model, micro.data)))
+
+
+def test_a_detached_loss_is_refused() -> None:
+    workload = make_workload(loss=lambda model, batch: mean_loss(model, batch).detach())
+    with pytest.raises(InputError, match="no gradient"):
+        train_in_own_loop(workload, autobatch.batches(points(), small_plan()))
+
+
+# batches cut by size
+
+
+RAGGED = ragged_workload()
+CUT = ragged_split(RAGGED, 4).cut
+BY_SIZE = msgspec.structs.replace(
+    make_plan(target_batch=24, micro_batch_limit=4, learning_rate=0.01),
+    split="size",
+    size_cut=msgspec.structs.replace(CUT, by_size_of=True),
+)
+
+
+def length(sample) -> int:
+    return len(sample[0])
+
+
+def train_by_size(data, **options):
+    """Train in a loop of one's own; return the weights and the samples of each micro-batch."""
+    torch.manual_seed(0)
+    model = RAGGED.model()
+    optimizer = RAGGED.optimizer(model.parameters(), 0.01)
+    counts = []
+    for batch in autobatch.batches(data, BY_SIZE, steps=4, **options):
+        counts.append([])
+        for micro in batch:
+            batch.backward(sequence_loss(model, micro.data))
+            counts[-1].append((micro.samples, micro.data[0].shape[1]))
+        batch.step(optimizer)
+    return weights(model), counts
+
+
+def by_whole_batches() -> torch.Tensor:
+    loop = make_loop(RAGGED, target_batch=24, micro_batch=24, steps=4)
+    list(loop.run())
+    return weights(loop.train_state.model)
+
+
+def test_batches_are_cut_by_size_and_keep_their_gradient() -> None:
+    found, counts = train_by_size(RAGGED.train_data, collate=pad, size_of=length)
+    assert apart(found, by_whole_batches()) <= 1e-12
+    for batch in counts:
+        assert sum(samples for samples, _ in batch) == 24
+        assert [padded for _, padded in batch] == sorted((padded for _, padded in batch), reverse=True)
+        for samples, padded in batch:
+            knot = next(number for number, size in enumerate(CUT.sizes) if size >= padded)
+            assert samples <= CUT.micro_batches[knot]
+
+
+def test_a_stream_is_cut_too() -> None:
+    data = RAGGED.train_data
+    _, counts = train_by_size((data[i % len(data)] for i in range(96)), collate=pad, size_of=length)
+    assert all(batch[0][1] > batch[-1][1] for batch in counts)
+
+
+@pytest.mark.parametrize("is_loader", [False, True])
+def test_without_sizes_batches_are_split_by_count(is_loader: bool) -> None:
+    if is_loader:
+        data = DataLoader(RAGGED.train_data, batch_size=8, collate_fn=pad)
+        _, counts = train_by_size(data, size_of=length)
+    else:
+        found, counts = train_by_size(RAGGED.train_data, collate=pad)
+        assert apart(found, by_whole_batches()) <= 1e-12
+    assert all(sum(samples for samples, _ in batch) == 24 for batch in counts)
+    assert max(samples for batch in counts for samples, _ in batch) <= 4
+
+
+def test_an_invalid_size_is_an_error() -> None:
+    with pytest.raises(InputError, match="returned nan for sample 0"):
+        train_by_size(RAGGED.train_data, collate=pad, size_of=lambda sample: float("nan"))
