@@ -31,7 +31,6 @@ from autobatch.api.tune_stage import (
     add_tuning,
     check_storage_option,
     open_tuner,
-    settings_for,
 )
 from autobatch.core.errors import InputError
 from autobatch.core.files import write_output
@@ -151,14 +150,12 @@ def run_tune(workload: Workload | str | None, options: Options, context: RunCont
         found = probe_choice(workload, options, context, first, opened, stage=probe_and_plan)
         process, result = found.process, uninterrupted(found.result)
         note_split(process, result, context.progress, is_last=False)
-        settings = unpack.tune_settings(options, process.info, PLANNED_STEPS)
-        settings = settings_for(settings, found.shard, context.progress)
-        tuner = open_tuner(process, settings, context, options.tune.timeout)
-        if settings.trials or not settings.lr_trials:
+        tuner = open_tuner(process, options, PLANNED_STEPS, context, found.shard)
+        if tuner.trials or not tuner.lr_trials:
             result = add_tuning(tuner, result)
         write_memory_viz(process, result, options, context.progress)
         result = add_split(process, result, options, context.progress, home=context.home, ranks=context.ranks)
-        if not settings.lr_trials:
+        if not tuner.lr_trials:
             return result
         try:
             return add_learning_rate(tuner, result)

@@ -29,7 +29,6 @@ from autobatch.api.tune_stage import (
     add_tuning,
     check_storage_option,
     open_tuner,
-    settings_for,
 )
 from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
@@ -110,21 +109,18 @@ def prepare(
         earlier = None if ranks.restart > 0 else ranks.once(lambda: move_earlier_run(out))
         if earlier is not None:
             context.progress.note(f"moved the earlier run of {out} to {earlier}")
-        tune_settings = unpack.fit_tune_settings(options, process.info, sampler.total)
-        tune_settings = settings_for(tune_settings, shard, context.progress)
-        is_tuned = tune_settings.trials or tune_settings.lr_trials
+        tuner = open_tuner(process, options, sampler.total, context, shard)
         if (
-            is_tuned
+            (tuner.trials or tuner.lr_trials)
             and shard is None
             and options.split_check == "error"
             and result.plan.accumulation_steps > 1
         ):
             context.progress.doing(CHECKING_SPLIT)
             refuse_split(process, result.plan.micro_batch)
-        tuner = open_tuner(process, tune_settings, context, options.tune.timeout)
-        if tune_settings.trials:
+        if tuner.trials:
             result = add_tuning(tuner, result)
-        if tune_settings.lr_trials:
+        if tuner.lr_trials:
             result = add_learning_rate(tuner, result)
         write_memory_viz(process, result, options, context.progress)
         result = _with_split(process, result, options, context)

@@ -8,38 +8,46 @@ import msgspec
 
 from autobatch.api.context import RunContext
 from autobatch.core.options import Options
-from autobatch.core.progress import Progress
 from autobatch.core.records.tuning import Tuning
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.report.result import Result
 from autobatch.setup.child import SetupProcess
-from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
+from autobatch.tuning.tune_plan import PlanTuner
 
 
 def open_tuner(
-    process: SetupProcess, settings: TuneSettings, context: RunContext, timeout: float | None
+    process: SetupProcess,
+    options: Options,
+    planned_steps: int,
+    context: RunContext,
+    shard: ShardLayout | None,
 ) -> PlanTuner:
-    """Return the tuner of a plan, whose time starts now."""
-    return PlanTuner(
+    """Return the tuner of a plan, whose time starts now; it tries nothing of a model that ranks share.
+
+    Args:
+        process: holds the setup.
+        options: options of the command.
+        planned_steps: optimizer steps of the run that is tuned for.
+        context: surroundings of the call.
+        shard: the layout of a shared model; None if each rank has a whole one.
+    """
+    tuner = PlanTuner(
         process=process,
-        settings=settings,
+        options=options,
+        planned_steps=planned_steps,
         home=context.home,
         progress=context.progress,
         ranks=context.ranks,
-        expired=context.expiry(timeout),
+        expired=context.expiry(options.tune.timeout),
         clock=context.clock,
     )
-
-
-def settings_for(settings: TuneSettings, shard: ShardLayout | None, progress: Progress) -> TuneSettings:
-    """Return the settings of the tuner: no trials of a model that ranks share, which no rank holds alone."""
-    asked = {"configuration": settings.trials, "learning rate": settings.lr_trials}
+    asked = {"configuration": tuner.trials, "learning rate": tuner.lr_trials}
     left_out = " and the ".join(name for name, trials in asked.items() if trials)
     if shard is None or not left_out:
-        return settings
+        return tuner
     verb = "are" if all(asked.values()) else "is"
-    progress.note(f"the {left_out} {verb} not tuned, because the ranks share the model")
-    return replace(settings, trials=0, lr_trials=0)
+    context.progress.note(f"the {left_out} {verb} not tuned, because the ranks share the model")
+    return replace(tuner, options=options.with_values(trials=0, tune_lr=False))
 
 
 def add_tuning(tuner: PlanTuner, result: Result) -> Result:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
@@ -12,12 +11,8 @@ from autobatch.core.records.plan import Plan
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import launched_world_size, make_plan
 from autobatch.probing.estimates.settings import EstimateSettings, RankSettings
-from autobatch.search.one_probe import ProbeLimits, caps_of
+from autobatch.search.one_probe import ProbeLimits
 from autobatch.setup.setup import SetupInfo, SetupSettings
-from autobatch.tuning.tune_plan import TuneSettings
-
-DEFAULT_TRIALS = 8
-"""Configurations that are measured if no number was asked for."""
 
 
 def setup_settings(
@@ -127,36 +122,3 @@ def rank_settings(options: Options) -> RankSettings | None:
             "give --ranks N with N at least 2"
         )
     return None
-
-
-def tune_settings(options: Options, info: SetupInfo, planned_steps: int) -> TuneSettings:
-    """Return the settings of the tuner, for a run of this many optimizer steps."""
-    budget = options.device.memory_budget
-    return TuneSettings(
-        trials=DEFAULT_TRIALS if options.tune.trials is None else options.tune.trials,
-        planned_steps=planned_steps,
-        cap=min(caps_of(info, probe_limits(options, options.target_batch)).values()),
-        seed=options.device.seed,
-        storage=options.tune.storage,
-        study=options.tune.study,
-        knobs=options.tune.knobs,
-        is_precision_open=options.device.precision == "auto",
-        lr_trials=options.tune.lr_trials if options.tune.tune_lr else 0,
-        lr_steps=options.tune.lr_steps,
-        asked={
-            "target_batch": options.target_batch,
-            "memory_budget": None if budget is None else str(budget),
-            "max_micro_batch": options.search.max_micro_batch,
-        },
-    )
-
-
-def fit_tune_settings(options: Options, info: SetupInfo, planned_steps: int) -> TuneSettings:
-    """Return the settings of the tuner within ``fit``, which knows how the run is fed."""
-    return replace(
-        tune_settings(options, info, planned_steps),
-        run_samples=planned_steps * options.target_batch if options.tune.trials is None else None,
-        workers=info.workers if options.train.workers is None else options.train.workers,
-        prefetch=info.prefetch if options.train.prefetch is None else options.train.prefetch,
-        skips_nonfinite=options.train.on_nonfinite == "skip",
-    )

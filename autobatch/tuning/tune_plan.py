@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from autobatch.core.knobs import (
     defaults,
     parse_knobs,
 )
+from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.tuning import LrTuning, Tuning
@@ -33,70 +34,14 @@ from autobatch.tuning.find_fastest import find_fastest
 from autobatch.tuning.learning_rate import LrTrialSpec, ShortRuns, find_learning_rate
 from autobatch.tuning.trial import Trials, TrialSpec, look_at_workload
 
+DEFAULT_TRIALS = 8
+"""Configurations that are measured if no number was asked for."""
 TRIAL_SECONDS = 0.5
 """Approximate time that a trial measures for."""
 LR_SUFFIX = "-learning-rate"
 """End of the name of a study of learning rates."""
 _NOT_A_PURPOSE = ("budget_bytes", "total_bytes")
 """Fields of the key that do not belong to a study, because free memory makes no configuration fast."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneSettings:
-    """Settings of the tuner: plain values."""
-
-    trials: int
-    planned_steps: int
-    """Optimizer steps of the run that is tuned for."""
-    cap: int
-    """The largest micro-batch that any configuration may use."""
-    run_samples: int | None = None
-    """Samples of the run, to stop when tuning cannot pay back; None to run all trials."""
-    seed: int = 0
-    storage: str | None = None
-    """Storage of the study; None for a file of its own in the data directory."""
-    study: str | None = None
-    """Name of the study; None for one made from its purpose."""
-    knobs: str | None = None
-    """Names of the knobs to tune; None for all that apply."""
-    is_precision_open: bool = True
-    """True if no precision was asked for."""
-    workers: int | None = None
-    """Loader workers that were asked for; None if none were."""
-    prefetch: int | None = None
-    """Micro-batches per worker that were asked for; None if none were."""
-    lr_trials: int = 0
-    """Learning rates to try; 0 if none were asked for."""
-    lr_steps: int = 0
-    skips_nonfinite: bool = False
-    """True to skip a non-finite step, as the training that follows does."""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    """Options that change the figures of a study, by name."""
-
-    def trial_spec(self, samples: int, limit: int) -> TrialSpec:
-        """Return the settings of trials with this many samples per step, under a limit on the micro-batch."""
-        return TrialSpec(
-            limit=limit,
-            cap=self.cap,
-            samples=samples,
-            planned_steps=self.planned_steps,
-            seconds=TRIAL_SECONDS,
-            is_precision_open=self.is_precision_open,
-            workers=self.workers,
-            prefetch=self.prefetch,
-        )
-
-    def lr_trial_spec(self, plan: Plan) -> LrTrialSpec:
-        """Return the settings of the short runs of a plan."""
-        return LrTrialSpec(
-            default=plan.learning_rate,
-            target_batch=plan.target_batch,
-            micro_batch=plan.micro_batch,
-            precision=plan.precision,
-            knobs=plan.knobs,
-            steps=self.lr_steps,
-            skips=self.skips_nonfinite,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +52,9 @@ class PlanTuner:
     """
 
     process: SetupProcess
-    settings: TuneSettings
+    options: Options
+    planned_steps: int
+    """Optimizer steps of the run that is tuned for."""
     home: Path
     """Data directory, in which studies are kept."""
     progress: Progress
@@ -117,6 +64,23 @@ class PlanTuner:
     ranks: Ranks = field(default_factory=Alone)
     """The processes that train together; all of them make the same calls."""
     clock: Callable[[], float] = time.monotonic
+
+    @property
+    def trials(self) -> int:
+        """Configurations to measure."""
+        asked = self.options.tune.trials
+        return DEFAULT_TRIALS if asked is None else asked
+
+    @property
+    def lr_trials(self) -> int:
+        """Learning rates to try."""
+        return self.options.tune.lr_trials if self.options.tune.tune_lr else 0
+
+    @property
+    def loader_workers(self) -> int | None:
+        """Loader workers that were asked for; None if none were."""
+        asked = self.options.train.workers
+        return self.process.info.workers if asked is None else asked
 
     def tune(self, plan: Plan, limit: int) -> tuple[Plan, Tuning]:
         """Find the fastest configuration of a plan, and put it into the plan.
@@ -131,7 +95,7 @@ class PlanTuner:
         """
         limit = limit_of_rank(self.ranks, plan) if plan.ranks else limit
         samples = max(1, share_of_rank(self.ranks, plan, sum(plan.micro_batches)))
-        task = self.settings.trial_spec(samples, limit)
+        task = self._trial_spec(samples, limit)
         plain = self.ranks.once(lambda: list(map(msgspec.to_builtins, self._find_fastest(task))))
         tuning = msgspec.convert(plain[0], Tuning)
         task = replace(task, defaults=plain[1])
@@ -143,18 +107,22 @@ class PlanTuner:
 
     def _find_fastest(self, task: TrialSpec) -> tuple[Tuning, dict[str, Value], int]:
         """Search, and return the answer, the default configuration, and the chosen micro-batch."""
-        settings = self.settings
+        options = self.options
         self.progress.doing("looking for what can be tuned")
         context = self.process.call("looking at the workload", look_at_workload, task)
-        axes, notes = applicable(context, None if settings.knobs is None else parse_knobs(settings.knobs))
+        asked = None if options.tune.knobs is None else parse_knobs(options.tune.knobs)
+        axes, notes = applicable(context, asked)
         for line in notes:
             self.progress.note(line)
         trials = Trials(self.process, replace(task, defaults=defaults(axes)))
+        # A run pays back only what it was not asked to measure.
+        pays_back = options.command == "fit" and options.tune.trials is None
+        run_samples = self.planned_steps * options.target_batch if pays_back else None
         found = find_fastest(
             trials.measure,
             axes,
-            budget=Budget(settings.trials, self.expired, settings.run_samples),
-            seed=settings.seed,
+            budget=Budget(self.trials, self.expired, run_samples),
+            seed=options.device.seed,
             place=self.locate(axes),
             confirm_fits=trials.confirm_fits,
             progress=self.progress,
@@ -203,15 +171,22 @@ class PlanTuner:
             InputError: the storage is not usable, or the study was made for something else.
             AutobatchError: the workload does not train at its own learning rate.
         """
-        settings = self.settings
-        task = settings.lr_trial_spec(plan)
+        task = LrTrialSpec(
+            default=plan.learning_rate,
+            target_batch=plan.target_batch,
+            micro_batch=plan.micro_batch,
+            precision=plan.precision,
+            knobs=plan.knobs,
+            steps=self.options.tune.lr_steps,
+            skips=self.options.train.on_nonfinite == "skip",
+        )
         # A short run trains whole batches in one process, so that one rank is enough.
         plain = self.ranks.once(
             lambda: msgspec.to_builtins(
                 find_learning_rate(
                     ShortRuns(self.process, task),
-                    budget=Budget(settings.lr_trials, self.expired),
-                    seed=settings.seed,
+                    budget=Budget(self.lr_trials, self.expired),
+                    seed=self.options.device.seed,
                     place=self._locate_lr(task),
                     progress=self.progress,
                     clock=self.clock,
@@ -237,10 +212,25 @@ class PlanTuner:
         """Locate the study of configurations, which compiling and loader workers make another one."""
         made_for = self._purpose()
         if any(axis.name == COMPILE for axis in axes):
-            made_for["planned_steps"] = self.settings.planned_steps
-        if self.settings.workers is not None:
-            made_for["workers"] = self.settings.workers
+            made_for["planned_steps"] = self.planned_steps
+        if self.loader_workers is not None:
+            made_for["workers"] = self.loader_workers
         return self._location(made_for, [made_for, axes])
+
+    def _trial_spec(self, samples: int, limit: int) -> TrialSpec:
+        """Return the settings of trials with this many samples per step, under a limit on the micro-batch."""
+        options, info = self.options, self.process.info
+        caps = (options.target_batch, options.search.max_micro_batch, info.samples)
+        return TrialSpec(
+            limit=limit,
+            cap=min(cap for cap in caps if cap is not None),
+            samples=samples,
+            planned_steps=self.planned_steps,
+            seconds=TRIAL_SECONDS,
+            is_precision_open=options.device.precision == "auto",
+            workers=self.loader_workers,
+            prefetch=info.prefetch if options.train.prefetch is None else options.train.prefetch,
+        )
 
     def _planned(self, plan: Plan, chosen: Plan) -> Plan:
         """Report the chosen plan if it is another one."""
@@ -254,20 +244,25 @@ class PlanTuner:
             "train_samples": self.process.info.samples,
             "learning_rate": task.default,
             "lr_steps": task.steps,
-            "seed": self.settings.seed,
+            "seed": self.options.device.seed,
         }
         return self._location(made_for, made_for, suffix=LR_SUFFIX)
 
     def _purpose(self) -> dict[str, Any]:
         """Return the values that the figures of any study depend on, by name."""
         key: dict[str, Any] = self.process.info.key
-        return {name: key[name] for name in key if name not in _NOT_A_PURPOSE} | dict(self.settings.asked)
+        budget = self.options.device.memory_budget
+        return {name: key[name] for name in key if name not in _NOT_A_PURPOSE} | {
+            "target_batch": self.options.target_batch,
+            "memory_budget": None if budget is None else str(budget),
+            "max_micro_batch": self.options.search.max_micro_batch,
+        }
 
     def _location(self, made_for: dict[str, Any], content: object, *, suffix: str = "") -> StudyLocation:
         """Name a study as asked, else by a digest of its content."""
         digest = hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:12]
-        name = f"{self.settings.study or f'{self.process.info.name}-{digest}'}{suffix}"
-        return StudyLocation(name, self.settings.storage or self._file(name), made_for)
+        name = f"{self.options.tune.study or f'{self.process.info.name}-{digest}'}{suffix}"
+        return StudyLocation(name, self.options.tune.storage or self._file(name), made_for)
 
     def _file(self, name: str) -> str | None:
         """Return the file of a study in the data directory; None to keep it in memory."""

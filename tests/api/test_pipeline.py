@@ -105,7 +105,7 @@ def test_a_tuning_runs_the_stages_that_are_requested(
 
     def noted(name: str, stage: str) -> Any:
         def run(tuner: PlanTuner, *given: Any) -> Any:
-            if name == "tune_learning_rate" or tuner.settings.trials:
+            if name == "tune_learning_rate" or tuner.trials:
                 ran.append(stage)
             return real[name](tuner, *given)
 

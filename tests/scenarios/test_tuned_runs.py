@@ -166,7 +166,7 @@ def test_a_run_is_tuned_for_its_own_length(monkeypatch: pytest.MonkeyPatch, tmp_
     planned = []
 
     def capture(tuner: PlanTuner, *_: Any) -> None:
-        planned.append(tuner.settings.planned_steps)
+        planned.append(tuner.planned_steps)
         raise Captured
 
     monkeypatch.setattr(PlanTuner, "tune", capture)

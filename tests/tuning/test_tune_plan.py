@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from autobatch.api.context import RunContext
+from autobatch.api.tune_stage import open_tuner
 from autobatch.core.knobs import SearchAxis
 from autobatch.core.progress import Progress
+from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import make_plan
 from autobatch.setup.child import ThisProcess
 from autobatch.tuning.find_fastest import StudyLocation
-from autobatch.tuning.tune_plan import PlanTuner, TuneSettings
+from autobatch.tuning.learning_rate import LrTrialSpec
+from autobatch.tuning.tune_plan import PlanTuner
+from tests.support.options import as_options
 from tests.support.trials import trial_setup
 
 AXES = [SearchAxis("micro_batch_shift", (0, 1)), SearchAxis("precision", ("fp32", "bf16"))]
@@ -27,9 +32,9 @@ class Notes(Progress):
 
 
 def tuner_of(home: Path, progress: Progress, budget: str = "1GiB", **fields: Any) -> PlanTuner:
-    settings = TuneSettings(trials=1, planned_steps=100, cap=64, **fields)
+    options = as_options("fit", **{"target_batch": 64, "trials": 1, **fields})
     process = ThisProcess(trial_setup(budget))
-    return PlanTuner(process=process, settings=settings, home=home, progress=progress)
+    return PlanTuner(process=process, options=options, planned_steps=100, home=home, progress=progress)
 
 
 def located(home: Path, progress: Progress, budget: str = "1GiB", **fields: Any) -> StudyLocation:
@@ -37,7 +42,7 @@ def located(home: Path, progress: Progress, budget: str = "1GiB", **fields: Any)
 
 
 def test_a_study_follows_the_requested_budget_and_not_free_memory(tmp_path: Path) -> None:
-    budgets: list[dict[str, Any]] = [{"asked": {"memory_budget": budget}} for budget in (None, "64MiB")]
+    budgets: list[dict[str, Any]] = [{"memory_budget": budget} for budget in (None, "64MiB")]
     names = [
         located(tmp_path, Progress(), free, **asked).name for asked in budgets for free in ("1GiB", "64MiB")
     ]
@@ -48,7 +53,8 @@ def test_the_study_of_learning_rates_has_another_name_in_the_same_storage(tmp_pa
     given = {"study": "mine", "storage": "journal.log", "lr_steps": 8, "lr_trials": 2}
     tuner = tuner_of(tmp_path, Progress(), **given)
     plan = make_plan(target_batch=8, micro_batch_limit=4, learning_rate=0.1)
-    place = tuner._locate_lr(tuner.settings.lr_trial_spec(plan))
+    task = LrTrialSpec(plan.learning_rate, plan.target_batch, 4, plan.precision, {}, steps=8)
+    place = tuner._locate_lr(task)
     assert (place.name, place.storage) == ("mine-learning-rate", "journal.log")
     assert (place.made_for["learning_rate"], place.made_for["lr_steps"]) == (0.1, 8)
     assert (tuner.locate(AXES).name, tuner.locate(AXES).storage) == ("mine", "journal.log")
@@ -67,3 +73,19 @@ def test_a_study_is_kept_in_the_data_directory_or_else_in_memory_with_a_note(tmp
     (tmp_path / "file").touch()
     assert located(tmp_path / "file", progress).storage is None
     assert "is kept in memory" in progress.notes[0]
+
+
+def test_a_model_that_ranks_share_is_not_tuned(tmp_path: Path) -> None:
+    progress = Notes()
+    process = tuner_of(tmp_path, progress).process
+    context = RunContext(progress=progress, environ={"AUTOBATCH_HOME": str(tmp_path)})
+    for asked, left_out in (
+        ({"trials": 4}, "the configuration is"),
+        ({"trials": 4, "tune_lr": True}, "the configuration and the learning rate are"),
+    ):
+        options = as_options("fit", target_batch=8, **asked)
+        assert open_tuner(process, options, 10, context, None).trials == 4
+        tuner = open_tuner(process, options, 10, context, ShardLayout(world=2))
+        assert (tuner.trials, tuner.lr_trials) == (0, 0)
+        assert progress.notes.pop() == f"{left_out} not tuned, because the ranks share the model"
+    assert not progress.notes
