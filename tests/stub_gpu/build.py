@@ -53,7 +53,7 @@ LIBRARIES = (
 # Torch asks for entries of the driver by name, while it runs.
 DRIVER_ENTRY = re.compile(
     rb"\0(cu(?:Ctx|Dev|Mem|Get|Green|Multi|Stream|Func|Launch|Link|Module|Occ|Pointer|Tensor|Init|Driver|Library"
-    rb"|Kernel|Event)[A-Za-z0-9_]+)(?=\0)"
+    rb"|Kernel|Event|Logs)[A-Za-z0-9_]+)(?=\0)"
 )
 FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-Wl,-rpath,$ORIGIN", "-Wl,-z,lazy"]
 

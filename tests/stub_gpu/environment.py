@@ -25,6 +25,7 @@ from tests.stub_gpu.build import SOURCES, build
 ROOT = Path(__file__).parents[2]
 HEADERS = ("nvidia-cuda-runtime>=13,<14", "nvidia-cuda-crt>=13,<14")
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
+LEFT_OUT = ("PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
 # Torch's wheel asks for gigabytes of libraries that the stub replaces.
 REPLACED = re.compile(r"Requires-Dist: (nvidia-|cuda-|triton).*\n")
 
@@ -44,7 +45,8 @@ class Environment:
         """Return the variables under which a command runs on the stub."""
         folders = [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
         return {
-            **{name: value for name, value in os.environ.items() if name != "PYTHONHOME"},
+            # Without the second, each process would compile all modules of torch anew.
+            **{name: value for name, value in os.environ.items() if name not in LEFT_OUT},
             "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "VIRTUAL_ENV": str(self.folder),
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),

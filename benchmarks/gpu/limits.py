@@ -1,0 +1,174 @@
+"""The limits that a probe finds on a GPU, against a plain loop of torch in processes of its own.
+
+    python -m tests.stub_gpu -- python -m benchmarks.gpu.limits --out benchmarks/results/limits_stub.json
+
+A limit m is exact if the plain loop runs at m and not at m + 1, under the same cap. The loop imports nothing of
+autobatch. Each probe and each loop has a process of its own, so that no memory is left from another. Results are
+added to the file, and what it has for this version of torch is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.workloads import CASES
+
+MIB = 1 << 20
+STEPS = ((1, 2, 2), (2, 2, 1))
+"""Micro-batches of each optimizer step. The order of the first two changes how memory fragments."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def probe(name: str, budget_mib: int) -> dict[str, Any]:
+    """Find the limit of a case, as a user does."""
+    import autobatch
+
+    case = CASES[name]
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["AUTOBATCH_HOME"] = home  # no limit is saved, and none is known
+        found = autobatch.probe(
+            case.make(), device="cuda", memory_budget=budget_mib * MIB, progress=False, **case.options
+        )
+    return {
+        "found": found.micro_batch,
+        "limited_by": found.limited_by,
+        "upper_bound_by": found.upper_bound_by,
+        "runs": len(found.attempts),
+        "errors": sum(not one.fits for one in found.attempts),
+        "sizes": [one.micro_batch for one in found.attempts],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def estimate(name: str, micro_batch: int) -> dict[str, Any]:
+    """Predict the peaks of a micro-batch, without a GPU."""
+    import autobatch
+
+    case = CASES[name]
+    found = autobatch.estimate(case.make(), profile=["h100-80gb"], micro_batch=micro_batch, **case.options)
+    one = found.estimates[0]
+    return {"allocated_bytes": one.peak_allocated_bytes, "reserved_bytes": one.peak_reserved_bytes}
+
+
+def loop(name: str, budget_mib: int, micro_batch: int) -> dict[str, Any]:
+    """Train a few steps in a plain loop under a cap. A step that had to empty the cache does not fit."""
+    found: dict[str, Any] = {}
+    for steps in STEPS:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            train(name, budget_mib, micro_batch, steps)
+        except torch.OutOfMemoryError:
+            return {"fits": False}
+        statistics = torch.cuda.memory_stats()
+        if statistics["num_alloc_retries"]:
+            return {"fits": False}
+        found = found or {
+            "fits": True,
+            "allocated_bytes": statistics["allocated_bytes.all.peak"],
+            "reserved_bytes": statistics["reserved_bytes.all.peak"],
+        }
+        torch._C._cuda_clearCublasWorkspaces()
+    return found
+
+
+def train(name: str, budget_mib: int, micro_batch: int, steps: tuple[int, ...]) -> None:
+    """Run optimizer steps of so many micro-batches each, on the costliest samples."""
+    device = torch.device("cuda")
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(budget_mib * MIB / total)
+    case = CASES[name]
+    work = case.make()
+    model = work.model().to(device).train()
+    optimizer = work.optimizer(model.parameters(), work.learning_rate)
+    precision = case.options["precision"]
+    scaler = torch.amp.GradScaler(device.type, init_scale=1.0, enabled=precision == "fp16")
+    order = range(len(work.train_data))
+    if work.size_of is not None:
+        order = sorted(order, key=lambda index: (-work.size_of(work.train_data[index]), index))
+    samples = [work.train_data[order[index]] for index in range(micro_batch)]
+    collate = work.collate or torch.utils.data.default_collate
+    for count in steps:
+        for _ in range(count):
+            batch = moved(collate(samples), device)
+            with torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES):
+                loss = work.loss(model, batch)
+            del batch  # autograd keeps what it needs
+            total = getattr(loss, "total", loss)
+            del loss
+            scaler.scale(total / count).backward()
+            del total
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, dict):
+        return {name: one.to(device) for name, one in batch.items()}
+    return [one.to(device) for one in batch]
+
+
+def measure(name: str, budget_mib: int) -> dict[str, Any]:
+    """Measure a limit and the truth around it."""
+    row: dict[str, Any] = {"workload": name, "budget_mib": budget_mib, "torch": str(torch.__version__)}
+    try:
+        row |= alone(probe, name, budget_mib)
+        here, above = (alone(loop, name, budget_mib, row["found"] + more) for more in (0, 1))
+        row |= {"loop": here, "next_fits": above["fits"], "exact": here["fits"] and not above["fits"]}
+        row["estimate"] = alone(estimate, name, row["found"])
+    except Exception as error:  # the other limits are measured all the same
+        row["failed"] = f"{type(error).__name__}: {error}"[:400]
+    return row
+
+
+def alone(function: Any, *arguments: Any) -> dict[str, Any]:
+    """Call a function in a new process, which has imported torch and no more."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(
+        ["benchmarks.gpu.limits", "autobatch.api.library", "torch._dynamo", "transformers"]
+    )
+    # Attempts collect garbage: of what they made themselves.
+    with ProcessPoolExecutor(1, mp_context=context, initializer=gc.freeze) as pool:
+        found: dict[str, Any] = pool.submit(function, *arguments).result()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", help="cases (default: all)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no limit after so many seconds")
+    options = parser.parse_args()
+    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+    done = {(row["workload"], row["budget_mib"]) for row in rows if row["torch"] == torch.__version__}
+    start = time.perf_counter()
+    for name in options.only or CASES:
+        for budget_mib in CASES[name].budgets_mib:
+            if (name, budget_mib) in done or time.perf_counter() - start > options.seconds:
+                continue
+            row = measure(name, budget_mib)
+            rows.append(row)
+            options.out.write_text("[\n" + ",\n".join(json.dumps(one) for one in rows) + "\n]\n")
+            said = row.get("failed") or f"{row['found']:6} exact {row['exact']} runs {row['runs']}"
+            print(f"{name:20} {budget_mib:6} MiB  {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
