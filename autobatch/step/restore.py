@@ -47,6 +47,9 @@ def temporary_weights(model: nn.Module, device: torch.device) -> Iterator[nn.Mod
         for tensor, data, _, _ in kept:
             tensor.grad = None
             tensor.data = data.to(device, copy=True)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()  # as `Module.to` does, or cuDNN copies the weights in each pass
         yield model
     finally:
         for module, attributes, registries in modules:

@@ -2,9 +2,9 @@
 
     python -m tests.stub_gpu -- python -m benchmarks.gpu.limits --out benchmarks/results/limits_stub.json
 
-A limit m is exact if the plain loop runs at m and not at m + 1, under the same cap. The loop imports nothing of
-autobatch. Each probe and each loop has a process of its own, so that no memory is left from another. Results are
-added to the file, and what it has for this version of torch is not measured again.
+A limit m is exact if the plain loop runs at m and not at m + 1, under the same cap. The loop uses nothing of
+autobatch. Each probe and each loop has a process of its own, so that no memory is left from another. Results
+are added to the file, and what it has for this version of torch is not measured again.
 """
 
 from __future__ import annotations

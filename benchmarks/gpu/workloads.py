@@ -250,7 +250,8 @@ def series() -> Few:
 
 def pad(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     pad_rows = partial(nn.utils.rnn.pad_sequence, batch_first=True)
-    return [pad_rows([one[0] for one in samples]), pad_rows([one[1] for one in samples], padding_value=-100)]
+    ids, targets = zip(*samples, strict=True)
+    return [pad_rows(list(ids)), pad_rows(list(targets), padding_value=-100)]
 
 
 def pack(samples: list[tuple[Tensor, int]]) -> tuple[Any, Tensor]:

@@ -108,6 +108,17 @@ def prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = not (group.get("differentiable", False) or on_host)
 
 
+def leave_gpus_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Skip torch's check for CUDA graphs in the steps of an optimizer of fakes.
+
+    It asks the current stream of the current GPU (torch/optim/optimizer.py), and so opens a context on a GPU
+    that nobody has chosen.
+    """
+    check = "_accelerator_graph_capture_health_check"
+    if hasattr(optimizer, check):
+        setattr(optimizer, check, lambda: None)
+
+
 def missing_parts() -> list[str]:
     """Return the private parts of torch that the policy needs and this torch lacks."""
     needed = {

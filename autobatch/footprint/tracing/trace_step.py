@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autobatch.core.knobs import Configuration
 from autobatch.core.records.base import GradientDtype, Precision
-from autobatch.footprint.tracing.cuda_policy import cuda_policy, prefer_foreach
+from autobatch.footprint.tracing.cuda_policy import cuda_policy, leave_gpus_alone, prefer_foreach
 from autobatch.footprint.tracing.known_values import KnownValues, has_values, own_copy
 from autobatch.footprint.tracing.recording import Recording
 from autobatch.footprint.tracing.trace_mode import Recorder
@@ -229,8 +229,9 @@ def _build(setting: Setting, model: nn.Module, recorder: Recorder) -> tuple[Trai
         recorder.label("gradients", [train_state.exchange])
     if train_state.average is not None:
         recorder.label("averaged weights", train_state.average.tensors())
-    if setting.capability is not None:
-        for optimizer in train_state.optimizers:
+    for optimizer in train_state.optimizers:
+        leave_gpus_alone(optimizer)
+        if setting.capability is not None:
             prefer_foreach(optimizer)
     if arranged is not None:
         arranged.attach(train_state)

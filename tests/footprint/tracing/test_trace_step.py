@@ -65,6 +65,18 @@ def test_steps_are_those_of_an_attempt():
     assert tuple(Setting.__dataclass_fields__["steps"].default) == ATTEMPT_STEPS
 
 
+@pytest.mark.parametrize("capability", [None, (8, 0)])
+def test_a_trace_asks_no_gpu(capability, monkeypatch):
+    """Torch's optimizers ask the current stream whether a graph captures it, which opens a context."""
+
+    def asked(_):
+        raise AssertionError("a step on fakes asked a GPU")
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", asked)
+    one = setup(WORKLOADS["transformer"]())
+    assert record(setting(one, capability=capability), 2).trace.events
+
+
 def test_a_trace_leaves_model_and_random_states_unchanged():
     one = setup(WORKLOADS["transformer"]())
     before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
