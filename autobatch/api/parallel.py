@@ -9,10 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from autobatch.api import unpack
-from autobatch.api.confirm import JointSettings
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import WholeModelTooLargeError, agree_on_fit
-from autobatch.api.probe_stage import open_setup_process, uninterrupted
+from autobatch.api.probe_stage import JointSettings, open_setup_process, uninterrupted
 from autobatch.core.errors import InputError
 from autobatch.core.options import Options
 from autobatch.core.records.plan import Plan
@@ -124,11 +123,11 @@ def probe_choice(
     process, shard, reason = first
     may_share = shard is None and _may_share(options, context.ranks)
     try:
-        together = JointSettings(shard, may_share, options.ranks.grad_sync)
+        together = JointSettings(shard, may_share)
         result = stage(process, options, context, together)
     except WholeModelTooLargeError as error:
         process, shard, reason = _open_shared(workload, options, context, opened, str(error))
-        result = stage(process, options, context, JointSettings(shard, grad_sync=options.ranks.grad_sync))
+        result = stage(process, options, context, JointSettings(shard))
     if context.ranks.world == 1:
         return StageResult(process, result, shard)
     return StageResult(process, with_parallel(uninterrupted(result), options, shard, reason, context), shard)

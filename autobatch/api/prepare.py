@@ -12,12 +12,12 @@ import msgspec
 
 from autobatch.api import unpack
 from autobatch.api.checks import CHECKING_SPLIT, refuse_split, refuse_weights
-from autobatch.api.confirm import JointSettings
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import check_data_of_ranks, claim_of_ranks
 from autobatch.api.parallel import layout_of_resume, open_choice, probe_choice, with_parallel
 from autobatch.api.probe_stage import (
     OPENING,
+    JointSettings,
     open_setup_process,
     probe_and_plan,
     uninterrupted,
@@ -258,7 +258,7 @@ def _planned_again(
     ranks = context.ranks
     with open_setup_process(workload, options, context, shard) as process:
         shard = process.info.layout
-        together = JointSettings(shard=shard, grad_sync=options.ranks.grad_sync)
+        together = JointSettings(shard)
         result = uninterrupted(probe_and_plan(process, options, context, together))
         if ranks.world > 1:
             result = with_parallel(result, options, shard, None, context)

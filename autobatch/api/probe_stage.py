@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from autobatch.api import unpack
-from autobatch.api.confirm import JointLimits, JointSettings, confirmed_limits
 from autobatch.api.context import RunContext
 from autobatch.api.over_ranks import agree_on_fit, check_data_of_ranks
-from autobatch.core.errors import DoesNotFitError
 from autobatch.core.files import write_output
 from autobatch.core.options import Options
 from autobatch.core.progress import Progress
 from autobatch.core.records.plan import Plan
-from autobatch.core.records.probe import Probe, RankLimit
-from autobatch.core.units import format_bytes
 from autobatch.distributed.launch import check_equal
-from autobatch.distributed.rank_plan import spread
+from autobatch.distributed.rank_plan import limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
 from autobatch.report.result import Result
@@ -39,6 +35,15 @@ from autobatch.setup.trace import predicted_memory
 from autobatch.workload.contract import Workload
 
 OPENING = "opening the workload"
+
+
+class JointSettings(NamedTuple):
+    """Settings of joint training on which a probe and a plan depend."""
+
+    shard: ShardLayout | None = None
+    """The layout of a shared model; None if each rank has a whole one."""
+    may_share: bool = False
+    """True if ranks may share a model that does not fit whole."""
 
 
 def open_setup_process(
@@ -107,36 +112,15 @@ def probe_only(
         # A larger size that does not fit is no reason to share the model.
         found = agree_on_fit(check, ranks) if together.may_share and asked == 1 else check()
         probe = found.probe
-    joint = confirmed_limits(process, _twice, probe.micro_batch, together, ranks, progress)
-    least = min(one.limit for one in joint.limits)
-    if asked is not None and least < asked:
-        raise DoesNotFitError(
-            f"a micro-batch of {asked} fits on each rank alone, but not in a batch over {ranks.world} ranks "
-            f"in the budget of {format_bytes(process.info.device.budget_bytes)}"
-        )
-    limit = joint.limits[ranks.rank].limit
+    of_ranks = limits_over_ranks(ranks, probe.micro_batch, process.info.device)
+    limit = of_ranks[ranks.rank].limit
     if limit < probe.micro_batch:
         probe = msgspec.structs.replace(probe, micro_batch=limit, upper_bound_by=None)
     return Result(
         device=process.info.device,
-        probe=_over_ranks(probe, joint),
+        probe=msgspec.structs.replace(probe, ranks=of_ranks if ranks.world > 1 else []),
         profile=found.file,
         command=context.command,
-    )
-
-
-def _twice(limits: Sequence[RankLimit]) -> list[list[int]]:
-    """Return a batch of two micro-batches on each rank."""
-    return [[one.limit] * 2 for one in limits]
-
-
-def _over_ranks(probe: Probe, joint: JointLimits) -> Probe:
-    """Put what was found over several ranks into the probe of one of them."""
-    return msgspec.structs.replace(
-        probe,
-        over_ranks=joint.attempts,
-        over_ranks_skipped=joint.skipped,
-        ranks=joint.limits if len(joint.limits) > 1 else [],
     )
 
 
@@ -194,24 +178,15 @@ def probe_and_plan(
         limit, alone = limit_of_plan(process, limit, share, progress)
     plan = unpack.plan_for(info, alone, options, world_size)
 
-    def planned(limits: Sequence[RankLimit]) -> Plan:
-        return plan if ranks.world == 1 else spread(plan, limits, together.shard)
-
-    joint = confirmed_limits(
-        process,
-        lambda limits: [one.micro_batches for one in planned(limits).ranks],
-        alone,
-        together,
-        ranks,
-        progress,
-    )
-    plan = planned(joint.limits)
+    of_ranks = limits_over_ranks(ranks, alone, info.device) if ranks.world > 1 else []
+    if of_ranks:
+        plan = spread(plan, of_ranks, together.shard)
     _tell(plan, info.epoch_samples, progress)
     progress.doing("predicting the memory of a step")
     predicted, curve = predicted_memory(limit.footprint, info, limit.probe.micro_batch)
     return Result(
         device=info.device,
-        probe=_over_ranks(limit.probe, joint),
+        probe=msgspec.structs.replace(limit.probe, ranks=of_ranks),
         plan=plan,
         profile=limit.file,
         title=info.name,

@@ -36,7 +36,6 @@ class SearchKeywords(CommonKeywords, total=False):
     size_multiple: str | int | None
     memory_viz: StrPath | None
     ranks: int | None
-    grad_sync: Literal["auto", "overlap", "after"]
     parallel: Literal["auto", "replicate", "shard"]
     shard_sync: Literal["each", "once"]
     shard_modules: str | None

@@ -425,15 +425,6 @@ class RankOptions(Section, frozen=True, kw_only=True):
             "REGEX",
         ),
     ] = None
-    grad_sync: Annotated[
-        Literal["auto", "overlap", "after"],
-        Option(
-            "Over several ranks, sum gradients during the last backward pass (DDP) or after it. auto: during "
-            "it above 25 MiB on GPUs, if DDP can.",
-            "run",
-            RUNS,
-        ),
-    ] = "auto"
     collective_timeout: Annotated[
         Positive,
         Option(

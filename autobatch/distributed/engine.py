@@ -1,13 +1,14 @@
 """The engine of a loop: how ranks sum a batch, and how they agree on what happens to it.
 
-A loop has one engine, chosen once. `OneProcess` hands everything back. The engines of several ranks make the
-sums over all ranks out of the sums of each, so that whatever follows (checks, clipping, the step, counters)
-is the same on every rank.
+A loop has one engine. `Engine` is that of one process, and hands everything back. Those of several ranks
+make the sums over all ranks out of the sums of each, so that whatever follows (checks, clipping, the step,
+counters) is the same on every rank: `Replicate` for whole models (`autobatch.distributed.replicate`), `Shard`
+for models that ranks share (`autobatch.distributed.sharding.engine`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from autobatch.core.signals import StopRequest
 from autobatch.distributed.ranks import Alone, Ranks
@@ -42,27 +43,23 @@ class OutOfMemory(NamedTuple):
     """True if memory ran out in the loss over the whole batch of ``size``, which has no smaller part."""
 
 
-class Engine(Protocol):
-    """The ranks of a loop."""
+class Engine:
+    """The ranks of a loop: this process alone."""
 
-    @property
-    def name(self) -> str | None:
-        """``overlap`` or ``after``; None for one process."""
+    mesh: DeviceMesh | None = None
+    """The ranks that share every parameter; None if each rank holds all of them."""
 
-    @property
-    def ranks(self) -> Ranks:
-        """The processes."""
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks that share every parameter; None if each rank holds all of them."""
+    def __init__(self) -> None:
+        self.ranks: Ranks = Alone()
 
     @property
     def limits(self) -> list[int]:
         """The largest micro-batch of each rank, to be changed in place; empty for one process."""
+        return []
 
     def shared_request(self, request: StopRequest) -> StopRequest:
         """Return the request to stop that all ranks obey at the same step."""
+        return request
 
     def passing(
         self,
@@ -79,6 +76,7 @@ class Engine(Protocol):
             count: their number.
             batch: the samples of all ranks.
         """
+        return micro_batches
 
     def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
         """Sum gradients and totals over the ranks, unless one of them ran out of memory.
@@ -90,6 +88,7 @@ class Engine(Protocol):
         Returns:
             The totals of the batch on every rank, or an `OutOfMemory` on every rank.
         """
+        return outcome
 
     def settle(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
         """Agree on an out-of-memory error: the same on every rank, but for ``smaller``.
@@ -98,6 +97,7 @@ class Engine(Protocol):
             oom: of this rank, after it has undone the batch.
             may_repeat: whether fragmentation alone leaves the micro-batches as they are.
         """
+        return oom
 
     def lower(self, limit: int) -> None:
         """Lower the limit of all ranks of this rank's kind."""
@@ -110,51 +110,4 @@ class Engine(Protocol):
 
     def explained(self, error: Exception) -> Exception:
         """Return the error of a step; a `RankLost` in its place if it tells that another rank has ended."""
-
-
-class OneProcess:
-    """The engine of a process that trains alone."""
-
-    name = None
-    mesh = None
-    ranks: Ranks = Alone()
-
-    @property
-    def limits(self) -> list[int]:
-        """Return nothing."""
-        return []
-
-    def shared_request(self, request: StopRequest) -> StopRequest:
-        """Return the request itself."""
-        return request
-
-    def passing(
-        self,
-        train_state: TrainState,
-        micro_batches: Iterable[tuple[Collated, int]],
-        count: int,
-        batch: GlobalBatch,
-    ) -> Iterable[tuple[Collated, int]]:
-        """Return the micro-batches themselves."""
-        return micro_batches
-
-    def combine(self, train_state: TrainState, outcome: StepTotals | OutOfMemory) -> StepTotals | OutOfMemory:
-        """Return the outcome itself."""
-        return outcome
-
-    def settle(self, oom: OutOfMemory, *, may_repeat: bool) -> OutOfMemory:
-        """Return the error itself."""
-        return oom
-
-    def lower(self, limit: int) -> None:
-        """Do nothing."""
-
-    def share(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing."""
-
-    def agree_on_request(self) -> None:
-        """Do nothing."""
-
-    def explained(self, error: Exception) -> Exception:
-        """Return the error itself."""
         return error

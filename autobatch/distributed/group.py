@@ -27,7 +27,6 @@ from autobatch.distributed.bell import OUT, Bell, Verdict, check_earlier_starts,
 from autobatch.distributed.bell import Store as BellStore
 from autobatch.distributed.deadline import STOP_S, SignalDeadline
 from autobatch.distributed.launch import Launch, check_gpus, write_error_file
-from autobatch.distributed.meeting import MeetingPlace
 from autobatch.distributed.messages import SIDE_TIMEOUT, Messages, as_rank_lost
 
 RECONNECT_S = 0.5
@@ -50,7 +49,6 @@ class Group(Messages):
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._out: Path | None = None
-        self._meetings = 0
         self._arrivals = Arrivals(launch.rank, launch.world, launch.restart)
         self._deadline = SignalDeadline()
         with as_rank_lost("meet the other ranks"):
@@ -161,13 +159,6 @@ class Group(Messages):
         if self._out is not None:
             write_verdict(self._out, verdict)
         return None
-
-    def meeting_place(self) -> MeetingPlace:
-        """Return a new place where the child processes of all ranks meet; all ranks call it."""
-        launch = self._launch
-        self._meetings += 1
-        name = f"{launch.run_id}/{launch.restart}/{self._opening}/{self._meetings}"
-        return MeetingPlace(launch.address, launch.port, name, launch.rank, launch.world)
 
     def close(self) -> None:
         """Leave the ranks after all of them have ended well."""

@@ -17,8 +17,6 @@ from autobatch.core.errors import InputError
 
 VERDICT = "verdict.json"
 """File in the folder of a run over ranks that keeps the exit code of the newest attempt, if it failed."""
-OTHER_FAILED = 76
-"""Exit code of a child that ends because the child of another rank has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,11 +108,17 @@ class Messages:
                 dist.all_reduce(torch.zeros(1, device=device), group=self._tensor_group)
         return self._tensor_group
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over the ranks in place, on its device."""
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to sum a tensor over the ranks in place; return a function that waits for the sum."""
         group = self.tensor_group(tensor.device)
         with as_rank_lost("sum the gradients"):
-            dist.all_reduce(tensor, group=group)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+
+        def wait() -> None:
+            with as_rank_lost("sum the gradients"):
+                work.wait()
+
+        return wait
 
     @contextmanager
     def meeting(self) -> Iterator[None]:

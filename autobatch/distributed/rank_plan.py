@@ -9,7 +9,7 @@ import msgspec
 from autobatch.core.records.device import DeviceRecord
 from autobatch.core.records.plan import Plan, RankPlan
 from autobatch.core.records.probe import RankLimit
-from autobatch.distributed.engine import Engine, OneProcess
+from autobatch.distributed.engine import Engine
 from autobatch.distributed.joint_split import JointSizeSplit
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharding.layout import ShardLayout
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from autobatch.distributed.choose import GradSync
-    from autobatch.distributed.meeting import MeetingPlace
     from autobatch.distributed.sharding.model import ShardedModel
     from autobatch.step.train_state import TrainState
     from autobatch.workload.contract import Collated
@@ -128,24 +126,12 @@ def model_of_ranks(
     return shard_over(ranks, layout, model, plan.precision, device)
 
 
-def meeting_place(ranks: Ranks) -> MeetingPlace | None:
-    """Return a new place where the child processes of all ranks meet; None for one rank."""
-    if ranks.world == 1:
-        return None
-    from autobatch.distributed.group import Group
-
-    return ranks.meeting_place() if isinstance(ranks, Group) else None
-
-
 def open_engine(
     ranks: Ranks,
     plan: Plan,
     split: Split,
     train_state: TrainState,
-    *,
     spare: Callable[[], tuple[Collated, int]],
-    grad_sync: GradSync,
-    note: Callable[[str], None],
 ) -> Engine:
     """Return the engine of a loop; all ranks call it.
 
@@ -155,28 +141,18 @@ def open_engine(
         split: of `split_of_rank`.
         train_state: what trains.
         spare: returns a small micro-batch on the device, with its samples.
-        grad_sync: the engine that the user asked for.
-        note: called with the choice.
-
-    Raises:
-        InputError: the engine that was asked for cannot sum these gradients.
     """
     if ranks.world == 1:
-        return OneProcess()
+        return Engine()
     # Only here: one process needs no torch.distributed.
-    from autobatch.distributed.choose import choose_engine
     from autobatch.distributed.group import Group
+    from autobatch.distributed.replicate import Replicate
 
     assert isinstance(ranks, Group)
     assert isinstance(split, RankSplit)
     kinds = [one.kind for one in plan.ranks]
-    if train_state.shared is not None:
-        from autobatch.distributed.sharding.engine import Share
+    if train_state.shared is None:
+        return Replicate(ranks, split, kinds, train_state, spare)
+    from autobatch.distributed.sharding.engine import Shard
 
-        engine = Share(ranks, split, kinds, ranks.tensor_group(train_state.device))
-        engine.attach(train_state, spare)
-        return engine
-    choice = choose_engine(ranks, split, kinds, train_state, spare=spare, asked=grad_sync)
-    when = "during" if choice.engine.name == "overlap" else "after"
-    note(f"gradients are summed {when} the last backward pass: {choice.reason}")
-    return choice.engine
+    return Shard(ranks, split, kinds, train_state, spare)

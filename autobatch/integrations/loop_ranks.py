@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from autobatch.core.errors import InputError
 from autobatch.core.records.plan import Plan
-from autobatch.distributed.batch_sum import BatchSum
 from autobatch.distributed.launch import check_equal
 from autobatch.distributed.messages import Messages, join_loop
+from autobatch.distributed.reduce import Reduction
 from autobatch.distributed.shares import shares
 from autobatch.step.gradients import exchange_buffer, norm_of
 from autobatch.step.loss_share import StepTotals
@@ -28,7 +28,7 @@ class LoopRanks:
         self.limit = limit
         """The largest micro-batch of this rank, in samples."""
         self._limits = messages.gather(limit)
-        self._sum = BatchSum(messages, messages.all_reduce)
+        self._sum = Reduction(messages)
         self._is_checked = False
 
     def part(self, samples: int) -> tuple[int, int]:

@@ -130,10 +130,9 @@ class Terminal(Progress):
         """Print a micro-batch that ran."""
         peak = attempt.peak_reserved_bytes or attempt.peak_allocated_bytes
         verdict = "fits" if attempt.fits else "does not fit"
-        together = f"  over {attempt.world:,} ranks" if attempt.world > 1 else ""
         self._say(
             f"probe   {attempt.micro_batch:>7,}  {verdict:<12}  peak {format_bytes(peak):>9}"
-            f"  {attempt.seconds:6.2f} s{together}"
+            f"  {attempt.seconds:6.2f} s"
         )
 
     def probed(self, probe: Probe) -> None:

@@ -17,7 +17,6 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from autobatch.core.errors import AutobatchError
 from autobatch.device.host import count_oom_kills
-from autobatch.distributed.launch import OTHER_FAILED
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.setup import SetupInfo, SetupSettings, describe_setup, open_setup
 from autobatch.setup.spare import Spare, start_spare
@@ -58,13 +57,11 @@ class ChildCrashed(AutobatchError, RuntimeError):  # noqa: N818 - named like Pro
     Args:
         message: one line, with the last output of the child.
         out_of_memory: the host killed the child because it ran out of memory.
-        after_other: the child ended because that of another rank had failed.
     """
 
-    def __init__(self, message: str, *, out_of_memory: bool = False, after_other: bool = False) -> None:
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
         super().__init__(message)
         self.out_of_memory = out_of_memory
-        self.after_other = after_other
 
 
 class ThisProcess:
@@ -175,7 +172,7 @@ class ChildProcess:
             code = self._stop()
             killed = code == -signal.SIGKILL and self._oom_kills() > kills
             message = self._crash_message(code, f"during {act}")
-            raise ChildCrashed(message, out_of_memory=killed, after_other=code == OTHER_FAILED) from None
+            raise ChildCrashed(message, out_of_memory=killed) from None
 
     def restart(self) -> None:
         """Start a new child in place of one that crashed."""

@@ -26,7 +26,7 @@ from autobatch.step.readable import is_readable
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 EXCHANGE_BYTES = 25 * MiB
-"""Most bytes of the buffer in which ranks sum their gradients; DDP's buckets have this size too."""
+"""Most bytes of the buffer in which ranks sum their gradients; a bucket of DDP has this size too."""
 FIGURES = 32
 """Elements of that buffer for the figures of each rank."""
 Optimizers = tuple[torch.optim.Optimizer, ...]
@@ -56,8 +56,6 @@ class Gradients:
         trained = {id(p) for p in _parameters_of(optimizers)}
         self._others = [p for p in model.parameters() if id(p) not in trained]
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self.keeps_memory = False
-        """True if `clear` fills gradients with zeros and keeps their memory, which DDP's buckets share."""
         self._has_sums = any(self._has_sum(parameter) for parameter in _parameters_of(optimizers))
 
     def summed_apart(self) -> AbstractContextManager[None]:
@@ -133,11 +131,6 @@ class Gradients:
     def clear(self) -> None:
         """Free all gradients."""
         self._sums.clear()
-        if self.keeps_memory:
-            known = [p.grad for p in [*_parameters_of(self._optimizers), *self._others] if p.grad is not None]
-            if known:
-                torch._foreach_zero_(known)
-            return
         for parameter in _parameters_of(self._optimizers):
             parameter.grad = None
         for parameter in self._others:

@@ -15,7 +15,6 @@ from autobatch.core.records.plan import Plan
 from autobatch.device.base import Meter
 from autobatch.distributed.rank_plan import limit_of_rank, model_of_ranks, open_engine, split_of_rank
 from autobatch.distributed.ranks import Alone, Ranks
-from autobatch.search.confirm import spare_of
 from autobatch.setup.attempt import TrainSetup
 from autobatch.setup.child import Session
 from autobatch.step.gradients import Optimizers
@@ -26,14 +25,19 @@ from autobatch.training.feed_options import feed_options, stream_workers
 from autobatch.training.loop import Loop
 from autobatch.training.noise_scale import NoiseScale
 from autobatch.training.phase_times import phase_times
-from autobatch.workload.contract import Workload, kind_of
+from autobatch.workload.contract import Collated, Workload, kind_of
+from autobatch.workload.data import load_micro_batch
 from autobatch.workload.loader import gpu_of, open_feed
+from autobatch.workload.nested import to_device
 from autobatch.workload.order import GlobalBatchSampler, Order
 from autobatch.workload.rng import seed_everything, seed_rank
 from autobatch.workload.size_split import SizeSplit, digest_of
 from autobatch.workload.split import CountSplit, Split
 from autobatch.workload.streams import StreamSampler, StreamView, count_samples, told_length
 from autobatch.workload.user_code import user_code
+
+SPARE_SAMPLES = 2
+"""Samples of a micro-batch that counts nothing: BatchNorm needs two."""
 
 
 def build_sampler(
@@ -125,15 +129,7 @@ def open_loop(
         loop = _build_loop(setup, plan, options, sampler, meter=meter, ranks=ranks)
         loop.feed, loop.split = feed, split
         loop.micro_batch = limit_of_rank(ranks, plan)
-        loop.engine = open_engine(
-            ranks,
-            plan,
-            split,
-            loop.train_state,
-            spare=lambda: spare_of(scanned),
-            grad_sync=options.ranks.grad_sync,
-            note=note,
-        )
+        loop.engine = open_engine(ranks, plan, split, loop.train_state, lambda: spare_of(scanned))
         if loop.train_state.shared is None:
             loop.engine.share([*loop.train_state.model.parameters(), *loop.train_state.model.buffers()])
         if ranks.rank:
@@ -256,3 +252,9 @@ def _build_schedules(
                 f"Workload(schedule=…) must return a schedule of torch.optim, found {kind_of(schedule)}"
             )
     return schedules
+
+
+def spare_of(setup: TrainSetup) -> tuple[Collated, int]:
+    """Return the first samples on the device, for a rank with fewer micro-batches than others."""
+    ids = range(min(SPARE_SAMPLES, len(setup.workload.train_data)))  # type: ignore[arg-type]
+    return to_device(load_micro_batch(setup.workload, ids), setup.device.torch_device), len(ids)

@@ -16,7 +16,7 @@ from autobatch.core.errors import CheckpointError, InputError
 from autobatch.core.files import create_file
 from autobatch.core.version import __version__
 from autobatch.device.oom import is_oom
-from autobatch.distributed.engine import Engine, OneProcess
+from autobatch.distributed.engine import Engine
 from autobatch.setup.child import Session
 from autobatch.step.train_state import TrainState
 from autobatch.training.run_folder import AVERAGED_WEIGHTS, WEIGHTS
@@ -37,7 +37,7 @@ def export_weights(train_state: TrainState, folder: Path, engine: Engine | None 
     Raises:
         CheckpointError: a file cannot be written.
     """
-    engine = engine or OneProcess()
+    engine = engine or Engine()
     _export_on_first(train_state.model, folder / WEIGHTS, engine)
     if train_state.average is not None:
         with train_state.averaged():

@@ -22,7 +22,7 @@ from autobatch.core.errors import RestartSmallerError
 from autobatch.core.records.training import StepRecord
 from autobatch.device.base import Device, Meter
 from autobatch.device.oom import Verdict, classify, first_line, is_fragmented
-from autobatch.distributed.engine import Engine, OneProcess, OutOfMemory
+from autobatch.distributed.engine import Engine, OutOfMemory
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.train_state import TrainState
 from autobatch.step.train_step import StepResult, accumulate, finish
@@ -64,7 +64,7 @@ class Loop:
     """The largest micro-batch to run; shrinks after an out-of-memory error."""
     split: Split = field(default_factory=CountSplit)
     """Forms the micro-batches of each batch."""
-    engine: Engine = field(default_factory=OneProcess)
+    engine: Engine = field(default_factory=Engine)
     """The ranks that train each batch together."""
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
     """One per optimizer, or empty."""

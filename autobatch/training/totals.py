@@ -90,7 +90,6 @@ class RunTotals:
             micro_batch=loop.split.of_longest(loop.micro_batch),
             ema=None if average is None else average.decay,
             failed_checkpoints=failed_checkpoints,
-            grad_sync=loop.engine.name,
             notes=[],
             phase_seconds=loop.times.totals(self.seconds),
             **self._peaks,

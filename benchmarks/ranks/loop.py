@@ -134,12 +134,9 @@ def measure(name: str) -> dict[str, list[tuple[float, float]]]:
     loops: dict[str, Iterator[Any]] = {"by hand": by_hand(build(), data, group.rank)}
     for other, start in (("accelerate", with_accelerate), ("Fabric", with_fabric)):
         loops[other] = start(build(), data, group.rank)
-    for sync in ("after", "overlap"):
-        steps = (ROUNDS + 1) * STEPS
-        loop = ranked_loop(
-            group, workload, [MICRO_BATCH] * WORLD, target_batch=SAMPLES, steps=steps, sync=sync
-        )
-        loops[sync] = loop.run()
+    steps = (ROUNDS + 1) * STEPS
+    loop = ranked_loop(group, workload, [MICRO_BATCH] * WORLD, target_batch=SAMPLES, steps=steps)
+    loops["autobatch"] = loop.run()
     return in_turn(group, loops)
 
 
@@ -166,9 +163,9 @@ def main() -> None:
             rounds = server.values(measure, name, world=WORLD, seconds=200)[0]
             hand = [statistics.median(kind) for kind in zip(*rounds["by hand"], strict=True)]
             results[name] = {"by hand, ms of CPU a step": round(1000 * hand[1] / STEPS, 2)}
-            for sync in ("after", "overlap", "accelerate", "Fabric"):
-                wall, cpu = (statistics.median(kind) for kind in zip(*rounds[sync], strict=True))
-                results[name][sync] = {"wall": round(wall / hand[0], 3), "cpu": round(cpu / hand[1], 3)}
+            for other in ("autobatch", "accelerate", "Fabric"):
+                wall, cpu = (statistics.median(kind) for kind in zip(*rounds[other], strict=True))
+                results[name][other] = {"wall": round(wall / hand[0], 3), "cpu": round(cpu / hand[1], 3)}
     RESULT.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
 

@@ -73,14 +73,13 @@ def fit(stream: str, out: str, options: dict[str, Any]) -> tuple[str, list[float
     [
         ({"steps": 4}, 2),
         pytest.param({"epochs": 2, "last_batch": "flush"}, 3, marks=pytest.mark.slow),
-        pytest.param({"steps": 4, "grad_sync": "overlap"}, 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_ranks_train_on_the_stream_of_one_process(
     server: RankServer, tmp_path: Path, options: dict[str, Any], world: int
 ) -> None:
-    _, expected, _ = fit("in order", str(tmp_path / "alone"), {**options, "trials": 0, "grad_sync": "auto"})
+    _, expected, _ = fit("in order", str(tmp_path / "alone"), {**options, "trials": 0})
     found = server.values(fit, "in order", str(tmp_path / "run"), options, world=world)
     assert len({one[0] for one in found}) == 1
     assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12

@@ -161,32 +161,27 @@ def test_unlike_ranks_take_what_fits_on_each(server: RankServer, tmp_path: Path)
     assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
 
 
-def fit_on_ddp(out: str) -> tuple[str, list[float], dict[str, Any]]:
-    """Train with gradients that count as too large for one reduction, and as those of GPUs."""
-    from autobatch.distributed import choose
+def fit_in_parts(out: str) -> tuple[str, list[float], dict[str, Any]]:
+    """Train with a buffer that holds no gradient, so that each travels in its own memory."""
+    from autobatch.step import gradients
 
-    choose.EXCHANGE_BYTES, choose.SENDERS = 0, ()
+    gradients.EXCHANGE_BYTES = 0
     return fit("plain", out, {"steps": STEPS, "max_micro_batch": 2, "max_grad_norm": 0.2})
 
 
-def test_large_gradients_are_summed_by_ddp(server: RankServer, tmp_path: Path) -> None:
-    found = server.values(fit_on_ddp, str(tmp_path / "run"), world=3)
-    assert found[0][2]["training"]["grad_sync"] == "overlap"
+def test_large_gradients_are_summed_in_their_own_memory(server: RankServer, tmp_path: Path) -> None:
+    found = server.values(fit_in_parts, str(tmp_path / "run"), world=3)
     options = {"steps": STEPS, "max_micro_batch": 2, "max_grad_norm": 0.2}
     _, expected, _ = fit("plain", str(tmp_path / "alone"), options)
     assert apart(torch.tensor(found[0][1]), torch.tensor(expected)) < 1e-12
     assert len({one[0] for one in found}) == 1
 
 
-@pytest.mark.parametrize(
-    ("world", "sync"), [(2, "after"), pytest.param(3, "overlap", marks=pytest.mark.slow)], ids=str
-)
-def test_ranks_cut_a_batch_by_size_together(
-    server: RankServer, tmp_path: Path, world: int, sync: str
-) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_cut_a_batch_by_size_together(server: RankServer, tmp_path: Path, world: int) -> None:
     options = {"steps": 4, "max_micro_batch": 5, "target_batch": 20, "split_check": "off"}
     _, expected, _ = fit("ragged", str(tmp_path / "alone"), {**options, "split": "count", "trials": 0})
-    by_size = {**options, "split": "size", "checkpoint_every": 2, "keep_last": 9, "grad_sync": sync}
+    by_size = {**options, "split": "size", "checkpoint_every": 2, "keep_last": 9}
     out = tmp_path / "run"
     found = server.values(fit, "ragged", str(out), by_size, world=world)
     assert found[0][2]["plan"]["split"] == "size"

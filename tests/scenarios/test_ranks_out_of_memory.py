@@ -30,7 +30,7 @@ STEPS = 3
 FAULTY_RANK = 1
 
 
-def open_loop(group: Any, kind: str, fault: Fault, sync: str = "after") -> Loop:
+def open_loop(group: Any, kind: str, fault: Fault) -> Loop:
     """Build a loop whose fault knows when the sums of the ranks are exchanged."""
     workload = plain() if kind == "mean" else make_workload(**TOKENS)
     loop = ranked_loop(
@@ -41,11 +41,9 @@ def open_loop(group: Any, kind: str, fault: Fault, sync: str = "after") -> Loop:
         steps=STEPS,
         meter=Watching(fault),
         device=Quick(memory_budget="1GiB"),
-        sync=sync,
     )
     for optimizer in loop.train_state.optimizers:
         optimizer.fault = fault
-    mark_votes(loop.engine, fault)
     combine = loop.engine.combine
 
     def combine_marked(*args: Any) -> Any:
@@ -66,41 +64,25 @@ def open_loop(group: Any, kind: str, fault: Fault, sync: str = "after") -> Loop:
     return loop
 
 
-def mark_votes(engine: Any, fault: Fault) -> None:
-    """Let a fault know of the vote of DDP, after which nothing can be repeated."""
-    fault.limit = 10**9  # type: ignore[attr-defined]
-    vote = getattr(engine, "_vote", None)
-
-    def vote_marked(*, failed: bool) -> None:
-        before, fault.phase = fault.phase, "vote"
-        vote(failed=failed)
-        fault.phase = before
-        if fault.armed:
-            fault.limit = fault.count
-
-    if vote is not None:
-        engine._vote = vote_marked
-
-
 def run(loop: Loop, fault: Fault) -> list[Any]:
     """Train with a fault in `FAULTY_STEP`."""
     with fault:
         return list(loop.run())
 
 
-def fail_everywhere(kind: str, sync: str, stride: int) -> tuple[int, float, list[Any]]:
+def fail_everywhere(kind: str, stride: int) -> tuple[int, float, list[Any]]:
     """Let memory run out at operators before the sums are exchanged; return sites and worst error."""
     torch.set_num_threads(1)
     group = open_group()
     undisturbed = Fault()
-    loop = open_loop(group, kind, undisturbed, sync)
+    loop = open_loop(group, kind, undisturbed)
     run(loop, undisturbed)
     expected = weights(loop.train_state.model)
-    own = [n for n, phase in enumerate(undisturbed.phases[: undisturbed.limit]) if phase in RECOVERED]
+    own = [n for n, phase in enumerate(undisturbed.phases) if phase in RECOVERED]
     sites, worst, seen = group.gather(own)[FAULTY_RANK], 0.0, []
     for site in sites[::stride]:
         fault = Fault(*([site] if group.rank == FAULTY_RANK else []))
-        loop = open_loop(group, kind, fault, sync)
+        loop = open_loop(group, kind, fault)
         records = run(loop, fault)
         worst = max(worst, apart(weights(loop.train_state.model), expected))
         seen.append((loop.oom_recoveries, loop.micro_batch, [*loop.engine.limits], records[1].recovered))
@@ -111,12 +93,9 @@ def fail_everywhere(kind: str, sync: str, stride: int) -> tuple[int, float, list
 @pytest.mark.parametrize(
     "stride", [9, pytest.param(1, marks=pytest.mark.slow, id="at every operator")], ids=str
 )
-@pytest.mark.parametrize("sync", ["after", "overlap"])
 @pytest.mark.parametrize("kind", ["mean", "tokens"])
-def test_a_batch_runs_again_wherever_memory_ran_out(
-    server: RankServer, kind: str, sync: str, stride: int
-) -> None:
-    for rank, (sites, worst, seen) in enumerate(server.values(fail_everywhere, kind, sync, stride)):
+def test_a_batch_runs_again_wherever_memory_ran_out(server: RankServer, kind: str, stride: int) -> None:
+    for rank, (sites, worst, seen) in enumerate(server.values(fail_everywhere, kind, stride)):
         assert sites > 40
         assert worst < 1e-12
         for recoveries, micro_batch, limits, message in seen:

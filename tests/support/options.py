@@ -44,7 +44,6 @@ CHANGED: dict[str, Any] = {
     "parallel": "shard",
     "shard_sync": "once",
     "shard_modules": "layers",
-    "grad_sync": "after",
     "collective_timeout": 60.0,
     "seed": 7,
     "split": "count",

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from autobatch.distributed.after import After
 from autobatch.distributed.group import Group
-from autobatch.distributed.overlap import Overlap
 from autobatch.distributed.ranks import open_ranks
+from autobatch.distributed.replicate import Replicate
 from autobatch.distributed.shares import RankSplit
 from autobatch.training.loop import Loop
 from autobatch.workload.contract import Workload
@@ -29,21 +28,18 @@ def ranked_loop(
     group: Group,
     workload: Workload,
     limits: Sequence[int],
-    *,
-    sync: str = "after",
     **options: Any,
 ) -> Loop:
     """Build the loop of a rank, each of a kind of its own."""
     split = RankSplit(CountSplit(), group.rank, limits)
-    engine = (After if sync == "after" else Overlap)(group, split, range(group.world))
     loop = make_loop(
         workload,
         micro_batch=limits[group.rank],
         world=group.world,
         split=split,
-        engine=engine,
         **options,
     )
-    if isinstance(engine, Overlap):
-        engine.attach(loop.train_state, lambda: (load_micro_batch(workload, [0]), 1))
+    loop.engine = Replicate(
+        group, split, range(group.world), loop.train_state, lambda: (load_micro_batch(workload, [0]), 1)
+    )
     return loop

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autobatch.core.records.base import ShardSync
 from autobatch.distributed.group import Group
-from autobatch.distributed.sharding.engine import Share
+from autobatch.distributed.sharding.engine import Shard
 from autobatch.distributed.sharding.model import Sharding
 from autobatch.distributed.sharding.state import map_leaves
 from autobatch.distributed.shares import RankSplit
@@ -83,16 +83,17 @@ def sharded_loop(
         return whole
 
     split = RankSplit(CountSplit(), group.rank, limits)
-    engine = Share(group, split, range(group.world))
     loop = make_loop(
         replace(workload, model=model),
         micro_batch=limits[group.rank],
         split=split,
-        engine=engine,
         **options,
     )
     arranged[0].attach(loop.train_state)
-    engine.attach(loop.train_state, lambda: (load_micro_batch(workload, [0, 1]), 2))
+    kinds = range(group.world)
+    loop.engine = Shard(
+        group, split, kinds, loop.train_state, lambda: (load_micro_batch(workload, [0, 1]), 2)
+    )
     return loop
 
 

@@ -30,8 +30,6 @@ class Attempt(Record, frozen=True, kw_only=True):
     is_below_budget: bool = False
     """True if memory ran out although all that was held and the request are below the budget: something else
     than the budget refused it."""
-    world: int = 1
-    """Ranks that ran it together, with the engine that trains."""
 
 
 class LengthLimit(Record, frozen=True, kw_only=True):
@@ -103,10 +101,6 @@ class Probe(Record, frozen=True, kw_only=True):
     """Precision of the attempts; None if unknown."""
     real_batches: RealBatches | None = None
     """Check against real batches; None if samples do not differ in size or the allocator caches nothing."""
-    over_ranks: list[Attempt] = []
-    """Attempts of this rank in batches of all ranks, with the engine that trains; empty if none ran."""
-    over_ranks_skipped: str | None = None
-    """Reason why no batch of all ranks ran; None if one did, or for one rank."""
     ranks: list[RankLimit] = []
     """The limit of each rank, if several run."""
     parallel: Parallel | None = None

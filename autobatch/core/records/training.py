@@ -70,8 +70,6 @@ class Training(Record, frozen=True, kw_only=True):
     peak_reserved_bytes: int | None = None
     failed_checkpoints: list[int] = []
     """Steps after which a checkpoint could not be written and the run continued."""
-    grad_sync: str | None = None
-    """``overlap`` or ``after`` if several ranks summed gradients during or after the last backward pass."""
     notes: list[str] = []
     """Findings of the check of the loss, before the training and in its first batches."""
     phase_seconds: dict[str, float] = {}

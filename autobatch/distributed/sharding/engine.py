@@ -11,39 +11,42 @@ all ranks leave, and start again in smaller micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from autobatch.distributed.engine import OutOfMemory
-from autobatch.distributed.figures import Figures, figures_of, read_rows, sum_totals, table_size, write_row
-from autobatch.distributed.group_engine import GroupEngine
+from autobatch.distributed.group import Group
 from autobatch.distributed.messages import lost_rank
+from autobatch.distributed.reduce import Figures, Table, figures_of, sum_totals
+from autobatch.distributed.replicate import GroupEngine, Spare
 from autobatch.distributed.sharding.model import ShardedModel
+from autobatch.distributed.shares import RankSplit
 from autobatch.step.gradients import norm_of
 from autobatch.step.loss_share import StepTotals
 from autobatch.step.restore import BufferSnapshot
 from autobatch.step.train_state import TrainState
-from autobatch.workload.contract import Collated
+from autobatch.workload.contract import Collated, Loss
 from autobatch.workload.order import GlobalBatch
 from autobatch.workload.rng import capture_random_state, preserved_random_state, restore_random_state
 
-Spare = Callable[[], tuple[Collated, int]]
 
+class Shard(GroupEngine):
+    """The engine of a shared model.
 
-class Share(GroupEngine):
-    """The engine of a shared model; see `autobatch.distributed.engine.Engine`."""
+    Args:
+        group: the ranks.
+        split: has the limits of all ranks.
+        kinds: the kind of each rank.
+        train_state: its loss runs through the shared model already.
+        spare: for ranks that have fewer micro-batches than others.
+    """
 
-    name = "shard"
-
-    def attach(self, train_state: TrainState, spare: Spare) -> None:
-        """Take the shared model of a train state.
-
-        Args:
-            train_state: its loss runs through the shared model already.
-            spare: returns a micro-batch on the device with its samples, for ranks that have fewer.
-        """
+    def __init__(
+        self, group: Group, split: RankSplit, kinds: Sequence[int], train_state: TrainState, spare: Spare
+    ) -> None:
+        super().__init__(group, split, kinds)
         assert isinstance(train_state.shared, ShardedModel)
         self._model = train_state.shared
         self.mesh = self._model.mesh
@@ -51,12 +54,9 @@ class Share(GroupEngine):
         self._buffers = BufferSnapshot(train_state.model, copy_all=True)
         self._has_no_counts = False
         columns = len(Figures._fields) + len(train_state.optimizers)
-        self._columns = columns
-        self._table = torch.zeros(
-            table_size(self.ranks.world, columns, torch.float64),
-            dtype=torch.float64,
-            device=train_state.device,
-        )
+        cells = Table.cells_of(group.world, columns, torch.float64)
+        self._cells = torch.zeros(cells, dtype=torch.float64, device=train_state.device)
+        self._table = Table(self._cells, columns, group.rank)
 
     def passing(
         self,
@@ -82,10 +82,10 @@ class Share(GroupEngine):
         figures = figures_of(outcome, self._request.own.signal_number or 0)
         # Their squares are summed, as every rank measured a part.
         figures = figures._replace(first_norm=_squared(figures.first_norm))
-        write_row(self._table, [*figures, *map(_squared, norms)], self.ranks.rank)
+        self._table.write([*figures, *map(_squared, norms)])
         with self.ranks.meeting():
-            self._all_reduce(self._table)
-        found = read_rows(self._table.tolist(), self._columns, self._table.dtype)
+            self.ranks.start_sum(self._cells)()
+        found = self._table.read(self._cells.tolist())
         rows = [Figures(*row[: len(figures)]) for row in found]
         self._request.agree(int(row.signal) for row in rows)
         sum_totals(outcome, rows)
@@ -129,7 +129,10 @@ class Share(GroupEngine):
             batch, size = self._spare()
             found = train_state.loss(train_state.model, batch)
         self._buffers.restore()
-        self._has_no_counts = not self.divide_alike(train_state, found, size)
+        known = self.ranks.gather(float(found.count) / size if isinstance(found, Loss) else None)
+        self._has_no_counts = all(one is None for one in known)
+        if not self._has_no_counts:
+            train_state.items_per_sample = max(one or 0.0 for one in known) or 1.0
 
 
 def _root(square: float) -> float:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch import nn
-
 from autobatch.core.records.base import Parallel, ShardSync
 from autobatch.footprint.tracing.trace_step import Arrange
 
@@ -25,28 +23,23 @@ ALONE = Layout()
 
 
 @contextmanager
-def arranged(
-    layout: Layout, model: nn.Module, *, sees_batch: bool = False
-) -> Iterator[tuple[Arrange | None, int]]:
+def arranged(layout: Layout) -> Iterator[tuple[Arrange | None, int]]:
     """Return how the ranks arrange a model, and how many sum gradients in a buffer beside it.
 
     A rank that has a part of a model is rank 0 of a group that exchanges nothing within the block.
 
     Args:
         layout: the ranks.
-        model: the model.
-        sees_batch: True if the loss sees all samples of a batch, whose gradients DDP does not sum.
     """
     if layout.world == 1:
         yield None, 1
         return
     # Importing FSDP takes a second, which an estimate for one GPU saves.
     from autobatch.distributed.fake_group import fake_ranks
-    from autobatch.distributed.replicas import has_buckets, in_buckets
     from autobatch.distributed.sharding.model import Sharding
 
     if layout.parallel == "replicate":
-        yield (in_buckets, 1) if has_buckets(model) and not sees_batch else (None, layout.world)
+        yield None, layout.world
         return
     with fake_ranks(layout.world) as mesh:
         yield Sharding(mesh=mesh, sync=layout.sync, modules=layout.modules), 1

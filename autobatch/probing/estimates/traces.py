@@ -35,7 +35,7 @@ from autobatch.setup.model import build_model
 from autobatch.setup.notes import whole_batch_notes
 from autobatch.setup.setup import whole_batch_of
 from autobatch.step.gradients import gradient_dtype_of, gradient_sum_notes
-from autobatch.workload.contract import WholeBatchLoss, Workload
+from autobatch.workload.contract import Workload
 from autobatch.workload.data import WorstCaseSampler
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class Traces:
 
     def arranged(self, layout: Layout) -> AbstractContextManager[tuple[Arrange | None, int]]:
         """Return a context with the way in which ranks share the step."""
-        return arranged(layout, self.model, sees_batch=isinstance(self.workload.loss, WholeBatchLoss))
+        return arranged(layout)
 
     def setting(
         self, capability: Capability, how: tuple[Arrange | None, int] = (None, 1), change: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autobatch.core.errors import AutobatchError
-from autobatch.distributed.figures import Figures
+from autobatch.distributed.reduce import Figures
 from autobatch.training.loop import Loop
 from tests.support.rank_server import RankServer
 from tests.support.ranked import open_group
@@ -139,13 +140,13 @@ def count_reductions() -> int:
     group = open_group()
     loop = sharded_loop(group, means(), [7, 7], target_batch=14, steps=3)
     sizes: list[int] = []
-    reduce = loop.engine._all_reduce  # type: ignore[attr-defined]
+    start_sum = group.start_sum
 
-    def counting(tensor: torch.Tensor) -> None:
+    def counting(tensor: torch.Tensor) -> Callable[[], None]:
         sizes.append(tensor.numel())
-        reduce(tensor)
+        return start_sum(tensor)
 
-    loop.engine._all_reduce = counting  # type: ignore[attr-defined]
+    group.start_sum = counting  # type: ignore[method-assign]
     list(loop.run())
     group.close()
     assert set(sizes) == {2 * (len(Figures._fields) + 1)}

@@ -58,7 +58,7 @@ def on_more_ranks() -> bool:
     few, more = Layout(4, "shard"), Layout(6, "shard")
     traces.prepare(NEW, [few], like=[more])
     found = traces.step(more, NEW, like=few)
-    with arranged(more, traces.model) as how:
+    with arranged(more) as how:
         return found.program == deep_footprint(traces.setting(NEW, how)).step.program
 
 

@@ -1,0 +1,204 @@
+"""The sum of a batch over ranks that are threads, against sums that torch makes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autobatch.core.errors import InputError
+from autobatch.distributed.engine import OutOfMemory
+from autobatch.distributed.reduce import Figures, Reduction, Table, figures_of, sum_totals
+from autobatch.step.gradients import Gradients, exchange_buffer
+from autobatch.step.loss_share import StepTotals
+
+WORLD = 3
+SIZES = [(3, 2), (40,), (2,), (5, 5), (6, 2), (1,)]
+SPARSE = 4
+DTYPES = [torch.float32, torch.float64]
+NUMBERS = st.one_of(
+    st.integers(-(2**53), 2**53).map(float),
+    st.floats(1e-20, 1e30),
+    st.sampled_from([0.0, math.inf, -math.inf, 1 / 3, -2.5]),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=4))
+def test_every_rank_reads_the_rows_of_all_bit_for_bit(dtype: torch.dtype, rows: list[list[float]]) -> None:
+    whole = torch.zeros(Table.cells_of(len(rows), 3, dtype), dtype=dtype)
+    for rank, row in enumerate(rows):
+        cells = torch.full_like(whole, 7.0)
+        Table(cells, 3, rank).write([row[0], torch.tensor(row[1], dtype=torch.float64), row[2]])
+        whole += cells
+    assert Table(whole, 3, 0).read(whole.tolist()) == rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_stays_a_nan_in_its_place(dtype: torch.dtype) -> None:
+    cells = torch.empty(Table.cells_of(2, 2, dtype), dtype=dtype)
+    table = Table(cells, 2, 1)
+    table.write([math.nan, 5.0])
+    (zero, other), (nan, five) = table.read(cells.tolist())
+    assert (zero, other, five) == (0, 0, 5)
+    assert math.isnan(nan)
+
+
+def test_totals_are_those_of_all_ranks_and_the_first_micro_batch_that_of_rank_0() -> None:
+    first = StepTotals(samples=7, loss=1.5, count=3.0, divisor=8.0, sizes=[2, 2], first_count=2.0)
+    second = StepTotals(samples=7, loss=0.25, count=4.0, divisor=8.0, sizes=[3], first_count=9.0)
+    nothing = StepTotals(samples=7)
+    rows = [figures_of(one, signal) for one, signal in ((first, 0), (second, 15), (nothing, 0))]
+    assert [row.signal for row in rows] == [0, 15, 0]
+    for totals in (first, second, nothing):
+        sum_totals(totals, rows)
+        assert (totals.loss, totals.count, totals.divisor) == (1.75, 7.0, 8.0)
+        assert (totals.first_norm, totals.first_count) == (None, 2.0)
+    assert figures_of(OutOfMemory("full", size=2), 15)[:3] == (1, 15, 0)
+
+
+class Threads:
+    """Ranks that are threads."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(WORLD)
+        self.given: list[Any] = [None] * WORLD
+        self.sums = [0] * WORLD
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.given[rank] = value
+        self.barrier.wait(20)
+        found = list(self.given)
+        self.barrier.wait(20)
+        return found
+
+
+class Rank:
+    """One of them, with what a reduction uses of `Messages`."""
+
+    world = WORLD
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.rank = rank
+        self._threads = threads
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._threads.exchange(self.rank, value)
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        self._threads.sums[self.rank] += 1
+        tensor.copy_(torch.stack(self._threads.exchange(self.rank, tensor.clone())).sum(0))
+        return lambda: None
+
+    def meeting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def gradients_of(rank: int, dtypes: Sequence[torch.dtype]) -> tuple[list[nn.Parameter], Gradients]:
+    """Make parameters with gradients; rank 1 lacks two, all lack the last, and one is sparse."""
+    generator = torch.Generator().manual_seed(rank)
+    parameters = [nn.Parameter(torch.zeros(size, dtype=one)) for size, one in zip(SIZES, dtypes, strict=True)]
+    for number, parameter in enumerate(parameters[:-1]):
+        if (rank, number) in ((1, 2), (1, SPARSE)):
+            continue
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if number == SPARSE:
+            rows = torch.arange(6) % (rank + 2) == 0
+            parameter.grad = (parameter.grad * rows[:, None]).to_sparse(1)
+    return parameters, Gradients(nn.ParameterList(parameters), (torch.optim.SGD(parameters, lr=1.0),))
+
+
+def run_ranks(
+    capacity: int, outcomes: list[Any], dtypes: Sequence[torch.dtype], *, times: int = 1
+) -> tuple[list[Any], Threads]:
+    threads = Threads()
+    found: list[Any] = [None] * WORLD
+
+    def run(rank: int) -> None:
+        reduction = Reduction(Rank(threads, rank))  # type: ignore[arg-type]
+        for _ in range(times):
+            parameters, gradients = gradients_of(rank, dtypes)
+            whole = exchange_buffer(parameters, torch.device("cpu"), world=WORLD)
+            header = Table.cells_of(WORLD, len(Figures._fields) + 1, whole.dtype) + len(parameters)
+            state: Any = SimpleNamespace(
+                gradients=gradients, exchange=whole.new_zeros(header + capacity), scaler=None
+            )
+            state.items_per_sample = None
+            try:
+                rows = reduction.run(state, outcomes[rank])
+            except InputError as error:
+                found[rank] = error
+                return
+            found[rank] = rows, [parameter.grad for parameter in parameters]
+
+    started = [threading.Thread(target=run, args=(rank,)) for rank in range(WORLD)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    return found, threads
+
+
+def means() -> list[StepTotals]:
+    return [StepTotals(samples=9, divisor=9.0, loss=0.1 * rank, sizes=[3]) for rank in range(WORLD)]
+
+
+FLOATS = [torch.float32] * len(SIZES)
+
+
+@pytest.mark.parametrize(("capacity", "alone"), [(200, 0), (34, 1), (9, 2), (3, 3), (0, 4)])
+@pytest.mark.parametrize("first", DTYPES)
+def test_gradients_are_summed_in_any_capacity(capacity: int, alone: int, first: torch.dtype) -> None:
+    """One reduction has the figures and the small gradients; two more have the entries of the sparse one."""
+    dtypes = [first, *FLOATS[1:]]
+    found, threads = run_ranks(capacity, means(), dtypes)
+    own = [[p.grad for p in gradients_of(rank, dtypes)[0]] for rank in range(WORLD)]
+    for rows, gradients in found:
+        assert [row.loss for row in rows] == [0.0, 0.1, 0.2]
+        assert gradients[-1] is None, "no rank has one"
+        for number in range(len(SIZES) - 1):
+            ours = [one[number].to_dense() for one in own if one[number] is not None]
+            assert gradients[number].is_sparse == (number == SPARSE)
+            torch.testing.assert_close(gradients[number].to_dense(), sum(ours), rtol=1e-12, atol=1e-6)
+            assert torch.equal(gradients[number].to_dense(), found[0][1][number].to_dense())
+        if first is torch.float64:
+            assert torch.equal(gradients[0], own[0][0] + own[1][0] + own[2][0])
+    assert set(threads.sums) == {1 + alone + 2}
+
+
+def test_nothing_is_summed_if_a_rank_failed() -> None:
+    outcomes: list[Any] = [*means()[:2], OutOfMemory("full", size=2)]
+    found, threads = run_ranks(9, outcomes, FLOATS)
+    assert set(threads.sums) == {1}
+    for rank, (rows, gradients) in enumerate(found):
+        assert [row.failed for row in rows] == [0, 0, 1]
+        for gradient, before in zip(gradients, gradients_of(rank, FLOATS)[0], strict=True):
+            assert gradient is before.grad is None or torch.equal(gradient.to_dense(), before.grad.to_dense())
+
+
+def test_losses_of_two_kinds_are_refused_on_every_rank() -> None:
+    outcomes = means()
+    outcomes[1].count = 4.0
+    found, _ = run_ranks(200, outcomes, FLOATS)
+    assert {str(one) for one in found} == {
+        "the workload's loss returned a Loss on one rank and a tensor on another: return one kind"
+    }
+
+
+def test_counts_of_all_ranks_have_one_divisor() -> None:
+    """The gradients of each rank are brought to the divisor that most items per sample give."""
+    outcomes = [StepTotals(samples=8, count=4.0, divisor=2.0**n, loss=1.0, sizes=[2]) for n in range(WORLD)]
+    found, _ = run_ranks(200, outcomes, FLOATS)
+    own = [gradients_of(rank, FLOATS)[0][1].grad for rank in range(WORLD)]
+    expected = sum(2.0**n * one for n, one in enumerate(own)) / outcomes[0].divisor  # type: ignore[operator]
+    assert {one.divisor for one in outcomes} == {8.0}
+    torch.testing.assert_close(found[0][1][1], expected)

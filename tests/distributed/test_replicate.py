@@ -1,0 +1,266 @@
+"""The engine of whole models, against training on whole batches in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autobatch.distributed.engine import OutOfMemory
+from autobatch.distributed.group import Group
+from autobatch.distributed.replicate import PeerOutOfMemory, RowGather
+from autobatch.step.loss_share import StepTotals
+from autobatch.step.whole_batch import Rows
+from autobatch.workload.contract import Collated, Workload
+from autobatch.workload.order import GlobalBatchSampler
+from tests.support.rank_server import RankServer
+from tests.support.ranked import open_group, ranked_loop
+from tests.support.training import (
+    TOKENS,
+    apart,
+    make_loop,
+    make_workload,
+    mean_loss,
+    points,
+    reference,
+    token_loss,
+    tokens,
+    weights,
+)
+
+pytestmark = pytest.mark.distributed
+CLIP = 0.3
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)).double()
+    model[1].weight = model[0].weight
+    return model
+
+
+class Recomputed(nn.Module):
+    """A model whose activations are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 8), nn.Tanh()).double()
+        self.last = nn.Linear(8, 3).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(checkpoint(self.first, inputs, use_reentrant=False))
+
+
+class Words(nn.Module):
+    """Rows of a sparse table, of which each rank reads others, and a head."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(40, 3, sparse=sparse)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.table(inputs.abs().mul(7).long() % 40).mean(1))
+
+
+def words(*, sparse: bool) -> Workload:
+    return make_workload(
+        model=lambda: Words(sparse=sparse).double(),
+        optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr),
+        train_data=points(24),
+    )
+
+
+class Partly(nn.Module):
+    """A model with a part that only some samples use, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.rare, self.unused = (nn.Linear(5, 3).double() for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = self.common(inputs)
+        rare = inputs[:, :1] > 1
+        return found + torch.where(rare, self.rare(inputs), 0) if rare.any() else found
+
+
+def last_tokens_only() -> Any:
+    """Make sequences of which the last half counts nothing."""
+    data = tokens()
+    data.columns[1][12:] = -100
+    return data
+
+
+def whole_tokens(model: nn.Module, batch: Collated) -> Tensor:
+    found = token_loss(model, batch)
+    return found.total / found.count.clamp(min=1)  # no step if nothing counts, as with a gradient of zero
+
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "mean": ({}, mean_loss),
+    "tokens": (TOKENS, whole_tokens),
+    "nothing counts on a rank": ({**TOKENS, "train_data": last_tokens_only()}, whole_tokens),
+    "tied": ({**TOKENS, "model": tied}, whole_tokens),
+    "recomputed": ({"model": Recomputed}, mean_loss),
+    "partly used": ({"model": Partly}, mean_loss),
+}
+LIMITS: list[Any] = [
+    [5, 3, 1],
+    *(
+        pytest.param(one, marks=pytest.mark.slow)
+        for one in ([5, 3], [12, 12], [5, 5], [7, 2, 4], [7, 2, 4, 1], [1, 30, 30, 30])
+    ),
+]
+BATCHES = [24, 7, 2]
+"""Targets: a whole epoch, one with a short last batch, and one with fewer samples than ranks."""
+
+
+Trained = list[tuple[int, Tensor, list[float]]]
+"""Weights and losses for each target."""
+
+
+def train_cases(limits: list[int]) -> dict[str, Trained]:
+    """Train every case in one start of the ranks, which takes longer than a case."""
+    group = open_group()
+    found = {name: train_case(group, name, limits) for name in CASES}
+    group.close()
+    return found
+
+
+def train_case(group: Group, name: str, limits: list[int]) -> Trained:
+    """Train with every target."""
+    found = []
+    for target in BATCHES:
+        workload = make_workload(**CASES[name][0])
+        loop = ranked_loop(
+            group, workload, limits, target_batch=target, steps=None, epochs=1, max_grad_norm=CLIP
+        )
+        records = list(loop.run())
+        found.append(
+            (
+                target,
+                weights(loop.train_state.model),
+                [record.loss if record.loss is not None else math.nan for record in records],
+            )
+        )
+    return found
+
+
+@pytest.fixture(scope="module", name="trained")
+def trained_once(server: RankServer) -> Callable[..., list[dict[str, Trained]]]:
+    """Return a function from the limits of the ranks to what each of them trained."""
+    return cache(lambda *limits: server.values(train_cases, [*limits], world=len(limits), seconds=200))
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_one_process_on_whole_batches(
+    trained: Callable[..., list[dict[str, Trained]]], name: str, limits: list[int]
+) -> None:
+    changes, whole_loss = CASES[name]
+    workload = make_workload(**changes)
+    of_ranks = [one[name] for one in trained(*limits)]
+    for number, target in enumerate(BATCHES):
+        sampler = GlobalBatchSampler(samples=24, target_batch=target, seed=0, epochs=1)
+        expected, losses = reference(workload, [b.ids for b in sampler.batches()], whole_loss, clip=CLIP)
+        for found in of_ranks:
+            assert found[number][0] == target
+            assert apart(found[number][1], expected) < 1e-12
+            counted = [pair for pair in zip(found[number][2], losses, strict=True) if pair[1]]
+            assert [pair[0] for pair in counted] == pytest.approx([pair[1] for pair in counted], rel=1e-12)
+            assert torch.equal(found[number][1], of_ranks[0][number][1])
+
+
+SPARSE: dict[str, Any] = {"target_batch": 14, "steps": 4, "max_grad_norm": 0.3}
+
+
+def train_words(limits: list[int]) -> tuple[list[float], list[list[float | None]]]:
+    group = open_group()
+    loop = ranked_loop(group, words(sparse=True), limits, **SPARSE)
+    figures = [[one.loss, one.grad_norm] for one in loop.run()]
+    found = weights(loop.train_state.model).tolist(), figures
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize("limits", [[5, 3], pytest.param([12, 1, 1], marks=pytest.mark.slow)])
+def test_sparse_gradients_are_summed_over_the_ranks(server: RankServer, limits: list[int]) -> None:
+    alone = make_loop(words(sparse=False), micro_batch=14, **SPARSE)
+    expected = [[one.loss, one.grad_norm] for one in alone.run()]
+    found = server.values(train_words, limits, world=len(limits))
+    for of_weights, figures in found:
+        assert apart(torch.tensor(of_weights, dtype=torch.float64), weights(alone.train_state.model)) < 1e-12
+        for of_step, other in zip(figures, expected, strict=True):
+            assert of_step == pytest.approx(other, rel=1e-12)
+    assert len({str(one) for one in found}) == 1
+
+
+class Second:
+    """The second of two ranks that exchange rows; the first is a fake."""
+
+    rank = 1
+
+    def __init__(self, other: Tensor | None = None, *, other_fails: bool = False) -> None:
+        self.other = other
+        self.other_fails = other_fails
+        self.votes: list[bool] = []
+
+    def agree(self, flag: bool) -> bool:
+        self.votes.append(flag)
+        return flag or self.other_fails
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        tensor += 0 if self.other is None else self.other.reshape(-1).view(torch.uint8)
+        return lambda: None
+
+    def meeting(self) -> Any:
+        return nullcontext()
+
+
+def gather_of(group: Second) -> RowGather:
+    found = RowGather(group, lambda: torch.ones(1, 2, dtype=torch.bfloat16))  # type: ignore[arg-type]
+    found.begin()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int64])
+def test_rows_arrive_bit_for_bit_whatever_their_type(dtype: torch.dtype) -> None:
+    whole = torch.tensor([[-1.5, 0.0], [float("nan"), 3.0], [7.0, -0.0]]).to(dtype)
+    other = whole.clone()
+    other[1] = 0
+    rows = Rows(3)
+    rows.put([1], whole[1:2])
+    gather_of(Second(other)).gather(rows)
+    assert torch.equal(rows.collated.view(torch.uint8), whole.view(torch.uint8))
+
+
+def test_a_rank_without_samples_makes_room_for_the_rows_of_others() -> None:
+    rows = Rows(4)
+    gather_of(Second(torch.full((4, 2), 2.0, dtype=torch.bfloat16))).gather(rows)
+    assert rows.collated.tolist() == [[2.0, 2.0]] * 4
+
+
+def test_ranks_vote_once_before_the_rows_travel() -> None:
+    totals, oom = StepTotals(samples=3), OutOfMemory("full", size=2, smaller=1)
+    group = Second()
+    assert gather_of(group).ended(oom) is oom  # its own error, before the rows: the others wait for the vote
+    assert group.votes == [True]
+    gather = gather_of(group)
+    gather.gather(Rows(1))
+    assert gather.ended(totals) is totals
+    assert gather.ended(oom) is oom  # after the rows: nobody waits
+    assert group.votes == [True, False]
+
+
+def test_a_rank_whose_peer_failed_has_no_error_of_its_own() -> None:
+    gather = gather_of(Second(other_fails=True))
+    with pytest.raises(PeerOutOfMemory):
+        gather.gather(Rows(1))
+    assert gather.ended(OutOfMemory("memory ran out on another rank", size=2)) == OutOfMemory("")
