@@ -122,6 +122,7 @@ _NO_ADDRESSES = re.compile(r"\bThis is virtual-address-space \(VSZ\) exhaustion\
 # CUDACachingAllocator.cpp, torch 2.13; older releases print the same sizes.
 _SIZE = r"(?P<size>[0-9.]+) (?P<unit>bytes|[KMGT]iB)"
 _REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
+_REQUESTED_OF_CPU = re.compile(rf"{_SIZE} requested")
 _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -212,7 +213,7 @@ def requested_bytes(error: BaseException) -> int | None:
     The text of CUDA's allocator rounds them to a hundredth of their unit.
     """
     for link in _chain(error):
-        found = _REQUESTED.search(_text(link))
+        found = _REQUESTED.search(_text(link)) or _REQUESTED_OF_CPU.search(_text(link))
         if found:
             return math.ceil(_bytes_of(found) + 0.01 * _UNITS[found["unit"]])
     return None

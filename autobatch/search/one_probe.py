@@ -22,6 +22,7 @@ from autobatch.search.spill import SpillGuard
 from autobatch.setup.attempt import Outcome
 from autobatch.setup.child import SetupProcess
 from autobatch.setup.setup import SetupInfo, new_allocator
+from autobatch.setup.trace import program_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Probing(NamedTuple):
         """Return what predicts sizes from a traced step, or from runs alone."""
         return Replay(
             self.allocator(budget_bytes),
-            None if step is None else step.program,
+            None if step is None else program_on(step, self.process.info),
             lambda: questions.trace_other_order(self.process),
         )
 

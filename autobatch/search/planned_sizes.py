@@ -17,6 +17,7 @@ from autobatch.search import questions
 from autobatch.search.one_probe import Limit
 from autobatch.setup.child import SetupProcess
 from autobatch.setup.setup import new_allocator
+from autobatch.setup.trace import program_on
 
 
 def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: Progress) -> tuple[Limit, int]:
@@ -35,7 +36,7 @@ def limit_of_plan(process: SetupProcess, limit: Limit, samples: int, progress: P
     largest = probe.micro_batch
     if limit.footprint is None or probe.real_batches is not None or probe.stopped_by is not None:
         return limit, largest
-    fitting = Fitting([limit.footprint.program], lambda: new_allocator(process.info))
+    fitting = Fitting([program_on(limit.footprint, process.info)], lambda: new_allocator(process.info))
     attempts: list[Attempt] = []
     try:
         # A replay that does not even know the limit says nothing of the sizes below.

@@ -11,7 +11,6 @@ from autobatch.core.errors import AutobatchError, DoesNotFitError
 from autobatch.core.records.estimate import Remedy
 from autobatch.core.records.probe import Attempt
 from autobatch.core.units import format_bytes
-from autobatch.device.allocator.trace import Trace
 from autobatch.footprint.explain import explain
 from autobatch.footprint.predict import Footprint
 from autobatch.footprint.program import Program, TooLong, Untraceable
@@ -66,11 +65,6 @@ def run_attempt(
 def trace(process: SetupProcess) -> Footprint | str | None:
     """Trace the step. Return the reason if that would take too long, and None if it cannot be traced."""
     return ask_or_none(process, "tracing the step", _trace)
-
-
-def trace_single(process: SetupProcess, cap: int) -> dict[int, Trace]:
-    """Trace the step at a few sizes, up to the largest that fits; empty if it cannot be traced."""
-    return ask_or_none(process, "tracing the step", _trace_single, cap) or {}
 
 
 def trace_other_order(process: SetupProcess) -> Program | None:
@@ -160,10 +154,6 @@ def _trace(session: Session) -> Footprint | str | None:
     except TooLong as error:
         return str(error)
     return None if step is None else session.keep(step)
-
-
-def _trace_single(session: Session, cap: int) -> dict[int, Trace]:
-    return traced_setup.trace_single(session.setup, cap)
 
 
 def _trace_other_order(session: Session) -> Program | None:

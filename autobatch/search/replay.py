@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.trace import FREE, Trace
+from autobatch.device.allocator.ledger import Allocator, CountingAllocator
+from autobatch.device.allocator.trace import FREE, Trace, replay
 from autobatch.footprint.largest import Fitting
 from autobatch.footprint.program import Polynomial, Program, Rule, Untraceable
 from autobatch.setup.attempt import Outcome
 
 MISS = 16
 """A first prediction that is refuted is lowered by one part in this many: traces miss little."""
+RIGHT = 0.01
+"""Share by which the predicted peak of a run may be off if the program is to be believed beside it."""
 
 
 class Bounds(NamedTuple):
@@ -54,6 +56,10 @@ class Replay:
         self._allocated: dict[int, int] = {}
         """Peaks of the bytes in live blocks, by size."""
         self._failed: list[int] = []
+        self._prefixes: list[Bounds] = []
+        """The events of the last failure up to it, until a run fits."""
+        self._is_right = True
+        """False if the peak of the last run was not the predicted one."""
         self._fit()
 
     def learn(self, outcome: Outcome) -> None:
@@ -62,17 +68,14 @@ class Replay:
         size = attempt.micro_batch
         if not attempt.fits:
             self._failed.append(size)
-            if outcome.trace is not None and len(self._orders) == 1 and self._agrees(size, outcome.trace):
-                # It ran in one order, and failed in the other.
-                other = self._other_order()
-                self._orders += [] if other is None else [Bounds(other, other)]
-                self._fit()
+            self._learn_failure(size, outcome)
             return
         if attempt.peak_allocated_bytes:
             self._allocated[size] = attempt.peak_allocated_bytes
         if outcome.trace is None:
             return
         trace = outcome.trace.canonical()
+        self._is_right = self._agrees(size, trace) or self._predicts_peak(size, trace)
         self._runs.append((size, trace))
         if size < max(ran for ran, _ in self._runs):
             return
@@ -83,36 +86,69 @@ class Replay:
                     self._orders.append(bounds_of(size, outcome.other, self._traced))
             except Untraceable:
                 self._orders = []
+        self._prefixes = []
+        self._fit()
+
+    def _learn_failure(self, size: int, outcome: Outcome) -> None:
+        """Take the events up to the failure into account, which bound what follows."""
+        has_run = outcome.attempt.phase is None or outcome.other is not None
+        if has_run and len(self._orders) == 1 and outcome.trace and self._agrees(size, outcome.trace):
+            # It ran in one order, and failed in the other.
+            other = self._other_order()
+            self._orders += [] if other is None else [Bounds(other, other)]
+        elif outcome.attempt.phase is not None and not self._runs:
+            ran = outcome.trace if outcome.other is None else outcome.other
+            if ran is not None:
+                self._prefixes = [bounds_of(size, _with_request(ran, outcome.requested_bytes), self._traced)]
         self._fit()
 
     def largest(self, cap: int) -> int | None:
         """Predict the largest micro-batch up to ``cap`` that fits, possibly 0; None if nothing is known."""
-        if self._orders:
-            try:
-                return self._upper.largest(cap)
-            except Untraceable:
-                self._orders = []
-        if not self._allocated:
+        found = [one for one in (self._by_events(cap), self._by_bytes(cap)) if one is not None]
+        return max(found) if self._runs and found else next(iter(found), None)
+
+    def guess(self, low: int, high: int) -> int:
+        """Guess the largest size between one that fits and one that does not."""
+        by_events, by_bytes = self._by_events(high - 1), self._by_bytes(high - 1)
+        is_refuted = high in self._failed and self.says_fits(high) is not False
+        if by_events is not None and not is_refuted:
+            if by_events > low:
+                return by_events
+            if self._is_right or self.says_fits(low + 1) is False:
+                return low + 1
+        if by_bytes is not None and low < by_bytes < high - 1:
+            return by_bytes
+        if high not in self._failed:
+            return high - 1
+        # What is known misses what made it fail. Until a run shows that, the two sizes alone count.
+        return high - max(1, (high - low) // MISS) if len(self._failed) == 1 else (low + high) // 2
+
+    def _by_events(self, cap: int) -> int | None:
+        """Return the largest size whose replay fits; None if no events are known."""
+        if not (self._orders or self._prefixes):
             return None
+        try:
+            return self._upper.largest(cap)
+        except Untraceable:
+            self._orders, self._prefixes = [], []
+            return None
+
+    def _by_bytes(self, cap: int) -> int | None:
+        """Return where a line through the allocated bytes of the two largest runs meets the budget.
+
+        What is reserved grows in steps, on which a line would go astray.
+        """
         budget = self._new_allocator().limit
-        if budget is None:
-            return cap
+        if not self._allocated or budget is None:
+            return None
         (small, less), (ran, most) = [(0, 0), *sorted(self._allocated.items())][-2:]
         per_sample = max(most - less, 1) / (ran - small)
         return min(cap, ran + int((budget - most) / per_sample))
 
-    def guess(self, low: int, high: int) -> int:
-        """Guess the largest size between one that fits and one that does not."""
-        likely = self.largest(high - 1)
-        if high in self._failed and (likely is None or self.says_fits(high)):
-            # The replay misses what made it fail. Until a run shows that, it knows nothing between the two.
-            return high - max(1, (high - low) // MISS) if len(self._failed) == 1 else (low + high) // 2
-        return high - 1 if likely is None else max(likely, low + 1)
-
     def says_fits(self, size: int) -> bool | None:
         """Return whether a size fits according to what runs have shown; None if that is uncertain."""
         try:
-            if not self._orders:
+            if not (self._orders or self._prefixes):
                 return None
             return self._upper.fits(size) or (None if self._lower.fits(size) else False)
         except Untraceable:
@@ -122,6 +158,14 @@ class Replay:
     def has_run(self) -> bool:
         """True if the events of a run have confirmed or corrected the program."""
         return bool(self._runs)
+
+    def _predicts_peak(self, size: int, trace: Trace) -> bool:
+        """Return whether a run's peak is the one that the program has there."""
+        ran = replay(trace, CountingAllocator()).peak_allocated_bytes
+        try:
+            return bool(self._orders) and abs(self._upper.peak_at(size) - ran) <= RIGHT * ran
+        except Untraceable:
+            return False
 
     def _agrees(self, size: int, trace: Trace) -> bool:
         return bool(self._orders) and _agree(self._orders[0].upper, size, trace)
@@ -139,8 +183,9 @@ class Replay:
         return bounds_of(size, trace, self._traced)
 
     def _fit(self) -> None:
-        self._lower = Fitting([one.lower for one in self._orders], self._new_allocator)
-        self._upper = Fitting([one.upper for one in self._orders], self._new_allocator)
+        bounds = [*self._orders, *self._prefixes]
+        self._lower = Fitting([one.lower for one in bounds], self._new_allocator)
+        self._upper = Fitting([one.upper for one in bounds], self._new_allocator)
 
 
 def _agree(program: Program, m: int, trace: Trace) -> bool:
@@ -152,6 +197,15 @@ def _agree(program: Program, m: int, trace: Trace) -> bool:
     if not trace.marks:
         traced = Trace(traced.events)
     return traced.canonical().events == trace.canonical().events
+
+
+def _with_request(trace: Trace, requested_bytes: int | None) -> Trace:
+    """Return the events up to a failure, followed by the request that failed."""
+    if requested_bytes is None:
+        return trace
+    ran = trace.canonical()
+    block = 1 + max((block for block, _ in ran.events), default=-1)
+    return Trace((*ran.events, (block, requested_bytes)), ran.marks)
 
 
 def bounds_of(m: int, trace: Trace, known: Program | None) -> Bounds:

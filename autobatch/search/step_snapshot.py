@@ -31,10 +31,10 @@ def step_snapshot(process: SetupProcess, micro_batch: int, knobs: Mapping[str, V
 
 def _snapshot(session: Session, micro_batch: int, knobs: dict[str, Value]) -> bytes | None:
     setup = with_knobs(session.setup, knobs)
-    trace = attempt(setup, micro_batch).trace
-    if trace is None:
+    outcome = attempt(setup, micro_batch)
+    if outcome.trace is None or not outcome.attempt.fits:
         return None
-    trace = trace.canonical()
+    trace = outcome.trace.canonical()
     # The trace without memory knows purposes and modules, and is the same if its events are.
     step = trace_footprint(setup)
     labels = step.labels if step is not None and step.program.agrees_with(micro_batch, trace) else ()

@@ -88,9 +88,11 @@ class Outcome(NamedTuple):
 
     attempt: Attempt
     trace: Trace | None
-    """None if the device records no events, or a step failed."""
+    """Its events, up to the request that failed; None if the device records none."""
     other: Trace | None = None
-    """Events of the repetition in the other order; None if there was none, or a step of it failed."""
+    """Events of the repetition in the other order; None if there was none, or none are recorded."""
+    requested_bytes: int | None = None
+    """About the bytes of the request that failed; None if none did, or if they are unknown."""
     is_context_lost: bool = False
     """True if the memory ran out in a way after which the process should be replaced."""
     error: Exception | None = None
@@ -112,7 +114,7 @@ def attempt(setup: TrainSetup, micro_batch: int) -> Outcome:
     worse = first.attempt if second.attempt.fits else second.attempt
     seconds = first.attempt.seconds + second.attempt.seconds
     worse = msgspec.structs.replace(worse, seconds=seconds)
-    return Outcome(worse, first.trace, second.trace, second.is_context_lost)
+    return Outcome(worse, first.trace, second.trace, second.requested_bytes, second.is_context_lost)
 
 
 def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Outcome:
@@ -140,7 +142,7 @@ def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Out
         is_lost = failure is not None and failure[0] is Verdict.FATAL
         # A lost context answers no question.
         stats = UNKNOWN_STATS if is_lost else meter.stats()
-        trace = meter.trace() if failure is None else None
+        trace = None if is_lost else meter.trace()
     if failure is not None and not is_lost:
         setup.device.release()
     reason = failure[1] if failure is not None else setup.device.refuses(stats)
@@ -157,6 +159,7 @@ def _run_steps(setup: TrainSetup, micro_batch: int, steps: Sequence[int]) -> Out
             is_below_budget=failure is not None and _is_below_budget(setup.device, stats, failure[2]),
         ),
         trace,
+        requested_bytes=None if failure is None else failure[2],
         is_context_lost=is_lost,
     )
 

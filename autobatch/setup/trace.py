@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,14 +10,12 @@ from autobatch.core.knobs import COMPILE
 from autobatch.core.records.estimate import Remedy
 from autobatch.core.records.run import MemoryCurve, PredictedPoint
 from autobatch.device.allocator.ledger import Allocator
-from autobatch.device.allocator.trace import Trace, replay
-from autobatch.device.profiles import data_home, match_profile
+from autobatch.device.allocator.trace import replay
 from autobatch.footprint.depth import deep_footprint
 from autobatch.footprint.explain import memory_curve, predicted_points
 from autobatch.footprint.predict import Footprint, with_workspaces
 from autobatch.footprint.program import Program, TooLong, Untraceable
 from autobatch.footprint.remedies import Spending, find_remedies
-from autobatch.footprint.single_sizes import trace_single_sizes
 from autobatch.footprint.tracing.trace_step import Setting
 from autobatch.setup.attempt import ATTEMPT_STEPS, OTHER_ATTEMPT_STEPS, TrainSetup
 from autobatch.setup.setup import SetupInfo, describe_setup, new_allocator
@@ -31,16 +28,12 @@ like layers only those count that are traced."""
 
 MOST_OPERATORS = 30_000
 """Operators above which no step is traced, about 5 seconds; an unrolled recurrent layer has that many."""
-MOST_SINGLE = 15_000
-"""The same for each of a few traces at single sizes."""
 
 
 def trace_footprint(
     setup: TrainSetup, steps: Sequence[int] = ATTEMPT_STEPS, *, says_why: bool = False
 ) -> Footprint | None:
-    """Trace an attempt on tensors without memory. Return None on a GPU, or if it cannot be traced.
-
-    On a GPU the first runs show more, because its libraries take workspaces that no trace sees.
+    """Trace an attempt on tensors without memory. Return None if it cannot be traced.
 
     Args:
         setup: the model and the data.
@@ -50,8 +43,6 @@ def trace_footprint(
     Raises:
         TooLong: the step has too many operators, if ``says_why``.
     """
-    if not setup.device.is_traceable:
-        return None
     try:
         # Augmented data draw random numbers while they are read.
         with preserved_random_state():
@@ -64,25 +55,15 @@ def trace_footprint(
     return None
 
 
-def trace_single(setup: TrainSetup, cap: int) -> dict[int, Trace]:
-    """Trace an attempt at a few sizes, with the values of its batches; see `trace_single_sizes`.
-
-    Returns:
-        The traces by their size; empty on a GPU.
-
-    Raises:
-        AutobatchError: the step cannot be traced.
-    """
-    if not setup.device.is_traceable:
-        return {}
-    setting = replace(setting_of(setup), most_operators=MOST_SINGLE)
-    return trace_single_sizes(setting, setup.device.new_allocator, cap)
+def program_on(step: Footprint, info: SetupInfo) -> Program:
+    """Return the program of a step on the device of a setup, with the workspaces of a GPU's libraries."""
+    return with_workspaces(step, info.workspaces)
 
 
 def other_order(setup: TrainSetup) -> Program | None:
     """Trace an attempt in the other order. Return None if it cannot be traced."""
     step = trace_footprint(setup, OTHER_ATTEMPT_STEPS)
-    return None if step is None else step.program
+    return None if step is None else program_on(step, describe_setup(setup))
 
 
 def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
@@ -97,13 +78,10 @@ def traced_peak(setup: TrainSetup, micro_batch: int) -> int | None:
     capability = setup.device.compute_capability
     if capability is None:
         return None
-    device = setup.device.describe()
-    gpu = match_profile(device.name, device.total_bytes, capability, user_dir=data_home(os.environ))
+    info = describe_setup(setup)
     with preserved_random_state():
-        step = _trace(setting_of(setup))
-        program = with_workspaces(step, None if gpu is None else gpu.workspaces)
-    unlimited = new_allocator(describe_setup(setup), capped=False)
-    return replay(program.at(micro_batch), unlimited).peak_reserved_bytes
+        program = program_on(_trace(setting_of(setup)), info)
+    return replay(program.at(micro_batch), new_allocator(info, capped=False)).peak_reserved_bytes
 
 
 def remedies_of(setup: TrainSetup, step: Footprint | None) -> list[Remedy]:

@@ -19,6 +19,7 @@ from autobatch.core.records.probe import Probe
 from autobatch.core.units import GiB, KiB, MiB
 from autobatch.device.cpu import CpuDevice
 from autobatch.device.host import HostMemory
+from autobatch.search import questions
 from autobatch.search.cache import CachedLimit
 from autobatch.search.find_limit import find_limit
 from autobatch.search.one_probe import ProbeLimits
@@ -111,8 +112,11 @@ def test_samples_that_cannot_be_collated_name_their_shapes() -> None:
         autobatch.probe(work(train_data=Sequences([2, 3])), device="cpu")
 
 
-def test_the_time_limit_ends_the_search_with_a_size_that_fits(tmp_path: Path) -> None:
+def test_the_time_limit_ends_the_search_with_a_size_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a trace the search takes two runs or more. Each reading of the clock takes a second."""
+    monkeypatch.setattr(questions, "trace", lambda _: None)
     made = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
     clock = map(float, count()).__next__
     found = find_limit(

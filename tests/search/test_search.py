@@ -160,7 +160,8 @@ def test_a_size_that_fails_in_the_other_order_only_brings_that_order_into_the_re
         outcome = machine.run(size)
         if other.fits(size):
             return outcome
-        return Outcome(msgspec.structs.replace(outcome.attempt, fits=False), outcome.trace)
+        failed = msgspec.structs.replace(outcome.attempt, fits=False, phase="backward")
+        return Outcome(failed, outcome.trace, other.trace(1))
 
     new_allocator = replay_of()._new_allocator
     replay = Replay(new_allocator, program_of(*rules), lambda: program_of(*more))

@@ -50,12 +50,6 @@ def test_a_trace_draws_nothing_although_augmented_data_does() -> None:
     assert fingerprint(live) == before
 
 
-def test_a_gpu_is_not_traced_before_it_runs() -> None:
-    here = replace(setup(WORKLOADS["perceptron"]()), device=CpuAsGpu(memory_budget=64 * MiB))
-    assert trace_footprint(here) is None
-    assert other_order(here) is None
-
-
 def test_a_model_of_very_many_tensors_is_run_in_place_of_traced(monkeypatch) -> None:
     made = open_setup(work(mlp), SetupSettings(device="cpu", memory_budget="1GiB"))
     tensors = len(list(made.model.parameters()))

@@ -25,6 +25,7 @@ def outcome_of(size: int, fits: bool, peak: int | None, trace: Trace | None = No
         peak_reserved_bytes=None,
         seconds=0.0,
         reason=None if fits else "out of memory",
+        phase=None if fits else "forward",
     )
     return Outcome(attempt, trace if fits else None)
 
