@@ -95,7 +95,8 @@ def test_an_error_in_the_workload_names_its_part_and_its_line(part: str, tmp_pat
         .count("\n")
     )
     place = f"{tmp_path / 'train.py'}:{number + 1}"
-    assert complaint.line == f"the workload's {part} raised OSError: [Errno 5] mine ({place})"
+    whose = "train_data[0]" if part == "data" else part
+    assert complaint.line == f"the workload's {whose} raised OSError: [Errno 5] mine ({place})"
     assert (complaint.exit_code, complaint.logged) == (2, True)
 
 
