@@ -14,17 +14,7 @@
             optimizer.step()
             optimizer.zero_grad()
 
-It is less exact than autobatch, as the notes of the plan say:
-
-- Each micro-batch has the same weight, whatever it holds: a mean of means.
-- Micro-batches are equal (`autobatch.planning.even_split`). The last one of an epoch may be short and has
-  the weight of a whole one: give ``drop_last=True`` to the loader.
-- The last batch of an epoch may have fewer micro-batches and is still divided by the full number, so its
-  gradient is too small. ``plan.last_batch`` is ignored.
-- The learning rate belongs to the optimizer: use ``plan.learning_rate``. Clip the gradient yourself, only if
-  ``accelerator.sync_gradients``.
-
-`autobatch.batches` has none of these limits.
+Its loop is less exact than autobatch, as the notes of the plan and ``docs/libraries.md`` say.
 """
 
 from __future__ import annotations

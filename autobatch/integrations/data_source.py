@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -39,31 +39,8 @@ class Length(NamedTuple):
         return None if self.steps is None or self.epochs is not None else max(0, self.steps - self.start)
 
 
-class Source(Protocol):
-    """The user's data as drawn elements: indices, samples, or pieces of a loader's batches."""
-
-    def batches(self, plan: Plan, length: Length, seed: int) -> tuple[Iterator[list[Any]], int | None]:
-        """Draw the batches of a run.
-
-        Returns:
-            The drawn elements of each batch, and the number of batches, None if it is unknown.
-
-        Raises:
-            InputError: the data have no sample, or too few for any batch.
-        """
-
-    def count(self, drawn: list[Any]) -> int:
-        """Count the samples of a drawn batch."""
-
-    def part(self, drawn: list[Any], first: int, count: int) -> list[Any]:
-        """Return a part of a drawn batch: ``count`` samples from place ``first`` on."""
-
-    def micro_batches(self, drawn: list[Any], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
-        """Collate a drawn batch in micro-batches of these sizes; yield each with its number of samples."""
-
-
 class Samples:
-    """Map-style data, or an iterable of samples.
+    """Map-style data, or an iterable of samples. A batch is drawn as indices or as samples.
 
     Args:
         data: the user's data.
@@ -86,7 +63,14 @@ class Samples:
         self._is_map_style = is_map_style
 
     def batches(self, plan: Plan, length: Length, seed: int) -> tuple[Iterator[list[Any]], int | None]:
-        """See `Source`."""
+        """Draw the batches of a run.
+
+        Returns:
+            The drawn elements of each batch, and the number of batches, None if it is unknown.
+
+        Raises:
+            InputError: the data have no sample, or too few for any batch.
+        """
         if self._is_map_style and self._sampler is None:
             sampler = _sampler_of(len(self._data), plan, seed, length)
             return (batch.ids for batch in sampler.batches(length.start)), max(
@@ -97,15 +81,15 @@ class Samples:
         return ([one.content for one in pieces] for pieces in drawn), length.steps_left()
 
     def count(self, drawn: list[Any]) -> int:
-        """See `Source`."""
+        """Count the samples of a drawn batch."""
         return len(drawn)
 
     def part(self, drawn: list[Any], first: int, count: int) -> list[Any]:
-        """See `Source`."""
+        """Return a part of a drawn batch: ``count`` samples from place ``first`` on."""
         return drawn[first : first + count]
 
     def micro_batches(self, drawn: list[Any], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
-        """See `Source`."""
+        """Collate a drawn batch in micro-batches of these sizes; yield each with its number of samples."""
         first = 0
         for size in sizes:
             yield self.collate(self.samples_of(drawn[first : first + size])), size
@@ -121,26 +105,29 @@ class Samples:
 
 
 class LoaderBatches:
-    """The collated batches of a loader, of any size, which are cut and concatenated along dimension 0."""
+    """The collated batches of a loader, of any size, which are cut and concatenated along dimension 0.
+
+    A batch is drawn as pieces of the loader's batches. The methods are those of `Samples`.
+    """
 
     def __init__(self, loader: Iterable[Collated]) -> None:
         self._loader = loader
 
     def batches(self, plan: Plan, length: Length, seed: int) -> tuple[Iterator[list[Any]], int | None]:
-        """See `Source`."""
+        """See `Samples`."""
         del seed
         return _cut_epochs(lambda: map(as_piece, self._loader), plan, length), length.steps_left()
 
     def count(self, drawn: list[Any]) -> int:
-        """See `Source`."""
+        """See `Samples`."""
         return samples_of(drawn)
 
     def part(self, drawn: list[Any], first: int, count: int) -> list[Any]:
-        """See `Source`."""
+        """See `Samples`."""
         return list(split(drawn, [first, count]))[1]
 
     def micro_batches(self, drawn: list[Any], sizes: list[int]) -> Iterator[tuple[Collated, int]]:
-        """See `Source`. Batches of the loader that differ in form give more micro-batches."""
+        """See `Samples`. Batches of the loader that differ in form give more micro-batches."""
         for pieces in split(drawn, sizes):
             yield from concatenate_pieces(pieces)
 

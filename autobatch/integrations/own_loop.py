@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autobatch.core.errors import InputError, NonFiniteError
 from autobatch.core.records.base import GradientDtype
 from autobatch.core.records.plan import Plan
-from autobatch.integrations.data_source import Data, Length, Samples, SampleT, Source, open_source
+from autobatch.integrations.data_source import Data, Length, LoaderBatches, Samples, SampleT, open_source
 from autobatch.planning import check_world_size, launched_world_size, micro_batches
 from autobatch.step.gradients import LOW_PRECISION, Gradients
 from autobatch.step.loss_share import StepTotals, normalize_loss
@@ -328,7 +328,7 @@ class _BatchMaker:
     """Maker of the batch of the samples that were drawn for it."""
 
     plan: Plan
-    source: Source
+    source: Samples | LoaderBatches
     size_of: Callable[[Any], float] | None
     train_state: TrainState
     ranks: LoopRanks | None

@@ -11,14 +11,7 @@ same when ``train()`` begins, and logs the plan:
     trainer = Trainer(model, TrainingArguments("out"), train_dataset=dataset)
     trainer.add_callback(autobatch.integrations.transformers.AutobatchCallback(trainer, target_batch=16))
 
-Its loop is less exact than autobatch, as the notes of the plan say:
-
-- A mean over tokens is weighted by the tokens of the whole batch only if the model, or a loss of your own,
-  takes ``num_items_in_batch`` and uses it. Otherwise each micro-batch has the same weight: a mean of means.
-- Micro-batches are equal (`autobatch.planning.even_split`), and the last one of an epoch may be short.
-- The last batch of an epoch is short (``flush``) and is never carried over. ``plan.last_batch`` is ignored.
-
-`autobatch.batches` has none of these limits.
+Its loop is less exact than autobatch, as the notes of the plan and ``docs/libraries.md`` say.
 """
 
 from __future__ import annotations

@@ -344,18 +344,11 @@ def _open_study(axes: Sequence[SearchAxis], trials: int, seed: int, place: Study
     with warnings.catch_warnings():
         # Its progress bar, which nothing here shows, warns in notebooks without widgets.
         warnings.filterwarnings("ignore", message="IProgress not found")
-        from autobatch.tuning.study import Study, categorical, gaussian_process
+        from autobatch.tuning.study import study_of_configurations
 
-    return Study(
-        place._replace(
-            made_for={**place.made_for, **{axis.name: list(axis.choices) for axis in axes}},
-        ),
-        direction="maximize",
-        metric="samples per second",
-        suggest=categorical(axes),
-        sampler=gaussian_process(seed, _startup(trials)),
-        first=[defaults(axes)],
-    )
+    choices = {axis.name: list(axis.choices) for axis in axes}
+    place = place._replace(made_for={**place.made_for, **choices})
+    return study_of_configurations(place, axes, seed=seed, startup=_startup(trials))
 
 
 def _startup(trials: int) -> int:

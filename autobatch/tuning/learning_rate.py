@@ -380,18 +380,11 @@ def _end_run(session: Session) -> None:
 
 def _open_study(default: float, seed: int, place: StudyLocation) -> Study:
     # Only here: Optuna takes half a second to import.
-    from autobatch.tuning.study import Study, log_range, median_stop, parzen_estimators
+    from autobatch.tuning.study import study_of_rates
 
-    return Study(
-        place,
-        direction="minimize",
-        metric="loss",
-        suggest=log_range(RATE, default / REACH, default * REACH),
-        sampler=parzen_estimators(seed),
-        # Half of each run is safe, because a small learning rate is slow at first.
-        pruner=median_stop(STARTUP_RUNS, PARTS // 2),
-        first=[{RATE: default * factor} for factor in FIRST_FACTORS],
-    )
+    first = [{RATE: default * factor} for factor in FIRST_FACTORS]
+    # Half of each run is safe, because a small learning rate is slow at first.
+    return study_of_rates(place, first, reach=REACH, seed=seed, pruner=(STARTUP_RUNS, PARTS // 2))
 
 
 def _try_rates(

@@ -23,7 +23,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from autobatch.core.errors import AutobatchError, InputError
-from autobatch.core.knobs import Configuration, SearchAxis, Value
+from autobatch.core.knobs import Configuration, SearchAxis, Value, defaults
 from autobatch.core.text import error_text
 from autobatch.tuning.configuration import StudyLocation
 
@@ -31,40 +31,6 @@ GRPC_PORT = 13000
 """Optuna's default port."""
 MADE_FOR = "made_for"
 """Attribute of a study: plain values by name that its results depend on."""
-Suggest = Callable[[optuna.Trial], dict[str, Value]]
-"""Draws the values of a trial."""
-
-
-MakeSampler = Callable[[int], BaseSampler]
-"""Makes a sampler for a study that has this many trials, so that searches that go on, or that share a study,
-draw other points."""
-
-
-def gaussian_process(seed: int, startup: int) -> MakeSampler:
-    """Model all points with a Gaussian process, after the first ones were drawn at random."""
-    return lambda number: GPSampler(seed=seed + number, n_startup_trials=startup)
-
-
-def parzen_estimators(seed: int) -> MakeSampler:
-    """Model good and bad points apart (TPE), which copes with a cliff better than a Gaussian process."""
-    return lambda number: TPESampler(seed=seed + number)
-
-
-def median_stop(startup: int, warmup: int) -> BasePruner:
-    """End a trial that is worse than the median, after this many trials, and steps of it."""
-    return MedianPruner(startup, warmup)
-
-
-def categorical(axes: Sequence[SearchAxis]) -> Suggest:
-    """Draw a choice of each axis."""
-    return lambda trial: {
-        axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in axes
-    }
-
-
-def log_range(name: str, low: float, high: float) -> Suggest:
-    """Draw a float between two bounds, on a logarithmic scale."""
-    return lambda trial: {name: trial.suggest_float(name, low, high, log=True)}
 
 
 class StoredTrial(NamedTuple):
@@ -89,7 +55,8 @@ class Study:
         direction: of the optimized figure.
         metric: name of that figure, which dashboards show.
         suggest: draws the values of a trial.
-        sampler: proposes points.
+        sampler: proposes points; made for the number of trials that the study has, so that searches that go
+            on, or that share a study, draw other points.
         pruner: decides which trials end early; None for Optuna's own.
         first: points to try before the sampler proposes any.
 
@@ -103,8 +70,8 @@ class Study:
         *,
         direction: Literal["maximize", "minimize"],
         metric: str,
-        suggest: Suggest,
-        sampler: MakeSampler,
+        suggest: Callable[[optuna.Trial], dict[str, Value]],
+        sampler: Callable[[int], BaseSampler],
         pruner: BasePruner | None = None,
         first: Sequence[Configuration],
     ) -> None:
@@ -223,6 +190,48 @@ class Study:
         """Close a trial that will not end, and hide errors of the storage behind the one that ended it."""
         with suppress(Exception):
             self._study.tell(request.trial, state=TrialState.FAIL)
+
+
+def study_of_configurations(
+    place: StudyLocation, axes: Sequence[SearchAxis], *, seed: int, startup: int
+) -> Study:
+    """Open a study of speeds: a Gaussian process, after the first points were drawn at random."""
+    return Study(
+        place,
+        direction="maximize",
+        metric="samples per second",
+        suggest=lambda trial: {
+            axis.name: trial.suggest_categorical(axis.name, list(axis.choices)) for axis in axes
+        },
+        sampler=lambda number: GPSampler(seed=seed + number, n_startup_trials=startup),
+        first=[defaults(axes)],
+    )
+
+
+def study_of_rates(
+    place: StudyLocation, first: Sequence[Configuration], *, reach: float, seed: int, pruner: tuple[int, int]
+) -> Study:
+    """Open a study of losses: a tree-structured Parzen estimator, as a learning rate has a cliff.
+
+    Args:
+        place: name, storage and purpose of the study.
+        first: points to try first, each a value of the same name; the default leads.
+        reach: values are tried from the default ÷ this to the default × this.
+        seed: of the sampler.
+        pruner: trials that run to their end, and safe steps of each trial, before one that is worse than the
+            median is stopped.
+    """
+    ((name, value),) = first[0].items()
+    default = float(value or 0.0)
+    return Study(
+        place,
+        direction="minimize",
+        metric="loss",
+        suggest=lambda trial: {name: trial.suggest_float(name, default / reach, default * reach, log=True)},
+        sampler=lambda number: TPESampler(seed=seed + number),
+        pruner=MedianPruner(*pruner),
+        first=first,
+    )
 
 
 def check_storage(location: str) -> None:
