@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from autobatch.core.errors import InputError
 from autobatch.core.records.base import GradientDtype, Precision
 from autobatch.core.records.plan import LearningRateRule, Plan
+from autobatch.core.units import significant
 
 RULE_SOURCES: dict[LearningRateRule, str] = {
     "linear": "Goyal et al. 2017, arXiv:1706.02677 (SGD): learning rate × (batch ÷ base batch)",
@@ -69,8 +70,8 @@ def rate_source(
     )
     return (
         f"kept as declared, but it was tuned for a batch of {base_batch:,} and this one is "
-        f"{target_batch / base_batch:.3g} × as large: the linear rule gives {linear:.3g}, the sqrt rule "
-        f"{root:.3g}, and --tune-lr measures"
+        f"{significant(target_batch / base_batch)} × as large: the linear rule gives {linear:.3g}, the sqrt "
+        f"rule {root:.3g}, and --tune-lr measures"
     )
 
 

@@ -15,7 +15,7 @@ from autobatch.core.records.device import DeviceRecord
 from autobatch.core.records.plan import Plan
 from autobatch.core.records.probe import Attempt, Probe
 from autobatch.core.records.tuning import Tuning
-from autobatch.report.summary import describe_budget, describe_limit, describe_plan, describe_tuning
+from autobatch.report.facts import describe_budget, describe_fits, describe_plan, describe_tuning
 
 LOG = logging.getLogger("autobatch")
 ShowProgress = Progress | Literal["auto"] | bool
@@ -50,15 +50,15 @@ class LoggedProgress(Progress):
 
     def probed(self, probe: Probe) -> None:
         """Log the largest micro-batch."""
-        LOG.info("%s", describe_limit(probe))
+        LOG.info("fits: %s", describe_fits(probe))
 
     def planned(self, plan: Plan) -> None:
         """Log the split of the batch."""
-        LOG.info("%s", describe_plan(plan))
+        LOG.info("plan: %s", describe_plan(plan))
 
     def tuned(self, tuning: Tuning) -> None:
         """Log the choice of the tuner."""
-        LOG.info("%s", describe_tuning(tuning))
+        LOG.info("tuned: %s", describe_tuning(tuning))
 
 
 @contextmanager

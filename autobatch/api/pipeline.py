@@ -14,10 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
-
-import msgspec
 
 from autobatch.api import unpack
 from autobatch.api.checks import note_split, refuse_split
@@ -33,7 +30,6 @@ from autobatch.api.tune_stage import (
     open_tuner,
 )
 from autobatch.core.errors import InputError
-from autobatch.core.files import write_output
 from autobatch.core.options import Options
 from autobatch.device.profiles import data_home
 from autobatch.distributed.ranks import Ranks
@@ -115,7 +111,7 @@ def run_estimate(workload: Workload | str | None, options: Options, environ: Map
     """Run ``autobatch estimate``.
 
     Raises:
-        InputError: the page cannot be written.
+        InputError: the options exclude each other, or the workload is invalid.
     """
     made, settings = find_workload(workload, options.device.seed), unpack.estimate_settings(options)
     if options.search.all:
@@ -126,19 +122,9 @@ def run_estimate(workload: Workload | str | None, options: Options, environ: Map
             f"--memory-viz {options.search.memory_viz} shows one GPU, found --ranks {options.ranks.ranks}: "
             "leave one out"
         )
-    found = (
-        estimate_limits(made, settings, home=home)
-        if ranks is None
-        else estimate_over_ranks(made, settings, ranks, home=home)
-    )
-    if options.search.report is None:
-        return found
-    # Only here: matplotlib takes half a second to import.
-    from autobatch.report.estimate_page import estimate_page
-
-    page = estimate_page(found, made.name)
-    path = write_output(Path(options.search.report), page.encode(), "--report")
-    return msgspec.structs.replace(found, notes=[*found.notes, f"the page is {path}"])
+    if ranks is None:
+        return estimate_limits(made, settings, home=home)
+    return estimate_over_ranks(made, settings, ranks, home=home)
 
 
 def run_tune(workload: Workload | str | None, options: Options, context: RunContext) -> Result:

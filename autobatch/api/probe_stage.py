@@ -21,7 +21,7 @@ from autobatch.distributed.rank_plan import limits_over_ranks, spread
 from autobatch.distributed.sharding.layout import ShardLayout
 from autobatch.planning import rank_share
 from autobatch.report.result import Result
-from autobatch.report.words import plural
+from autobatch.report.words import decimal, plural
 from autobatch.search.find_limit import check_size, find_limit
 from autobatch.search.one_probe import Limit, ProbeLimits
 from autobatch.search.planned_sizes import limit_of_plan
@@ -197,7 +197,7 @@ def probe_and_plan(
 
 
 def _several_epochs(target_batch: int, epoch_samples: int) -> str:
-    epochs = f"{target_batch / epoch_samples:.3g}"
+    epochs = decimal(target_batch / epoch_samples, 3)
     return (
         f"the batch of {target_batch:,} is larger than the data: each step takes {epochs} epochs of "
         f"{plural(epoch_samples, 'sample')}"

@@ -16,8 +16,8 @@ from autobatch.core.records.plan import Plan
 from autobatch.core.records.probe import Probe
 from autobatch.distributed.joint_split import agree_on_cut
 from autobatch.distributed.ranks import Alone, Ranks
+from autobatch.report.facts import describe_run_order
 from autobatch.report.result import Result
-from autobatch.report.sentences import run_order_in_words
 from autobatch.search.kept_answers import KeptAnswers, kept_answers
 from autobatch.search.sizes.plan_split import SplitChoice, SplitSettings, choose_split, read_sizes
 from autobatch.search.sizes.real_batches import Order
@@ -78,7 +78,7 @@ def add_split(
     if cut is None and by_count.run_order is None:
         return result
     if cut is None:
-        progress.note(run_order_in_words(by_count))
+        progress.note(describe_run_order(by_count))
         progress.planned(by_count)
         return msgspec.structs.replace(result, plan=by_count)
     plan = msgspec.structs.replace(plan, split="size", size_cut=cut)

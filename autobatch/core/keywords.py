@@ -106,7 +106,6 @@ class EstimateKeywords(CommonKeywords, total=False):
 
     profile: str | Sequence[str]
     all: bool
-    report: StrPath | None
     memory_viz: StrPath | None
     micro_batch: int | None
     max_micro_batch: int | None

@@ -151,12 +151,6 @@ class SearchOptions(Section, frozen=True, kw_only=True):
         bool,
         Option("All known GPUs, even if --profile names some.", "memory", ("estimate",), common=True),
     ] = False
-    report: Annotated[
-        str | None,
-        Option(
-            "Also write a page with the table and the memory.", "output", ("estimate",), "FILE", common=True
-        ),
-    ] = None
 
 
 class BatchOptions(Section, frozen=True, kw_only=True):

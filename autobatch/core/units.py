@@ -23,6 +23,11 @@ _QUANTITY = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-
 _PERCENT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%\s*")
 
 
+def significant(number: float, digits: int = 3) -> str:
+    """Write a number with a few significant digits, a large one as a whole number: ``1.75``, ``15,600``."""
+    return f"{number:,.{digits}g}" if abs(number) < 10**digits else f"{number:,.0f}"
+
+
 def parse_bytes(text: str | int) -> int:
     """Parse a size in bytes: ``"6GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096"`` or an ``int``.
 

@@ -53,7 +53,7 @@ class Explanation(NamedTuple):
         """Write the explanation in one line."""
         parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in self.by_kind.items() if size)
         top = [
-            f"{name} {format_bytes(size)}" for name, size in list(self.by_module.items())[:MODULES] if size
+            f"`{name}` {format_bytes(size)}" for name, size in list(self.by_module.items())[:MODULES] if size
         ]
         modules = f" (most activations in {', '.join(top)})" if len(self.by_module) > 1 else ""
         return f"{format_bytes(self.peak_bytes)} at the peak in the {self.phase}: {parts}{modules}"

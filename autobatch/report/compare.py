@@ -15,9 +15,8 @@ from autobatch.core.records.training import Training
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.curves import smoothed
 from autobatch.report.charts.drawing import Mark, Picture, Table, downsample, draw, plain_axes, series
-from autobatch.report.html import Markup, element, figure, join, table
-from autobatch.report.page import page_of
-from autobatch.report.summary import describe_split
+from autobatch.report.facts import describe_split
+from autobatch.report.page import Section, drawn, page_of
 from autobatch.report.words import count, decimal, knobs_in_words, metric_in_words, moment
 
 DRAWN_POINTS = 600
@@ -119,11 +118,10 @@ def losses_figure(runs: Sequence[RunRecord], names: Sequence[str]) -> Picture | 
 
 def comparison_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     """Build the page: the table, and the losses over each other."""
-    picture = losses_figure(runs, names)
-    drawn: Markup | None = None if picture is None else figure(picture)
-    body = element("body", element("header", element("h1", "Runs side by side")), element("main", join(
-        table(comparison_table(runs, names)), drawn)))  # fmt: skip
-    return page_of("autobatch: runs side by side", body)
+    compared = Section("runs", "Runs", tables=[comparison_table(runs, names)])
+    losses = Section("losses", "Training loss", pictures=drawn(losses_figure(runs, names)))
+    title = "Runs side by side"
+    return page_of(f"autobatch: {title}", [compared, losses], eyebrow="autobatch", heading=title)
 
 
 def write_comparison(path: Path, runs: Sequence[RunRecord], names: Sequence[str]) -> Path:

@@ -103,7 +103,7 @@ class LiveLine:
         peak = step.peak_reserved_bytes or step.peak_allocated_bytes
         figures = [
             "" if step.loss is None else f"loss {step.loss:.4f}",
-            "" if step.samples_per_s is None else f"{step.samples_per_s:,.0f}/s",
+            "" if step.samples_per_s is None else f"{step.samples_per_s:,.0f} samples/s",
             plural(step.oom_recoveries, "recovery", "recoveries") if step.oom_recoveries else "",
             "" if peak is None else format_bytes(peak),
             self._held_out,
@@ -143,7 +143,9 @@ class _Time(ProgressColumn):
 
     def render(self, task: Task) -> RenderableType:
         """Return the cell of a task."""
-        return (self._elapsed if task.total is None else self._remaining).render(task)
+        if task.total is None:
+            return self._elapsed.render(task)
+        return self._remaining.render(task) + Text(" left", style="dim")
 
 
 def _bar_width(columns: int) -> int:

@@ -17,10 +17,8 @@ from autobatch.core.records.probe import Probe
 from autobatch.core.records.run import RunRecord
 from autobatch.core.records.training import StepRecord
 from autobatch.core.text import error_text
-from autobatch.core.units import format_bytes
 from autobatch.core.version import __version__
-from autobatch.report.sentences import rate_in_words
-from autobatch.report.summary import describe_estimate, describe_limit, describe_plan, text_of
+from autobatch.report.facts import describe_estimate, text_of
 from autobatch.report.words import plural
 
 RESULT = "result.json"
@@ -64,7 +62,7 @@ class Result(RunRecord, frozen=True, kw_only=True):
         # Imported here: matplotlib takes half a second, and only a notebook needs it.
         from autobatch.report.notebook import run_html
 
-        return run_html(self, metrics=_metrics_of(self), report=self.report)
+        return run_html(msgspec.structs.replace(self, metrics=_metrics_of(self)), report=self.report)
 
 
 class ProbeResult(Probe, frozen=True, kw_only=True):
@@ -79,15 +77,19 @@ class ProbeResult(Probe, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Return how many samples fit, and the evidence."""
-        return describe_limit(self, _place(self.device))
+        return text_of(self._run)
 
     def __repr__(self) -> str:
         return f"<ProbeResult: {_short(str(self))}>"
 
     def _repr_html_(self) -> str:
-        from autobatch.report.notebook import probe_html
+        from autobatch.report.notebook import run_html
 
-        return probe_html(self, self.device)
+        return run_html(self._run)
+
+    @property
+    def _run(self) -> RunRecord:
+        return RunRecord(device=self.device, probe=self)
 
 
 class PlanResult(Plan, frozen=True, kw_only=True):
@@ -104,19 +106,20 @@ class PlanResult(Plan, frozen=True, kw_only=True):
         return self
 
     def __str__(self) -> str:
-        """Return the split of the batch, and the learning rate with its origin."""
-        return (
-            f"{describe_plan(self)}\n{describe_limit(self.probe, _place(self.device))}\n"
-            f"learning rate {rate_in_words(self)}"
-        )
+        """Return how many samples fit, and the split of the batch."""
+        return text_of(self._run)
 
     def __repr__(self) -> str:
         return f"<PlanResult: {_short(str(self))}>"
 
     def _repr_html_(self) -> str:
-        from autobatch.report.notebook import plan_html
+        from autobatch.report.notebook import run_html
 
-        return plan_html(self, self.device, self.probe)
+        return run_html(self._run)
+
+    @property
+    def _run(self) -> RunRecord:
+        return RunRecord(device=self.device, probe=self.probe, plan=self)
 
 
 class Estimates(Record, frozen=True, kw_only=True):
@@ -142,10 +145,6 @@ class Estimates(Record, frozen=True, kw_only=True):
         from autobatch.report.notebook import estimates_html
 
         return estimates_html(self.estimates, self.notes)
-
-
-def _place(device: DeviceRecord) -> str:
-    return f" in {format_bytes(device.budget_bytes)} on {device.name}"
 
 
 def _short(text: str) -> str:

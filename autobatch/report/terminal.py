@@ -1,6 +1,7 @@
-"""Terminal output: progress during a run, and its result at the end.
+"""Terminal output: progress during a run, and its facts at the end.
 
-A terminal shows the current act as a live line. Otherwise the same facts are printed as a few plain lines.
+A terminal shows the current act as a live line. Otherwise the same progress is printed as a few plain lines.
+What fits, the plan and what was reached are printed once, at the end.
 """
 
 from __future__ import annotations
@@ -26,24 +27,15 @@ from autobatch.report.estimate_table import (
     remedy_lines,
     size_lines,
 )
+from autobatch.report.facts import Fact, describe_trial, device_facts, final_facts
 from autobatch.report.live import LiveLine
-from autobatch.report.summary import (
-    Line,
-    describe_budget,
-    describe_limit,
-    describe_plan,
-    describe_trial,
-    describe_tuning,
-    summary_lines,
-)
 from autobatch.report.words import knobs_in_words, ratio_in_words
 
 if TYPE_CHECKING:
     from autobatch.core.records.device import DeviceRecord
-    from autobatch.core.records.plan import Plan
-    from autobatch.core.records.probe import Attempt, Probe
+    from autobatch.core.records.probe import Attempt
     from autobatch.core.records.training import StepRecord
-    from autobatch.core.records.tuning import Trial, Tuning
+    from autobatch.core.records.tuning import Trial
     from autobatch.report.result import Estimates, Result
 
 
@@ -54,7 +46,7 @@ WIDEST = 400
 NARROW = 70
 """Columns below which a frame would wrap."""
 LABEL = 11
-"""Columns of a label of the summary."""
+"""Columns of the label of a fact."""
 
 
 class Terminal(Progress):
@@ -108,15 +100,7 @@ class Terminal(Progress):
 
     def opened(self, device: DeviceRecord) -> None:
         """Print the device and its budget."""
-        rows = [("device", printable(f"{device.name} ({device.kind})"))]
-        rows.append(("total", format_bytes(device.total_bytes)))
-        rows.append(("budget", printable(describe_budget(device))))
-        if device.other_processes_bytes is not None:
-            rows.append(("others", format_bytes(device.other_processes_bytes)))
-        for holder in device.holders:
-            who = f"process {holder.pid}" if holder.pid is not None else "a process"
-            name = printable(holder.name or "", limit=LONGEST_VALUE)
-            rows.append(("", f"{who} {name}: {format_bytes(holder.used_bytes)}"))
+        rows = [(fact.label, printable(fact.text, limit=LONGEST_VALUE)) for fact in device_facts(device)]
         if self._live is None or self._console.width < NARROW:
             for label, value in rows:
                 self._say(f"{label:<8}{value}")
@@ -135,15 +119,6 @@ class Terminal(Progress):
             f"  {attempt.seconds:6.2f} s"
         )
 
-    def probed(self, probe: Probe) -> None:
-        """Print the largest micro-batch, and the evidence."""
-        if probe.source != "asked":  # else the attempt was printed already
-            self._say(describe_limit(probe), style="bold")
-
-    def planned(self, plan: Plan) -> None:
-        """Print the split of the batch."""
-        self._say(f"plan    {describe_plan(plan)}")
-
     def measured(self, trial: Trial, of: int, changes: Mapping[str, object]) -> None:
         """Print a trial of the tuner."""
         self._say(f"trial   {trial.number + 1}/{of}  {describe_trial(trial, changes)}")
@@ -160,10 +135,6 @@ class Terminal(Progress):
         """Print a learning rate that was tried."""
         figure = f"left out, {failure}" if failure else f"loss {loss:.4g}"
         self._say(f"rate    {number}/{of}  {learning_rate:.3g}  {figure}")
-
-    def tuned(self, tuning: Tuning) -> None:
-        """Print the choice of the tuner."""
-        self._say(f"tuned   {describe_tuning(tuning)}", style="bold")
 
     def saved(self, step: int) -> None:
         """Show the last checkpoint on the line of the training."""
@@ -192,8 +163,8 @@ class Terminal(Progress):
     def finish(self, result: Result) -> None:
         """Print the result, even if quiet: what fits, what was reached and where it is, then the details."""
         self._end()
-        for line in summary_lines(result, out=result.out, report=result.report):
-            self._print_line(line)
+        for fact in final_facts(result, out=result.out, report=result.report):
+            self._print_fact(fact)
 
     def estimated(self, estimates: Estimates) -> None:
         """Print what is predicted to fit, even if quiet."""
@@ -235,14 +206,14 @@ class Terminal(Progress):
                 for text in remedy_lines(one):
                     self._console.print(Text(self._shown(text)), soft_wrap=True)
 
-    def _print_line(self, line: Line) -> None:
-        """Print a line of the summary; a long text continues below its beginning, and a path is a link."""
-        style = Style.parse({"main": "bold", "detail": "dim", "path": "dim"}[line.kind])
-        if line.kind == "path" and self._console.is_terminal:
-            style += Style(link=Path(line.text).absolute().as_uri())
-        text = Text(self._shown(line.text), style=style)
-        label = Text(f"{line.label:<{LABEL}}", style="bold" if line.kind == "main" else "dim")
-        is_one_word = line.kind == "path" or line.label == "run again"
+    def _print_fact(self, fact: Fact) -> None:
+        """Print a fact; a long text continues below its beginning, and a path is a link."""
+        style = Style.parse("bold" if fact.kind == "main" else "dim")
+        if fact.kind == "path" and self._console.is_terminal:
+            style += Style(link=Path(fact.text).absolute().as_uri())
+        text = Text(self._shown(fact.text), style=style)
+        label = Text(f"{fact.label:<{LABEL}}", style="bold" if fact.kind == "main" else "dim")
+        is_one_word = fact.kind == "path" or fact.label == "run again"
         if is_one_word or not self._console.is_terminal:
             # A path or a command that is broken into lines cannot be copied.
             self._console.print(label + text, soft_wrap=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from autobatch.core.units import significant
+
 
 def count(number: int) -> str:
     """Write a whole number with thousands separators."""
@@ -12,9 +14,7 @@ def count(number: int) -> str:
 
 def decimal(number: float | None, digits: int = 4) -> str:
     """Write a number with a few significant digits; ``None`` becomes ``unknown``."""
-    if number is None:
-        return "unknown"
-    return f"{number:,.{digits}g}" if abs(number) < 10**digits else f"{number:,.0f}"
+    return "unknown" if number is None else significant(number, digits)
 
 
 def moment(created: str) -> str:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from autobatch.report.sentences import run_order_in_words
 
 from autobatch.api.context import RunContext
 from autobatch.api.fit import run_fit
 from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
-from autobatch.report.sentences import run_order_in_words
 from autobatch.search.sizes import real_batches
 from autobatch.training.build import order_changes
 from tests.api.test_split import Noting

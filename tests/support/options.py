@@ -34,7 +34,6 @@ CHANGED: dict[str, Any] = {
     "precision": "bf16",
     "prefetch": 5,
     "all": True,
-    "report": "gpus.html",
     "profile": ["l4"],
     "quiet": True,
     "resume": True,

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from autobatch.core.records.device import DeviceRecord
-from autobatch.core.records.probe import Attempt, Probe
+from autobatch.core.records.probe import Probe
 from autobatch.core.records.run import MemoryCurve, PredictedPoint
 from autobatch.core.units import format_bytes
 from autobatch.report.charts.drawing import (
@@ -25,6 +25,7 @@ from autobatch.report.charts.drawing import (
     plain_axes,
     series,
 )
+from autobatch.report.facts import held_bytes
 from autobatch.report.words import count, decimal, plural
 
 
@@ -56,9 +57,9 @@ def memory_figure(
     """Draw peak memory against the micro-batch: the prediction, the runs and the budget.
 
     Returns:
-        The picture; None if no size ran.
+        The picture; None if there are fewer than two points to draw.
     """
-    if not probe.attempts:
+    if len(probe.attempts) + len(predicted or []) < 2:
         return None
     ran = [(attempt, held_bytes(attempt)) for attempt in probe.attempts]
     search = _Search(
@@ -138,13 +139,6 @@ def attempts_table(probe: Probe) -> Table:
     ]
     head = ["Micro-batch", "Result", "Peak allocated", "Peak reserved", "Seconds", "Reason"]
     return Table(caption="Every size that ran, in order", head=head, rows=rows)
-
-
-def held_bytes(attempt: Attempt) -> int | None:
-    """Return the peak that counts against the budget: reserved bytes, or allocated bytes if none are."""
-    return (
-        attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
-    )
 
 
 TABLE_ROWS = 50

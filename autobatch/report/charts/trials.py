@@ -56,7 +56,7 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
         for number in later:
-            axes.axvline(number - 0.5, color=color("muted"), linestyle=(0, (1, 3)), linewidth=1.4)
+            axes.axvline(number - 0.5, color=color("rule"), linewidth=1.4)
         axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.margins(x=0.04, y=0.2)
@@ -68,7 +68,7 @@ def trials_figure(trials: Sequence[Trial]) -> Picture | None:
     legend = [Mark(role="accent", label="trial", shape="dot"), Mark(role="soft", label="best so far")]
     legend += [Mark(role="muted", label="default", shape="dash")] if is_relative else []
     legend += [Mark(role="bad", label="infeasible", shape="cross")] if infeasible else []
-    legend += [Mark(role="muted", label="continued later", shape="dash")] if later else []
+    legend += [Mark(role="rule", label="continued later")] if later else []
     svg = draw("trials", title, words, paint, heights=(280, 240))
     return Picture(
         slug="trials",
@@ -136,7 +136,7 @@ def comparison_figure(comparisons: Sequence[TrialComparison]) -> Picture | None:
 
 
 def knee_figure(trials: Sequence[Trial]) -> Picture | None:
-    """Draw the speed over the micro-batch, a line for each precision. None without two sizes of one.
+    """Draw the speed over the micro-batch, a colour for each precision. None without two sizes of one.
 
     Of several trials with one precision and micro-batch the fastest is drawn: the others have other knobs.
     """
@@ -156,7 +156,7 @@ def knee_figure(trials: Sequence[Trial]) -> Picture | None:
         axes = plain_axes(figure, xlabel="micro-batch, samples", title=unit)
         for number, points in enumerate(lines.values()):
             sizes, speeds = [size for size, _ in points], [speed for _, speed in points]
-            axes.plot(sizes, speeds, "o-", color=series(2 * number), markersize=6)
+            axes.plot(sizes, speeds, "o", color=series(2 * number), markersize=7)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({size for points in lines.values() for size, _ in points}))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))

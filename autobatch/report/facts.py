@@ -1,0 +1,536 @@
+"""The facts of a result in words: one list and one wording for the terminal, the page, the notebook, the log.
+
+`facts_of` lists what is known of a run, in reading order. A terminal prints the main facts and the details.
+The report page and a notebook show all of them, part by part. To say something new about a run, add a fact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from autobatch.core.records.device import DeviceRecord
+from autobatch.core.records.estimate import Estimate
+from autobatch.core.records.plan import Plan, SizeCut
+from autobatch.core.records.probe import Attempt, LengthLimit, Probe
+from autobatch.core.records.run import RunRecord
+from autobatch.core.records.training import Training
+from autobatch.core.records.tuning import LrTuning, Trial, Tuning
+from autobatch.core.units import format_bytes
+from autobatch.report.words import (
+    count,
+    decimal,
+    knobs_in_words,
+    metric_in_words,
+    moment,
+    percent,
+    plural,
+    ratio_in_words,
+)
+
+Part = Literal["device", "fits", "plan", "tuning", "training", "files"]
+
+
+class Fact(NamedTuple):
+    """A fact of a result."""
+
+    part: Part
+    """The stage that it belongs to, and so its section of the report."""
+    label: str
+    text: str
+    kind: Literal["main", "detail", "path", "more"] = "detail"
+    """``main`` for the few facts that answer the question, ``path`` for a file or folder, ``more`` for those
+    that a terminal leaves out."""
+
+
+class Tile(NamedTuple):
+    """One of the few figures below the headline of a report."""
+
+    name: str
+    figure: str
+    note: str
+
+
+def facts_of(run: RunRecord, *, out: Path | None = None, report: Path | None = None) -> list[Fact]:
+    """Return what is known of a run, in reading order.
+
+    Args:
+        run: the records.
+        out: the folder of the run; None if there is none.
+        report: the report page; None if there is none.
+    """
+    found = [*device_facts(run.device), *_fits_facts(run)]
+    if run.plan is not None:
+        found += _plan_facts(run.plan)
+    if run.tuning is not None:
+        found += _tuning_facts(run.tuning, run.plan, run.training)
+    if run.training is not None:
+        found += _training_facts(run.training)
+    if out is not None and run.training is not None:
+        found.append(Fact("files", "saved in", str(out), "main"))
+    if report is not None:
+        found.append(Fact("files", "report", str(report), "path"))
+    if run.command:
+        found.append(Fact("files", "run again", run.command))
+    return [fact for fact in found if fact.text]
+
+
+def final_facts(run: RunRecord, *, out: Path | None = None, report: Path | None = None) -> list[Fact]:
+    """Return the facts that a terminal prints at the end, those that answer the question first."""
+    found = facts_of(run, out=out, report=report)
+    main = [fact for fact in found if fact.kind == "main"]
+    return main + [fact for fact in found if fact.kind in ("detail", "path")]
+
+
+def text_of(run: RunRecord, *, out: Path | None = None) -> str:
+    """Return the final facts as text, without the paths of single files."""
+    lines = [fact for fact in final_facts(run, out=out) if fact.kind != "path"]
+    return "\n".join(f"{fact.label:<10} {fact.text}" for fact in lines)
+
+
+def headline(run: RunRecord) -> str:
+    """Sum up a run in a sentence or two."""
+    place = f"{format_bytes(run.device.budget_bytes)} on {run.device.name}"
+    if run.training is not None and run.plan is not None:
+        steps = plural(run.training.optimizer_steps, "optimizer step")
+        batch = plural(run.plan.target_batch, "sample")
+        return f"{steps} of exactly {batch} in {place}. {_sentence(describe_reached(run.training))}"
+    if run.plan is not None:
+        return f"Batch {count(run.plan.target_batch)} in {describe_split(run.plan)}, in {place}."
+    if run.probe is not None:
+        return _sentence(describe_fits(run.probe, f" in {place}"))
+    return f"The memory budget is {place}."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def tiles_of(run: RunRecord) -> list[Tile]:
+    """Return the few figures that matter most."""
+    plan, probe, training, tuning = run.plan, run.probe, run.training, run.tuning
+    found = []
+    if plan is not None:
+        found.append(Tile("Batch", count(plan.effective_batch), f"exactly, in {_number_of_parts(plan)}"))
+        found.append(Tile("Micro-batch", count(plan.micro_batch), _limit_of(plan, probe)))
+    elif probe is not None:
+        found.append(Tile("Micro-batch", count(probe.micro_batch), _CAPS[probe.limited_by]))
+    found.append(_memory_tile(run))
+    if training is not None and training.samples_per_s is not None:
+        found.append(Tile("Throughput", decimal(training.samples_per_s, 3), "samples/s"))
+    elif tuning is not None and tuning.trials and tuning.best_samples_per_s:
+        when = f"samples/s, measured while tuning{_when_measured(tuning)}"
+        found.append(Tile("Throughput", decimal(tuning.best_samples_per_s, 3), when))
+    return found
+
+
+def _number_of_parts(plan: Plan) -> str:
+    if plan.size_cut is not None and plan.size_cut.steps is not None:
+        return f"about {plan.size_cut.steps:.1f} micro-batches"
+    ranks = f" on each of {plural(plan.world_size, 'rank')}" if plan.world_size > 1 else ""
+    return plural(plan.accumulation_steps, "micro-batch", "micro-batches") + ranks
+
+
+def _limit_of(plan: Plan, probe: Probe | None) -> str:
+    """Return the limit of the plan's configuration; the limit of another one says nothing about it."""
+    if plan.size_cut is not None:
+        return f"at most, of the largest samples; more of smaller ones, {plan.precision}"
+    if probe is None or not _is_probed_configuration(probe, plan):
+        return ", ".join(filter(None, (plan.precision, knobs_in_words(plan.knobs))))
+    if plan.run_order is not None:
+        return f"as many fit in the order of this run, {plan.precision}"
+    known = "up to {} fit" if probe.stopped_by is None else "{} are known to fit"
+    return f"{known.format(count(probe.micro_batch))}, {plan.precision}"
+
+
+def _memory_tile(run: RunRecord) -> Tile:
+    """Return the peak of the training, else that of the probe, which may be of another configuration."""
+    budget = format_bytes(run.device.budget_bytes)
+    peak = None if run.training is None else _peak_of(run.training)
+    if peak is not None:
+        return Tile("Peak memory", format_bytes(peak), f"of {budget}, while training")
+    ran = [one for one in (run.probe.attempts if run.probe else []) if one.fits and held_bytes(one)]
+    if not ran:
+        return Tile("Budget", budget, run.device.name)
+    largest = max(ran, key=lambda one: held_bytes(one) or 0)
+    return Tile(
+        "Peak memory",
+        format_bytes(held_bytes(largest)),
+        f"of {budget}, at {count(largest.micro_batch)} samples",
+    )
+
+
+def held_bytes(attempt: Attempt) -> int | None:
+    """Return the peak that counts against the budget: reserved bytes, or allocated bytes if none are."""
+    if attempt.peak_reserved_bytes is None:
+        return attempt.peak_allocated_bytes
+    return attempt.peak_reserved_bytes
+
+
+def _peak_of(training: Training) -> int | None:
+    return training.peak_reserved_bytes or training.peak_allocated_bytes
+
+
+# Device
+
+
+def device_facts(device: DeviceRecord) -> list[Fact]:
+    """Return the device, its memory, and who holds it."""
+    found = [
+        Fact("device", "device", f"{device.name} ({device.kind})", "more"),
+        Fact("device", "total", format_bytes(device.total_bytes), "more"),
+        Fact("device", "budget", describe_budget(device), "more"),
+    ]
+    if device.other_processes_bytes is not None:
+        found.append(Fact("device", "others", format_bytes(device.other_processes_bytes), "more"))
+    for holder in device.holders:
+        who = f"process {holder.pid}" if holder.pid is not None else "a process"
+        name = f" {holder.name}" if holder.name else ""
+        found.append(Fact("device", "", f"{who}{name}: {format_bytes(holder.used_bytes)}", "more"))
+    return found
+
+
+def describe_budget(device: DeviceRecord) -> str:
+    """Describe the memory budget and its source."""
+    return f"{format_bytes(device.budget_bytes)} ({device.budget_source.rstrip('.')})"
+
+
+# What fits
+
+_CAPS = {
+    "target_batch": "that is the whole target batch",
+    "dataset": "those are all samples of the data",
+    "max_micro_batch": "more is not allowed by --max-micro-batch",
+    "memory": "memory limits it",
+}
+"""Reasons why a micro-batch is not larger."""
+
+
+def _fits_facts(run: RunRecord) -> Iterator[Fact]:
+    if run.probe is None and run.plan is None:
+        return
+    yield Fact("fits", "fits", _fits_in_plan(run), "main")
+    if run.probe is not None:
+        yield Fact("fits", "runs", _describe_runs(run.probe), "more")
+        yield Fact("fits", "real batches", _describe_real_batches(run.probe), "more")
+        yield Fact("fits", "by size", _describe_lengths(run.probe.lengths, run.probe.size_unit), "more")
+
+
+def _fits_in_plan(run: RunRecord) -> str:
+    """Describe how many samples fit at a time, in the configuration that is planned."""
+    plan, probe = run.plan, run.probe
+    place = f" in {format_bytes(run.device.budget_bytes)}"
+    if plan is not None and (probe is None or not _is_probed_configuration(probe, plan)):
+        return f"{plural(plan.micro_batch, 'sample')} at a time{place}, in the planned configuration"
+    if plan is not None and plan.run_order is not None:
+        return f"{plural(plan.micro_batch, 'sample')} at a time{place}, in the order of this run"
+    assert probe is not None
+    size = " of the largest size" if plan is not None and plan.size_cut is not None else ""
+    return describe_fits(probe, place, size)
+
+
+def describe_fits(probe: Probe, place: str = "", size: str = "") -> str:
+    """Describe how many samples fit, and the evidence: ``196 samples at a time; 197 ran and do not``.
+
+    Args:
+        probe: the probe.
+        place: the memory that they fit in, for example ``" in 6.00 GiB"``.
+        size: which samples, for example ``" of the largest size"``.
+    """
+    return f"{plural(probe.micro_batch, 'sample')}{size} at a time{_on_ranks(probe)}{place}{_evidence(probe)}"
+
+
+def _evidence(probe: Probe) -> str:
+    """Return why no more samples fit; empty if only this size was asked for."""
+    if probe.source == "asked":
+        return ""
+    if probe.source.startswith("saved "):
+        return f" (saved on {probe.source.removeprefix('saved ')}, confirmed by one run)"
+    more = count(probe.micro_batch + 1)
+    return {
+        "run": f"; {more} ran and do not",
+        "error": f"; {more} do not run, for another reason than memory",
+        "replay": f"; {more} do not (predicted from {plural(len(probe.attempts), 'test run')})",
+        "cap": f"; {_CAPS[probe.limited_by]}",
+        None: f"; more may: the {probe.stopped_by} ended the search",
+    }[probe.upper_bound_by]
+
+
+def _on_ranks(probe: Probe) -> str:
+    """Return the ranks that the limit holds on; empty for one process."""
+    limits = [one.limit for one in probe.ranks]
+    if not limits:
+        return ""
+    shared = ", which share the model" if probe.parallel == "shard" else ""
+    if len(set(limits)) == 1:
+        return f" on each of {count(len(limits))} ranks{shared}"
+    others = ", ".join(map(count, sorted(set(limits[1:]), reverse=True)))
+    return f" on rank 0, and {others} on others{shared}"
+
+
+def _describe_runs(probe: Probe) -> str:
+    precision = "" if probe.precision is None else f" in {probe.precision}"
+    ooms = plural(probe.oom_count, "out-of-memory error") if probe.oom_count else "no out-of-memory error"
+    return f"{plural(len(probe.attempts), 'size')} ran{precision}, with {ooms}"
+
+
+def _describe_real_batches(probe: Probe) -> str:
+    """Describe the check of a limit against real batches; empty if there was none."""
+    found = probe.real_batches
+    if found is None:
+        return ""
+    how = "replayed in a model of the allocator" if found.by == "replay" else "run"
+    words = (
+        f"{plural(found.batches, 'batch', 'batches')} of the run were {how}, because samples differ in size"
+    )
+    if found.micro_batch_alone <= probe.micro_batch:
+        return words
+    return (
+        f"{words}: of the most expensive samples alone, {count(found.micro_batch_alone)} fit, but many sizes "
+        "fragment the memory"
+    )
+
+
+def _describe_lengths(lengths: Sequence[LengthLimit], unit: str | None) -> str:
+    """Describe the limit of small and of large samples; empty if all have one size."""
+    if len(lengths) < 2:
+        return ""
+    first, last = lengths[0], lengths[-1]
+    of = f" {unit}" if unit else ""
+    return (
+        f"{count(first.micro_batch)} samples of up to {decimal(first.size)}{of} fit, and "
+        f"{count(last.micro_batch)} of the largest, {decimal(last.size)}{of}"
+    )
+
+
+def _is_probed_configuration(probe: Probe, plan: Plan) -> bool:
+    """Return whether the limit of a probe is that of the plan's configuration."""
+    return not plan.knobs and probe.precision in (None, plan.precision)
+
+
+# The plan
+
+
+def _plan_facts(plan: Plan) -> Iterator[Fact]:
+    yield Fact("plan", "plan", describe_plan(plan), "main")
+    yield Fact("plan", "learning rate", describe_learning_rate(plan), "more")
+    if plan.base_batch is not None:
+        yield Fact("plan", "tuned for", f"a batch of {plural(plan.base_batch, 'sample')}", "more")
+    yield Fact("plan", "last batch", _LAST_BATCH[plan.last_batch], "more")
+    if plan.size_cut is not None:
+        yield Fact("plan", "padding", _describe_padding(plan.size_cut), "more")
+    yield Fact("plan", "data order", describe_run_order(plan), "more")
+
+
+_LAST_BATCH = {
+    "carry": "batches run on over the end of an epoch",
+    "flush": "the last batch of an epoch is as short as it is",
+    "drop": "a short last batch of an epoch is left out",
+}
+
+
+def describe_plan(plan: Plan) -> str:
+    """Describe the plan: ``batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003``."""
+    words = [f"batch {count(plan.target_batch)} in {describe_split(plan)}", plan.precision]
+    if plan.knobs:
+        words.append(knobs_in_words(plan.knobs))
+    rate = f"lr {decimal(plan.learning_rate, 3)}"
+    if plan.learning_rate_rule == "tuned":
+        rate += f" (tuned, × {decimal(plan.learning_rate_factor, 3)})"
+    elif plan.learning_rate_rule != "none":
+        rate += f" ({plan.learning_rate_rule} rule, × {decimal(plan.learning_rate_factor, 3)})"
+    return " · ".join([*words, rate])
+
+
+def describe_split(plan: Plan) -> str:
+    """Describe the micro-batches of one rank: ``12 micro-batches (4 × 86, 8 × 85)``."""
+    together = ", which share the model" if plan.parallel == "shard" else ""
+    ranks = f" on each of {count(plan.world_size)} ranks{together}" if plan.world_size > 1 else ""
+    if plan.size_cut is not None and plan.size_cut.steps is not None:
+        words = f"about {plan.size_cut.steps:.1f} micro-batches, cut by size"
+        return f"{words},{ranks}" if ranks else words
+    counts = Counter(one.kind for one in plan.ranks)
+    if len(counts) < 2:
+        sizes = plan.micro_batches or [plan.micro_batch] * plan.accumulation_steps
+        return f"{_sizes_in_words(sizes)}{ranks}"
+    first = {one.kind: one.micro_batches for one in reversed(plan.ranks)}
+    parts = [f"{_sizes_in_words(first[kind])} on {plural(counts[kind], 'rank')}" for kind in sorted(first)]
+    return ", ".join(parts) + together
+
+
+def _sizes_in_words(sizes: Sequence[int]) -> str:
+    kinds = sorted(set(sizes), reverse=True)
+    words = plural(len(sizes), "micro-batch", "micro-batches")
+    if len(kinds) == 1:
+        return f"{words} of {count(kinds[0])}"
+    parts = ", ".join(f"{count(sizes.count(size))} × {count(size)}" for size in kinds)
+    return f"{words} ({parts})" if kinds else words
+
+
+def describe_learning_rate(plan: Plan) -> str:
+    """Describe the learning rate, its rule, factor and source."""
+    rate, source = decimal(plan.learning_rate), plan.learning_rate_source
+    if plan.learning_rate_rule == "none":
+        return f"{rate}, {source or 'as declared'}"
+    rule = "" if plan.learning_rate_rule == "tuned" else f" by the {plan.learning_rate_rule} rule"
+    words = f"{rate}, {decimal(plan.learning_rate_factor)} times the declared rate{rule}"
+    return f"{words} ({source})" if source else words
+
+
+def _describe_padding(cut: SizeCut) -> str:
+    """Describe what a split by size saves."""
+    words = "each batch is sorted by size and cut where little is padding; its gradient stays the same"
+    if cut.padding is None or cut.padding_by_count is None:
+        return words
+    replayed = ""
+    if cut.replayed_batches is not None:
+        replayed = f". A replay of {plural(cut.replayed_batches, 'batch', 'batches')} of the run fits"
+    return (
+        f"{words}. For each token or element of a sample, {cut.padding:.2f} are computed with the padding, "
+        f"and {cut.padding_by_count:.2f} if batches were split by count{replayed}"
+    )
+
+
+def describe_run_order(plan: Plan) -> str:
+    """Describe the order that a micro-batch fits in; empty if it fits in any order."""
+    found = plan.run_order
+    if found is None:
+        return ""
+    return (
+        f"a micro-batch of {count(plan.micro_batch)} fits in the order of this run: all of its "
+        f"{plural(found.batches, 'batch', 'batches')} are known, and the heaviest ones ran. For any order, "
+        f"the plan would have {count(found.micro_batch_in_any_order)}"
+    )
+
+
+# Tuning
+
+
+def _tuning_facts(tuning: Tuning, plan: Plan | None, training: Training | None) -> Iterator[Fact]:
+    if tuning.trials:
+        steps = None if training is None else training.optimizer_steps
+        yield Fact("tuning", "tuned", describe_tuning(tuning, plan, steps), "detail" if training else "main")
+    if tuning.learning_rate is not None:
+        yield Fact("tuning", "rate", describe_rate(tuning.learning_rate))
+    if tuning.trials:
+        yield Fact("tuning", "study", tuning.study, "more")
+
+
+def describe_trial(trial: Trial, changes: Mapping[str, object]) -> str:
+    """Describe a trial: ``bf16, channels-last: 24,372 samples/s (29 % faster)``."""
+    what = knobs_in_words(changes) or "default"
+    if not trial.feasible or trial.samples_per_s is None:
+        return f"{what}: left out, {trial.note}"
+    speed = f"{decimal(trial.samples_per_s, 3)} samples/s"
+    if changes and trial.relative is not None:
+        speed += f" ({ratio_in_words(trial.relative)})"
+    return f"{what}: {speed}"
+
+
+def describe_tuning(tuning: Tuning, plan: Plan | None = None, steps: int | None = None) -> str:
+    """Describe the gain over the default configuration, and when it has paid for the search.
+
+    Args:
+        tuning: the search.
+        plan: its plan; None leaves out the pay-back.
+        steps: optimizer steps of the run; None if unknown.
+    """
+    best, default = tuning.best_samples_per_s, tuning.baseline_samples_per_s
+    if not best:
+        return "kept the default: it could not be measured"
+    if best <= default or not default:
+        return f"kept the default, {decimal(best, 3)} samples/s{_when_measured(tuning)}"
+    words = (
+        f"{knobs_in_words(tuning.best) or 'another configuration'}: {decimal(best, 3)} samples/s, "
+        f"{ratio_in_words(best / default)} than the default ({decimal(default, 3)} samples/s)"
+    )
+    chosen = next((one for one in tuning.comparisons if one.chosen), None)
+    if chosen is not None and chosen.low is not None and chosen.high is not None:
+        words += f", 95 % interval {percent(chosen.low - 1)} to {percent(chosen.high - 1)}"
+    if plan is None:
+        return words
+    needed = math.ceil(tuning.seconds / (plan.target_batch / default - plan.target_batch / best))
+    this = "" if steps is None else f"; this run has {count(steps)}"
+    return f"{words}; pays back after {plural(needed, 'step')}{this}"
+
+
+def _when_measured(tuning: Tuning) -> str:
+    """Return the time of an earlier search whose speeds are given; empty if this one measured them."""
+    return "" if tuning.measured is None else f" as measured on {moment(tuning.measured)}"
+
+
+def describe_rate(found: LrTuning) -> str:
+    """Describe the choice of the learning rate."""
+    tried = f"{plural(found.trials, 'learning rate')} tried in runs of {plural(found.steps, 'step')}"
+    if found.best == found.default:
+        return f"kept {decimal(found.default, 3)}: {tried}"
+    best, default = (
+        "no loss" if loss is None else f"loss {decimal(loss)}"
+        for loss in (found.best_loss, found.default_loss)
+    )
+    return f"{decimal(found.best, 3)} ({best}) instead of {decimal(found.default, 3)} ({default}): {tried}"
+
+
+# Training
+
+
+def _training_facts(training: Training) -> Iterator[Fact]:
+    yield Fact("training", "reached", describe_reached(training), "main")
+    # Without held-out figures the line above has the loss.
+    yield Fact("training", "trained", describe_training(training, with_loss=bool(training.validation)))
+    yield Fact("training", "noise", training.noise_advice or "")
+    if training.ema is not None:
+        weights = f"decay {training.ema:g}, exported to model-ema.safetensors"
+        yield Fact("training", "averaged", weights, "more")
+    yield Fact("training", "resumed from", training.resumed_from or "", "more")
+    yield Fact("training", "checkpoint", training.checkpoint or "", "more")
+
+
+def describe_reached(training: Training) -> str:
+    """Describe what the training reached: the held-out figures, else the loss."""
+    if not training.validation:
+        return f"training {_loss(training)}"
+    figures = sorted(training.validation.items(), key=lambda item: item[0] == "loss")
+    whose = " of the averaged weights" if training.ema is not None else ""
+    return "held-out " + ", ".join(metric_in_words(name, value) for name, value in figures) + whose
+
+
+def describe_training(training: Training, *, with_loss: bool = True) -> str:
+    """Describe the work of the training, with its loss or without."""
+    steps = plural(training.optimizer_steps, "step")
+    words = [f"{steps}, {plural(training.samples, 'sample')}"]
+    if training.samples_per_s is not None:
+        words.append(f"{decimal(training.samples_per_s, 3)} samples/s")
+    if with_loss:
+        words.append(_loss(training))
+    if training.skipped_steps:
+        words.append(f"{plural(training.skipped_steps, 'step')} skipped")
+    if training.oom_recoveries:
+        words.append(f"{plural(training.oom_recoveries, 'recovery', 'recoveries')} from out of memory")
+    if training.failed_checkpoints:
+        failed = plural(len(training.failed_checkpoints), "periodic checkpoint")
+        words.append(f"{failed} could not be written")
+    return ", ".join(words)
+
+
+def _loss(training: Training) -> str:
+    if training.first_loss is None or training.final_loss is None:
+        return "loss unknown"
+    return f"loss {training.first_loss:.4f} → {training.final_loss:.4f}"
+
+
+# Estimates
+
+
+def describe_estimate(one: Estimate) -> str:
+    """Describe what is predicted to fit on a GPU."""
+    budget = format_bytes(one.budget_bytes)
+    if one.world_size > 1:
+        budget += f" on each of {count(one.world_size)} ranks ({one.parallel})"
+    if not one.fits:
+        return f"{one.profile}: does not fit in {budget} ({one.precision})"
+    plan = "" if one.plan is None else f", batch {count(one.plan.target_batch)} in {describe_split(one.plan)}"
+    return f"{one.profile}: {count(one.micro_batch)} samples at a time in {budget} ({one.precision}){plan}"
