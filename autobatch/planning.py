@@ -70,8 +70,8 @@ def rate_source(
     )
     return (
         f"kept as declared, but it was tuned for a batch of {base_batch:,} and this one is "
-        f"{significant(target_batch / base_batch)} × as large: the linear rule gives {linear:.3g}, the sqrt "
-        f"rule {root:.3g}, and --tune-lr measures"
+        f"{significant(target_batch / base_batch)} × as large: the linear rule gives "
+        f"{significant(linear)}, the sqrt rule {significant(root)}, and --tune-lr measures"
     )
 
 

@@ -122,7 +122,7 @@ def tiles_of(run: RunRecord) -> list[Tile]:
     if training is not None and training.samples_per_s is not None:
         found.append(Tile("Throughput", decimal(training.samples_per_s, 3), "samples/s"))
     elif tuning is not None and tuning.trials and tuning.best_samples_per_s:
-        when = f"samples/s, measured while tuning{_when_measured(tuning)}"
+        when = f"samples/s{_when_measured(tuning) or ', measured while tuning'}"
         found.append(Tile("Throughput", decimal(tuning.best_samples_per_s, 3), when))
     return found
 
@@ -130,6 +130,8 @@ def tiles_of(run: RunRecord) -> list[Tile]:
 def _number_of_parts(plan: Plan) -> str:
     if plan.size_cut is not None and plan.size_cut.steps is not None:
         return f"about {plan.size_cut.steps:.1f} micro-batches"
+    if len({one.kind for one in plan.ranks}) > 1:
+        return f"parts of {plural(plan.world_size, 'rank')} that differ"
     ranks = f" on each of {plural(plan.world_size, 'rank')}" if plan.world_size > 1 else ""
     return plural(plan.accumulation_steps, "micro-batch", "micro-batches") + ranks
 
@@ -240,7 +242,7 @@ def describe_fits(probe: Probe, place: str = "", size: str = "") -> str:
         place: the memory that they fit in, for example ``" in 6.00 GiB"``.
         size: which samples, for example ``" of the largest size"``.
     """
-    return f"{plural(probe.micro_batch, 'sample')}{size} at a time{_on_ranks(probe)}{place}{_evidence(probe)}"
+    return f"{plural(probe.micro_batch, 'sample')}{size} at a time{place}{_on_ranks(probe)}{_evidence(probe)}"
 
 
 def _evidence(probe: Probe) -> str:
@@ -282,10 +284,8 @@ def _describe_real_batches(probe: Probe) -> str:
     found = probe.real_batches
     if found is None:
         return ""
-    how = "replayed in a model of the allocator" if found.by == "replay" else "run"
-    words = (
-        f"{plural(found.batches, 'batch', 'batches')} of the run were {how}, because samples differ in size"
-    )
+    how = "were replayed in a model of the allocator" if found.by == "replay" else "ran too"
+    words = f"{plural(found.batches, 'batch', 'batches')} of the run {how}, because samples differ in size"
     if found.micro_batch_alone <= probe.micro_batch:
         return words
     return (
@@ -459,7 +459,7 @@ def describe_tuning(tuning: Tuning, plan: Plan | None = None, steps: int | None 
 
 def _when_measured(tuning: Tuning) -> str:
     """Return the time of an earlier search whose speeds are given; empty if this one measured them."""
-    return "" if tuning.measured is None else f" as measured on {moment(tuning.measured)}"
+    return "" if tuning.measured is None else f" (measured on {moment(tuning.measured)})"
 
 
 def describe_rate(found: LrTuning) -> str:

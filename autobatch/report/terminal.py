@@ -29,7 +29,7 @@ from autobatch.report.estimate_table import (
 )
 from autobatch.report.facts import Fact, describe_trial, device_facts, final_facts
 from autobatch.report.live import LiveLine
-from autobatch.report.words import knobs_in_words, ratio_in_words
+from autobatch.report.words import knobs_in_words, metric_in_words, ratio_in_words
 
 if TYPE_CHECKING:
     from autobatch.core.records.device import DeviceRecord
@@ -159,6 +159,9 @@ class Terminal(Progress):
             loss = "–" if step.loss is None else f"{step.loss:.4f}"
             rate = "" if step.samples_per_s is None else f"  {step.samples_per_s:,.0f} samples/s"
             self._say(f"step    {step.step:>6,}/{of:,}  loss {loss}{rate}")
+        if step.validation:
+            held_out = ", ".join(metric_in_words(*one) for one in step.validation.items())
+            self._say(f"step    {step.step:>6,}/{of:,}  held-out {held_out}")
 
     def finish(self, result: Result) -> None:
         """Print the result, even if quiet: what fits, what was reached and where it is, then the details."""

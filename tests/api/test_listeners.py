@@ -38,8 +38,8 @@ def test_without_a_terminal_a_remark_is_a_warning_and_all_else_is_information(
         progress.planned(a_run().plan)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "the saved limit is stale"),
-        ("INFO", "93 samples fit at a time; 94 ran and do not"),
-        ("INFO", "batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003"),
+        ("INFO", "fits: 93 samples at a time; 94 ran and do not"),
+        ("INFO", "plan: batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003"),
     ]
 
 
@@ -86,9 +86,9 @@ def test_a_call_tells_its_listener(tmp_path: Any) -> None:
 
     result = autobatch.probe(max_micro_batch=2, device="cpu", progress=Acts())
     assert acts[0] == "opening the workload"
-    assert str(result).startswith("2 samples fit at a time in ")
+    assert str(result).startswith("fits       2 samples at a time in ")
     assert str(result).partition("; ")[2].startswith("more is not allowed by --max-micro-batch")
-    assert repr(result).startswith("<ProbeResult: 2 samples fit")
+    assert repr(result).startswith("<ProbeResult: fits 2 samples at a time")
     assert len(repr(result)) < 200
 
 

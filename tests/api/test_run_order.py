@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autobatch.report.sentences import run_order_in_words
 
 from autobatch.api.context import RunContext
 from autobatch.api.fit import run_fit
 from autobatch.api.prepare import prepare
 from autobatch.core.check_options import options_from
 from autobatch.core.options import Options
+from autobatch.report.facts import describe_run_order
 from autobatch.search.sizes import real_batches
 from autobatch.training.build import order_changes
 from tests.api.test_split import Noting
@@ -48,7 +48,7 @@ def test_a_run_takes_what_fits_in_its_order(tmp_path: Path) -> None:
     assert plan.run_order.micro_batch_in_any_order == ready.result.probe.micro_batch < plan.micro_batch
     assert (sum(plan.micro_batches), max(plan.micro_batches)) == (32, plan.micro_batch)
     assert (plan.run_order.batches, plan.run_order.by) == (3, "run")
-    assert run_order_in_words(plan) in context.progress.notes
+    assert describe_run_order(plan) in context.progress.notes
     assert order_changes(run.setup, plan, run.sampler) == []
     longer = replace(run.sampler, steps=4)
     assert order_changes(run.setup, plan, longer) == ["number of optimizer steps"]

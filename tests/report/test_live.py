@@ -36,9 +36,9 @@ def test_an_act_is_shown_with_the_time_since_it_began() -> None:
     ("width", "figures"),
     [
         (60, ["loss"]),
-        (80, ["loss", "1,824/s"]),
-        (120, ["loss", "1,824/s", "1 recovery", "GiB"]),
-        (200, ["loss", "/s", "1 recovery", "GiB", "held-out accuracy 91.00 %", "saved 40"]),
+        (80, ["loss", "1,824 samples/s"]),
+        (120, ["loss", "1,824 samples/s", "1 recovery", "GiB"]),
+        (200, ["loss", "samples/s", "1 recovery", "GiB", "held-out accuracy 91.00 %", "saved 40"]),
     ],
 )
 def test_the_bar_shows_what_there_is_room_for_in_one_line(width: int, figures: list[str]) -> None:

@@ -144,7 +144,9 @@ def test_results_are_printed_as_a_summary_and_represented_in_one_line() -> None:
     assert str(result).splitlines()[0].startswith("fits       93 samples at a time in 6.00 GiB")
     fields = {name: getattr(run.plan, name) for name in run.plan.__struct_fields__}
     plan = PlanResult(**fields, device=run.device, probe=run.probe)
-    assert str(plan).splitlines()[0] == "batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003"
+    assert str(plan).splitlines()[1] == (
+        "plan       batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003"
+    )
     estimates = Estimates(estimates=[an_estimate()], notes=["no GPU was used"])
     assert str(estimates).splitlines() == [
         "rtx-4090: 90 samples at a time in 22.0 GiB (bf16), batch 1,024 in 12 micro-batches (4 × 86, 8 × 85)",

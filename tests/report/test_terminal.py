@@ -12,31 +12,29 @@ import pytest
 from autobatch.core.progress import Progress
 from autobatch.core.records.device import MemoryHolder
 from autobatch.core.records.tuning import Trial
+from autobatch.report.facts import final_facts
 from autobatch.report.result import Estimates, Result
 from autobatch.report.terminal import PLAIN_LINES, Terminal
 from tests.support.sample_run import a_device, a_probe, a_run, a_step, an_estimate
 
-LIVE_ONLY = ("doing", "saved")
-"""Events that only a live line shows."""
+SILENT = ("doing", "saved", "probed", "planned", "tuned")
+"""Events that only a live line shows, and those whose facts are printed once, at the end."""
 RUN = a_run()
 TRIAL = Trial(number=1, samples_per_s=1234.5, relative=1.234, parameters={"compile": "default"})
-EVENTS = [name for name, one in vars(Progress).items() if inspect.isfunction(one) and name not in LIVE_ONLY]
+EVENTS = [name for name, one in vars(Progress).items() if inspect.isfunction(one) and name not in SILENT]
 CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
     "note": (("one line",), "note: one line"),
     "opened": (
         (a_device(),),
         "budget  6.00 GiB (set by --memory-budget 6GiB, without headroom)\nothers  3.30 GiB\n"
-        "        process 4312 /usr/bin/python3 -m notebook: 3.00 GiB\n        a process : 311 MiB",
+        "        process 4312 /usr/bin/python3 -m notebook: 3.00 GiB\n        a process: 311 MiB",
     ),
     "attempted": ((a_probe().attempts[0],), "probe         1  fits          peak  1.22 GiB    0.20 s"),
-    "probed": ((a_probe(),), "93 samples fit at a time; 94 ran and do not"),
-    "planned": ((RUN.plan,), "plan    batch 1,024 in 12 micro-batches (4 × 86, 8 × 85) · bf16 · lr 0.0003"),
     "measured": (
         (TRIAL, 8, {"compile": "default"}),
         "trial   2/8  compiled: 1,234 samples/s (23 % faster)",
     ),
     "tried_rate": ((1, 10, 0.004, 1.25, None), "rate    1/10  0.004  loss 1.25"),
-    "tuned": ((RUN.tuning,), "tuned   1,728 samples/s: 15 % faster than the default (1,500)"),
     "stepped": ((a_step(12), 120), "step        12/120  loss 1."),
 }
 
@@ -58,8 +56,17 @@ def test_every_event_is_shown_with_the_arguments_of_the_base_class(event: str) -
     assert shown(event, *arguments, quiet=True) == ""
 
 
-def test_a_size_that_was_asked_about_is_not_repeated() -> None:
-    assert shown("probed", msgspec.structs.replace(a_probe(), source="asked")) == ""
+def test_what_fits_the_plan_and_the_choice_of_the_tuner_are_printed_once_at_the_end() -> None:
+    stream = io.StringIO()
+    run = Result(device=RUN.device, probe=RUN.probe, plan=RUN.plan, tuning=RUN.tuning, training=RUN.training)
+    with Terminal(stream) as terminal:
+        terminal.probed(RUN.probe)
+        terminal.planned(RUN.plan)
+        terminal.tuned(RUN.tuning)
+        assert stream.getvalue() == ""
+        terminal.finish(run)
+    for fact in final_facts(run):
+        assert stream.getvalue().count(f"{fact.label:<11}{fact.text}\n") == 1
 
 
 def test_trials_that_failed_are_left_out_with_their_reason() -> None:

@@ -84,7 +84,12 @@ def _paint(
         steps, values = [curve.steps[at] for at in drawn], [curve.values[at] for at in drawn]
         smooth = smoothed(curve.values) if curve.label in NOISY else []
         raw = color("soft") if smooth else color("accent")
-        axes.plot(steps, values, color=raw, marker="o" if len(steps) == 1 else "")
+        axes.plot(
+            steps,
+            values,
+            color=raw,
+            marker="o" if len(steps) == 1 or curve.label.startswith("held-out") else "",
+        )
         if smooth:
             axes.plot([curve.steps[at] for at in drawn], [smooth[at] for at in drawn], color=color("accent"))
         if curve.label == "learning rate":
@@ -132,7 +137,15 @@ def _curves(records: Sequence[StepRecord]) -> list[Curve]:
         Curve("loss", [step for step, _ in loss], [value for _, value in loss]),
         Curve("learning rate", [r.step for r in records], [r.learning_rate for r in records]),
         Curve("samples/s", [step for step, _ in speed], [value for _, value in speed]),
+        *_held_out(records),
     ]
+
+
+def _held_out(records: Sequence[StepRecord]) -> Iterator[Curve]:
+    """Yield the held-out metrics of the validations during a run."""
+    for name in dict.fromkeys(name for record in records for name in record.validation):
+        known = [(r.step, value) for r in records if (value := r.validation.get(name)) is not None]
+        yield Curve(f"held-out {name}", [step for step, _ in known], [value for _, value in known])
 
 
 def _speeds(records: Sequence[StepRecord]) -> Iterator[tuple[int, float]]:

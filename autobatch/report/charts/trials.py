@@ -25,12 +25,12 @@ TABLE_ROWS = 200
 
 
 def trials_figure(trials: Sequence[Trial]) -> Picture | None:
-    """Draw the speed of each trial relative to the default, and the best so far. Return None without trials.
+    """Draw the speed of each trial relative to the default, and the best so far. None for fewer than two.
 
     The default is measured again every few trials, so that a machine that slows down bends no curve. Trials
     count from 1 here, as on the terminal. Their records count from 0, as in Optuna.
     """
-    if not trials:
+    if len(trials) < 2:
         return None
     is_relative = any(trial.relative is not None for trial in trials)
     measured = [

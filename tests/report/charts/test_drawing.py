@@ -20,11 +20,10 @@ from autobatch.report.charts.drawing import (
     series,
 )
 from autobatch.report.charts.memory import memory_curve_figure, memory_figure
-from autobatch.report.charts.rates import rates_figure
 from autobatch.report.charts.split import plan_figure
 from autobatch.report.charts.trials import comparison_figure, trials_figure
 from autobatch.report.theme import LIGHT
-from tests.support.sample_run import a_run, a_step, some_rates
+from tests.support.sample_run import a_run, a_step
 
 
 def all_pictures():
@@ -36,7 +35,6 @@ def all_pictures():
         trials_figure(run.tuning.history),
         comparison_figure(run.tuning.comparisons),
         training_figure(run.metrics, run.checkpoints),
-        rates_figure(some_rates()),
     ]
 
 

@@ -59,9 +59,9 @@ def test_unknown_peaks_and_nothing_that_fits():
         ["1.00 MiB", "unknown"],
         ["unknown", "unknown"],
     ]
-    blind = msgspec.structs.replace(probe, attempts=attempts[:1])
-    assert memory_figure(a_device(), blind).legend == []
-    failed = msgspec.structs.replace(probe, attempts=attempts[2:])
+    one = msgspec.structs.replace(probe, attempts=attempts[:1])
+    assert memory_figure(a_device(), one) is None, "a single dot says nothing"
+    failed = msgspec.structs.replace(probe, attempts=2 * attempts[2:])
     assert [mark.label for mark in memory_figure(a_device(), failed).legend] == [
         "did not fit (its peak is unknown)"
     ]

@@ -20,9 +20,10 @@ def test_nothing_to_draw_gives_no_picture():
 
 def test_infeasible_trials_have_no_throughput_and_many_trials_are_thinned():
     infeasible = Trial(number=0, samples_per_s=None, feasible=False, note="no")
-    picture = trials_figure([infeasible])
-    assert picture.table.rows == [["1", "", "", "no", "no"]]
-    assert picture.note == "0 trials measured, 1 infeasible."
+    assert trials_figure([infeasible]) is None, "one trial says nothing"
+    picture = trials_figure([infeasible] * 2)
+    assert picture.table.rows == [["1", "", "", "no", "no"]] * 2
+    assert picture.note == "0 trials measured, 2 infeasible."
     assert len(trials_figure(some_trials() * 40).table.rows) == 200
 
 

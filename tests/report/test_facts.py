@@ -1,0 +1,197 @@
+"""Every fact of a result in words: `facts.txt` has them, for many kinds of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from autobatch.core.records.estimate import Estimate
+from autobatch.core.records.plan import Plan, RankPlan, RunOrder, SizeCut
+from autobatch.core.records.probe import LengthLimit, LimitedBy, RankLimit, RealBatches
+from autobatch.core.records.run import RunRecord
+from autobatch.core.records.tuning import Trial, TrialComparison, Tuning
+from autobatch.planning import make_plan
+from autobatch.report.facts import (
+    describe_estimate,
+    describe_trial,
+    facts_of,
+    final_facts,
+    headline,
+    tiles_of,
+)
+from tests.support.sample_run import a_device, a_run, an_estimate, some_rates
+from tests.support.snapshots import check_snapshot
+
+
+def changed(part: str, run: RunRecord | None = None, **changes: Any) -> RunRecord:
+    """Return the sample run with some fields of one part changed."""
+    run = run or a_run()
+    return msgspec.structs.replace(run, **{part: msgspec.structs.replace(getattr(run, part), **changes)})
+
+
+def probed(**changes: Any) -> RunRecord:
+    bare = a_run(plan=None, tuning=None, training=None, command=None)
+    return changed("probe", bare, **changes)
+
+
+def planned(plan: Plan | None = None, **changes: Any) -> RunRecord:
+    made = plan or make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1)
+    return a_run(plan=msgspec.structs.replace(made, **changes), tuning=None, training=None, command=None)
+
+
+def tuned(**changes: Any) -> RunRecord:
+    known: dict[str, Any] = {
+        "trials": 4, "best": {"precision": "bf16"}, "baseline_samples_per_s": 1000.0,
+        "best_samples_per_s": 1370.0, "study": "s", "seconds": 10.0,
+    }  # fmt: skip
+    plan = make_plan(target_batch=1000, micro_batch_limit=93, learning_rate=0.1)
+    return a_run(plan=plan, tuning=Tuning(**(known | changes)), training=None, command=None)
+
+
+def on_ranks(*limits: int) -> list[RankLimit]:
+    return [RankLimit(rank=n, host="h", device="d", kind=0, limit=one) for n, one in enumerate(limits)]
+
+
+def unlike_ranks() -> list[RankPlan]:
+    of_ranks = [(0, 323, [139]), (0, 323, [139]), (1, 102, [102, 101]), (2, 20, [])]
+    return [
+        RankPlan(rank=rank, host="a", device="b", kind=kind, limit=limit, samples=sum(own), micro_batches=own)
+        for rank, (kind, limit, own) in enumerate(of_ranks)
+    ]
+
+
+CUT = SizeCut(
+    sizes=[16.0, 512.0], micro_batches=[90, 4], limits_by="replay", padding=1.25, padding_by_count=2.5,
+    steps=8.9, steps_by_count=12.0, replayed_batches=300,
+)  # fmt: skip
+LENGTHS = [
+    LengthLimit(size=size, micro_batch=m, upper_bound_by="replay", padded_size=size * m)
+    for size, m in ((16.0, 90), (512.0, 4))
+]
+DIVERGED = msgspec.structs.replace(some_rates(), default_loss=None)
+CHOSEN = TrialComparison(
+    changes={"precision": "bf16"}, ratio=1.37, low=1.29, high=1.45, rounds=3, chosen=True
+)
+RUNS: dict[str, RunRecord] = {
+    "a whole run": a_run(),
+    "a run on the CPU with little known": a_run(
+        device=a_device(kind="cpu", name="AMD EPYC", holders=[], notes=[], other_processes_bytes=None),
+        probe=None, tuning=None, training=None, metrics=[], command=None,
+    ),
+    "a device alone": RunRecord(device=a_device()),
+    "a limit that a run has shown": probed(precision="bf16"),
+    "a limit that a replay has shown": probed(upper_bound_by="replay", oom_count=0),
+    "a limit for another reason": probed(upper_bound_by="error"),
+    "a search that was stopped": probed(upper_bound_by=None, stopped_by="time limit"),
+    "a saved limit": probed(source="saved 2026-11-20"),
+    "a size that was asked about": probed(source="asked", micro_batch=1),
+    **{f"a cap by {cap}": probed(limited_by=cap, upper_bound_by="cap") for cap in LimitedBy.__args__},  # type: ignore[attr-defined]
+    "a limit on like ranks": probed(ranks=on_ranks(93, 93), parallel="replicate"),
+    "a limit on ranks that share the model": probed(ranks=on_ranks(93, 93), parallel="shard"),
+    "a limit on unlike ranks": probed(ranks=on_ranks(93, 12, 93), parallel="replicate"),
+    "real batches": probed(
+        real_batches=RealBatches(batches=300, by="replay", micro_batch_alone=120), lengths=LENGTHS,
+        size_unit="tokens",
+    ),
+    "real batches that ran": probed(real_batches=RealBatches(batches=3, by="run", micro_batch_alone=93)),
+    "one micro-batch": planned(make_plan(target_batch=93, micro_batch_limit=93, learning_rate=1e-5)),
+    "ranks": planned(make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1, world_size=2)),
+    "unlike ranks": planned(world_size=4, ranks=unlike_ranks(), parallel="shard"),
+    "a rule for the learning rate": planned(
+        make_plan(target_batch=1024, micro_batch_limit=93, learning_rate=0.1, rule="sqrt", base_batch=256)
+    ),
+    "a small base batch": planned(
+        make_plan(target_batch=1_000_000, micro_batch_limit=93, learning_rate=0.1, base_batch=64)
+    ),
+    "a tuned configuration": planned(
+        knobs={"optimizer": "fused", "channels_last": True, "loader_workers": 2, "pin_memory": False},
+        learning_rate=0.3, learning_rate_rule="tuned", learning_rate_factor=3.0, precision="bf16",
+    ),
+    "a split by size": planned(split="size", size_cut=CUT),
+    "a split by size on ranks": planned(split="size", size_cut=CUT, world_size=2),
+    "an order of the run": planned(run_order=RunOrder(batches=40, by="run", micro_batch_in_any_order=60)),
+    "a gain": tuned(comparisons=[CHOSEN]),
+    "no gain": tuned(best_samples_per_s=1000.0),
+    "a gain of an earlier day": tuned(best_samples_per_s=900.0, measured="2026-11-22T17:14:00+00:00"),
+    "speeds that could not be measured": tuned(baseline_samples_per_s=0.0, best_samples_per_s=0.0),
+    "a learning rate that was kept": tuned(learning_rate=msgspec.structs.replace(some_rates(), best=3e-4)),
+    "a learning rate that diverged": tuned(learning_rate=DIVERGED),
+    "a training without held-out data": changed("training", validation={}),
+    "a training without losses": changed("training", validation={}, first_loss=None, samples_per_s=None),
+    "a training with incidents": changed(
+        "training", skipped_steps=2, oom_recoveries=3, failed_checkpoints=[4], ema=0.999,
+        validation={"loss": 0.1017, "accuracy": 0.9722, "f1": None}, noise_advice="the batch is near it",
+        resumed_from="checkpoints/step-00000040", peak_reserved_bytes=3 << 30,
+    ),
+}  # fmt: skip
+ESTIMATES: dict[str, Estimate] = {
+    "one GPU": an_estimate(),
+    "a GPU that is too small": an_estimate(fits=False, micro_batch=0, plan=None),
+    "ranks": an_estimate(world_size=8, parallel="shard"),
+}
+
+
+def written(run: RunRecord) -> list[str]:
+    lines = [headline(run), *(" | ".join(tile) for tile in tiles_of(run))]
+    facts = facts_of(run, out=Path("runs/one"), report=Path("runs/one/report.html"))
+    return [*lines, *(f"{one.part:<9}{one.kind:<7}{one.label:<14}{one.text}".rstrip() for one in facts)]
+
+
+def test_every_fact_reads_as_it_did() -> None:
+    """Of each further kind, the file has the lines that the first one lacks."""
+    parts, known = [], list[str]()
+    for name, run in RUNS.items():
+        lines = [line for line in written(run) if line not in known]
+        parts.append("\n".join([f"## {name}", *lines]))
+        known = known or lines
+    parts += [f"## an estimate: {name}\n{describe_estimate(one)}" for name, one in ESTIMATES.items()]
+    check_snapshot(Path(__file__).with_name("facts.txt"), "\n\n".join(parts) + "\n")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_fact_is_said_once_and_as_people_say_it(name: str) -> None:
+    facts = facts_of(RUNS[name], out=Path("runs/one"))
+    labels = [fact.label for fact in facts if fact.label]
+    assert len(labels) == len(set(labels))
+    final = final_facts(RUNS[name], out=Path("runs/one"))
+    kinds = [fact.kind for fact in final]
+    assert kinds == sorted(kinds, key=lambda kind: kind != "main"), "what answers the question comes first"
+    assert {fact.kind for fact in final} <= {"main", "detail", "path"}
+    text = " ".join(fact.text for fact in facts) + headline(RUNS[name])
+    assert "e+" not in text
+    assert "1 ÷" not in text
+
+
+def test_no_tile_denies_a_split_by_size() -> None:
+    tiles = tiles_of(RUNS["a split by size"])
+    assert tiles[0].note == "exactly, in about 8.9 micro-batches"
+    assert not any("accumulation" in tile.note or "in 12 micro-batches" in tile.note for tile in tiles)
+
+
+def test_a_limit_of_another_configuration_is_not_shown_beside_the_plan() -> None:
+    """The probe ran in fp32; the tuned plan trains in bf16, where more fits."""
+    plan = make_plan(target_batch=1024, micro_batch_limit=342, learning_rate=0.1, precision="bf16")
+    run = changed("probe", a_run(plan=plan, tuning=None, training=None), precision="fp32")
+    assert final_facts(run)[0].text == "342 samples at a time in 6.00 GiB, in the planned configuration"
+    assert "93" not in tiles_of(run)[1].note
+
+
+def test_a_gain_pays_back_after_the_steps_that_save_the_time_of_the_search() -> None:
+    """A step of 1,000 samples takes 1 s, or 1 ÷ 1.37 s: 10 s are saved in 10 ÷ 0.27 = 37.03 steps."""
+    assert any("pays back after 38 steps" in fact.text for fact in facts_of(RUNS["a gain"]))
+
+
+@pytest.mark.parametrize(
+    ("trial", "words"),
+    [
+        ({"samples_per_s": 1234.5, "relative": 1.25}, "bf16: 1,234 samples/s (25 % faster)"),
+        ({"samples_per_s": 1234.5, "relative": 0.98}, "bf16: 1,234 samples/s (2 % slower)"),
+        ({"samples_per_s": None, "feasible": False, "note": "too large"}, "bf16: left out, too large"),
+    ],
+)
+def test_a_trial_names_what_differs_from_the_default(trial: dict[str, Any], words: str) -> None:
+    assert describe_trial(Trial(number=1, **trial), {"precision": "bf16"}) == words
+    assert describe_trial(Trial(number=0, samples_per_s=10.0), {}) == "default: 10 samples/s"
